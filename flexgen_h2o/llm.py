@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
@@ -58,8 +58,9 @@ class LLM(Session):
         Placements, batch sizes, overlap: decides speed and never results.
     h2o : H2OConfig, optional
         Which tokens stay cached; None: all of them.
-    weight_bits : int
-        16: the run's dtype. 12: matrices in bfloat16 with a shorter exponent, almost without loss.
+    weight_bits : int or "auto"
+        "auto": a GGUF file's own codes; for other models 16. 16: the run's dtype. 12: matrices in
+        bfloat16 with a shorter exponent, almost without loss.
         8 or 4: matrices are kept in groups of codes, each group with a scale and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
@@ -88,7 +89,7 @@ class LLM(Session):
 
     @typed
     def __init__(self, model: str | os.PathLike, *, policy: Policy | None = None,
-                 h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
+                 h2o: H2OConfig | None = None, weight_bits: int | str = AUTO, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto",
                  offload_dir: str | os.PathLike | None = None, **options: Any):
         (*named, _options) = inspect.signature(LLM).parameters

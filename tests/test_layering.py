@@ -70,7 +70,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.shapes", "models.positions", "models.spec", "models.registry", "models.fields",
          "models.rope", "models.decoder", "models.families", "models.checkpoint_formats",
          "models.checkpoint_formats.settings", "models.gguf_architectures",
-         "models.gguf_config", "models.gguf_header", "models.gguf_kinds", "models.gguf_metadata",
+         "models.gguf_config", "models.gguf_header", "models.gguf_metadata",
          "models.gguf_rope", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
          "engine.stop_strings",

@@ -9,6 +9,7 @@ from dataclasses import fields
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.models.gguf_config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -30,6 +31,8 @@ def flags(run: PlannedRun) -> str:
     values |= {f"{name}_bits": options.bits
                for name, options in (("weight", run.weights), ("cache", run.cache))
                if options.bits != 16}
+    if names_gguf(run.model.name) and not run.weights.quantizes:
+        values["weight_bits"] = 16  # which is not what auto is for such a file
     words = [f"{flag_name(name)} {str(value).lower()}" for name, value in values.items()]
     if policy.experts is not None:
         shares = " ".join(f"{getattr(policy.experts, tier):g}" for tier in TIERS)

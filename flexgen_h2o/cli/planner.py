@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli.flags import AUTO, GOALS
+from flexgen_h2o.cli.flags import GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import WEIGHT_BITS, CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import AUTO, WEIGHT_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
@@ -26,7 +26,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
-from flexgen_h2o.models.gguf_config import config_of, kept_weights
+from flexgen_h2o.models.gguf_config import config_of, header_options
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
@@ -62,7 +62,7 @@ class PlanSubject:
     limits: MemoryLimits
     model: ModelConfig
     itemsize: int
-    weights: Callable[[int], WeightOptions]
+    weights: Callable[[int | str], WeightOptions]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
 
-    def weights(bits: int) -> WeightOptions:
+    def weights(bits: int | str) -> WeightOptions:
         return replace(source, bits=bits).form.options
 
     return PlanSubject(hardware, _within(limits, config), source.config, source.dtype.itemsize,
@@ -183,7 +183,7 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
                        4 if config.dtype == "float32" else 2, weights)
 
 
-def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOptions]]:
+def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
     if is_there(path) and path.is_dir():
@@ -193,7 +193,7 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     if path.suffix.lower() == ".gguf" and path.is_file():
         header = read_header(path)
         shape = from_transformers(config_of(header), model)
-        return shape, partial(kept_weights, header, shape)
+        return shape, partial(header_options, header, shape)
     known = published(name)
     if known is None:
         raise UserError("--hardware plans for folders, .gguf files and published shapes: "
@@ -201,9 +201,12 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     return known, _options(known, published_quantization(name))
 
 
-def _options(model: ModelConfig, stored: Quantization | None) -> Callable[[int], WeightOptions]:
+def _options(model: ModelConfig, stored: Quantization | None
+             ) -> Callable[[int | str], WeightOptions]:
     """The form of a model's weights by bits; `stored` is how its checkpoint has them."""
-    return WeightOptions if stored is None else partial(stored.weights, model=model)
+    if stored is None:
+        return lambda bits: WeightOptions(int(bits))
+    return lambda bits: stored.weights(int(bits), model)
 
 
 def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
@@ -222,21 +225,22 @@ def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:
     return limits.within(cpu=config.memory_limit, gpu=config.device_memory_limit)
 
 
-def _written_bits(config: RunConfig) -> frozenset[int]:
+def _written_bits(config: RunConfig) -> frozenset[int | str]:
     """Bits of weights that no file keeps: on the disk tier they take space of their own."""
     if config.path == DUMMY:
         return frozenset(WEIGHT_BITS)
-    return frozenset(WEIGHT_BITS[1:] if config.no_weight_cache else ())
+    return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())
 
 
 def _request(config: RunConfig, subject: PlanSubject, load: Workload,
              prompts: int | None) -> PlanRequest:
     """The request to the search."""
-    def bits(kind: str) -> tuple[int, ...]:
+    def bits(kind: str) -> tuple[Any, ...]:
         given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
+        chosen = getattr(config, f"resolved_{kind}_bits")
         if config.allow_compression and not given:
-            return WEIGHT_BITS if kind == "weight" else BITS
-        return (getattr(config, f"resolved_{kind}_bits"),)
+            return (chosen, *WEIGHT_BITS[1:]) if kind == "weight" else BITS
+        return (chosen,)
 
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
@@ -308,9 +312,9 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     """The config with a run's policy and bits."""
     policy = run.policy
     bits: dict[str, Any] = {
-        f"{kind}_bits": options.bits
-        for kind, options in (("weight", run.weights), ("cache", run.cache))
-        if options.bits != getattr(config, f"resolved_{kind}_bits")}
+        f"{kind}_bits": chosen
+        for kind, chosen in (("weight", run.weights.asked_bits), ("cache", run.cache.bits))
+        if chosen != getattr(config, f"resolved_{kind}_bits")}
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
     experts = None if policy.experts is None else (

@@ -62,6 +62,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
     row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    row["weight_bits"] = stats.weight_bits  # what auto has come to
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
@@ -90,7 +91,6 @@ def _resolved(config: RunConfig) -> dict[str, object]:
     return {
         "expert_percent": (None if config.expert_percent is None
                            else " ".join(f"{share:g}" for share in config.expert_percent)),
-        "weight_bits": config.resolved_weight_bits,
         "cache_bits": config.resolved_cache_bits,
         "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
                      else config.eviction),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
@@ -19,8 +24,14 @@ SMALL_GROUP = 32
 """Elements of a cached vector in 4 bits that share a scale and a zero point, where both halves of
 the vector, which share bytes, hold whole groups. Twice as many double the error of small models."""
 
+_LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
+
 WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
+
+AUTO = "auto"
+"""Leaves a choice to the engine. As the bits of weights it keeps a GGUF file's own codes, and is 16
+for other checkpoints."""
 
 CODED_BITS = (8, 4)
 """Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
@@ -210,20 +221,48 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Storage options of weights: in 16 (the run's dtype), 12, 8 or 4 bits, all but 16 in groups.
+    """Storage options of the matrices of a model. Vectors stay in the run's dtype.
 
-    Vectors (norms and biases) stay in the run's dtype. Matrices of the shapes in `mxfp4` are in
-    MXFP4, with 4 bits. `activation_bits` is not how they lie, but how products take what meets
-    matrices in groups: as it is (16), or rounded to 8 bits.
+    Attributes
+    ----------
+    bits : int
+        16 (the run's dtype), 12, 8 or 4.
+    group : int
+        Inputs that share a scale, unless `bits` is 16.
+    mxfp4 : frozenset of (outputs, inputs)
+        Shapes of the matrices that are in MXFP4, with 4 bits.
+    activation_bits : int
+        16: products take activations as they are. 8: they round them, for matrices of codes.
+    kept : mapping of str to MatrixLayout
+        By name the matrices that have layouts of their own; if there are any, the others stay in
+        the run's dtype.
+    plain : tuple of (outputs, inputs)
+        Shapes of these others.
     """
 
     bits: int = 16
     group: int = GROUP
     mxfp4: frozenset[tuple[int, ...]] = frozenset()
     activation_bits: int = 16
+    kept: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
+    plain: tuple[tuple[int, int], ...] = ()
 
-    def layout(self, shape: tuple[int, int]) -> MatrixLayout | None:
-        """The layout of a matrix (outputs, inputs); None with 16 bits."""
+    @property
+    def asked_bits(self) -> int | str:
+        """The `weight_bits` by which a user asks for these options."""
+        return AUTO if self.kept else self.bits
+
+    @property
+    def quantizes(self) -> bool:
+        """True if any matrix is not in the run's dtype."""
+        return self.bits != 16 or bool(self.kept)
+
+    def layout(self, shape: tuple[int, int], name: str = "") -> MatrixLayout | None:
+        """Return the layout of a matrix (outputs, inputs), or of some outputs of the matrix of a
+        name; None for the run's dtype."""
+        if self.kept:
+            own = self.kept.get(name)
+            return own if own is None or own.outputs == shape[0] else replace(own, outputs=shape[0])
         if self.bits == 16:
             return None
         if tuple(shape) in self.mxfp4:
@@ -231,9 +270,76 @@ class WeightOptions:
         return MatrixLayout(*shape, bits=self.bits, group=self.group)
 
     def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Bytes at rest of a matrix (outputs, inputs)."""
+        """Return the bytes at rest of a matrix (outputs, inputs): a mean over those of this shape,
+        rounded up, where they differ. Of some outputs of a matrix, in proportion."""
+        if self.kept:
+            bytes_each = self._element_bytes(itemsize).get(tuple(shape))
+            if bytes_each is None:  # some outputs
+                same = [each for (_, inputs), each in self._element_bytes(itemsize).items()
+                        if inputs == shape[1]]
+                bytes_each = max(same, default=itemsize)
+            return math.ceil(shape[0] * shape[1] * bytes_each)
         layout = self.layout(shape)
         return shape[0] * shape[1] * itemsize if layout is None else layout.nbytes
+
+    @cached_property
+    def widest(self) -> WeightOptions:
+        """These options with the largest layout of each shape for all matrices of the shape."""
+        largest: dict[tuple[int, int], MatrixLayout] = {}
+        for layout in self.kept.values():
+            shape = layout.outputs, layout.inputs
+            held = largest.get(shape)
+            if shape not in self.plain and (held is None or held.nbytes < layout.nbytes):
+                largest[shape] = layout
+        return replace(self, kept={str(shape): layout for shape, layout in largest.items()}
+                       or self.kept)
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Inputs of a group, in all layouts."""
+        if self.kept:
+            return frozenset(layout.group for layout in self.kept.values())
+        return frozenset({self.group, MXFP4_GROUP} if self.mxfp4 else {self.group})
+
+    @cached_property
+    def shares(self) -> Mapping[int, float]:
+        """The share of the matrices' elements by bits; 4 and 8 bits of codes where any are kept."""
+        if not self.kept:
+            return {self.bits: 1.0}
+        elements: Counter[int] = Counter()
+        for layout in self.kept.values():
+            elements[layout.bits] += layout.outputs * layout.inputs
+        for outputs, inputs in self.plain:
+            elements[16] += outputs * inputs
+        return {bits: count / elements.total() for bits, count in elements.items()}
+
+    def part(self, first: int, last: int) -> WeightOptions:
+        """Return the options of the decoder layers first:last, and of what is outside of layers."""
+        def inside(name: str) -> bool:
+            number = _LAYER_NUMBER.search(name)
+            return number is None or first <= int(number[1]) < last
+
+        kept = {name: layout for name, layout in self.kept.items() if inside(name)}
+        return replace(self, kept=kept) if kept else self
+
+    def _element_bytes(self, itemsize: int) -> Mapping[tuple[int, int], float]:
+        """Bytes of an element by shape, a mean over all matrices of the shape."""
+        found = self._means.get(itemsize)
+        if found is None:
+            nbytes: Counter[tuple[int, int]] = Counter()
+            counts: Counter[tuple[int, int]] = Counter(self.plain)
+            for shape, count in counts.items():
+                nbytes[shape] += count * math.prod(shape) * itemsize
+            for layout in self.kept.values():
+                counts[layout.outputs, layout.inputs] += 1
+                nbytes[layout.outputs, layout.inputs] += layout.nbytes
+            found = {shape: nbytes[shape] / counts[shape] / math.prod(shape) for shape in counts}
+            self._means[itemsize] = found
+        return found
+
+    @cached_property
+    def _means(self) -> dict[int, Mapping[tuple[int, int], float]]:
+        return {}
 
 
 @dataclass(frozen=True)

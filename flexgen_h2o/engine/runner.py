@@ -165,9 +165,11 @@ class Runner:
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
         placement, choices = settings.policy.weights, settings.policy.expert_choices
+        experts = settings.policy.experts
+        on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=options.no_bars) as bar:
-            checkpoint, names = source.open(placement, seed=options.seed,
+            checkpoint, names = source.open(on_disk=on_disk, seed=options.seed,
                                             weight_cache=options.weight_cache,
                                             progress=self._noted(bar))
         opened.callback(checkpoint.close)
@@ -177,7 +179,7 @@ class Runner:
         self.weights = WeightStore(
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=options.verify),
-            self._transfers, placement=placement, experts=settings.policy.experts,
+            self._transfers, placement=placement, experts=experts,
             choices=choices and choices.part(self.stage.first, self.stage.last),
             pin=settings.policy.pin_weight, read_ahead=self._read_ahead(settings.policy))
 

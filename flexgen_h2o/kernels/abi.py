@@ -97,6 +97,10 @@ STRUCTS = MappingProxyType({
     # reference_matrix.quantize_matrix: weight [outputs, inputs].
     "Quantize": """const void*: weight; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
+    # reference_blocks.repack: blocks [.., row_bytes] of a GGUF type's number `kind`; rows [outputs]
+    # are their places there, or null where they come in order; broken: counts what is not finite.
+    "Repack": """const void*: blocks; const int64_t*: rows; Matrix: matrix; int64_t*: broken;
+        int64_t: kind row_bytes threads""",
     # reference_layer.norm: x and out [rows, width], which may be the same, weight and bias [width]
     # or null; not centred: the root mean square alone.
     "Norm": """const void*: x weight bias; void*: out;

@@ -10,9 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.block_types import BlockType
 from flexgen_h2o.config.formats import CODED_BITS, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.key_smoothing import BasisChange
@@ -245,6 +247,25 @@ def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search:
     call("quantize_matrix", "Quantize", weight=weight.data_ptr(),
          matrix=matrix("quantize_matrix", data, *weight.shape, bits, group),
          dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
+
+
+def repack(blocks: np.ndarray, order: Tensor | None, kind: BlockType, data: Tensor, outputs: int,
+           inputs: int, bits: int, group: int) -> bool:
+    """See `ops.repack`; the matrix is of the type's own layout."""
+    row_bytes = inputs // kind.elements * kind.nbytes
+    held = matrix("repack", data, outputs, inputs, bits, group)
+    need(blocks.dtype == np.uint8 and blocks.flags.c_contiguous and blocks.ndim == 2
+         and (order is not None or len(blocks) == outputs) and blocks.shape[1] == row_bytes,
+         "repack", f"takes contiguous bytes of {outputs} rows, got {blocks.shape}")
+    expect("repack", torch.int64, order=(order, (outputs,)))
+    if order is not None:
+        contiguous("repack", order=order)
+        need(int(order.min()) >= 0 and int(order.max()) < len(blocks), "repack",
+             "rows out of range")
+    broken = ctypes.c_int64()
+    call("repack", "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=held,
+         broken=ctypes.addressof(broken), kind=kind.number, row_bytes=row_bytes)
+    return not broken.value
 
 
 def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.block_types import BlockType
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
@@ -33,6 +35,7 @@ from flexgen_h2o.kernels import (
     native,
     native_recall,
     reference,
+    reference_blocks,
     reference_layer,
     reference_matrix,
     reference_recall,
@@ -48,8 +51,8 @@ __all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "
            "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
            "index_keys", "linear_choice",
            "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
-           "prefill_attention", "quantize_groups", "quantize_matrix", "select_heavy_hitters",
-           "take_slots", "unpack_rows"]
+           "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
+           "select_heavy_hitters", "take_slots", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
@@ -328,6 +331,36 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
     weight = weight.float() if weight.dtype == torch.float64 else weight
     _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
     return out
+
+
+def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tensor,
+           order: Tensor | None = None) -> bool:
+    """Write a matrix of GGUF blocks into `out`: see `reference_blocks.repack`.
+
+    Parameters
+    ----------
+    blocks : uint8 array [rows, bytes]
+        Contiguous; it may be mapped from a file.
+    kind : BlockType
+    layout : MatrixLayout
+        One that `kind.fits`.
+    out : uint8 Tensor [layout.nbytes]
+        On the host.
+    order : int64 Tensor [outputs], optional
+        The row of `blocks` that is row i of the matrix; None: all of them in order.
+
+    Returns
+    -------
+    bool
+        False where a scale or a zero point is not finite in float16; `out` is then undefined.
+    """
+    if not plain_torch("cpu") and layout == kind.layout(layout.outputs, layout.inputs):
+        return native.repack(blocks, order, kind, *flat(QuantizedMatrix(out, layout)))
+    chosen = slice(None) if order is None else order.numpy()
+    found = reference_blocks.repack(torch.from_numpy(np.array(blocks[chosen])), kind, layout)
+    if found is not None:
+        out.copy_(found)
+    return found is not None
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -50,6 +50,7 @@ class PlannedRun:
         policy = replace(self.policy, expert_choices=choices and choices.part(
             stage.first, stage.last))
         return replace(self, stage=stage, policy=policy,
+                       weights=self.weights.part(stage.first, stage.last),
                        groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.part(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
@@ -137,7 +138,10 @@ class PlannedRun:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: of three matrices, which may lie anywhere in a page at both ends."""
-        return self.expert_bytes + 6 * mmap.PAGESIZE
+        if self.model.experts is None:
+            return 0
+        largest = part_bytes(self.weights.widest, self.model.expert_shapes(), self.itemsize)
+        return largest + 6 * mmap.PAGESIZE
 
     @property
     def cuts_weights(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
@@ -118,5 +118,5 @@ def _found(arguments: Mapping[str, Any]) -> Source:
 
     with byte_bar("converting", off=None) as bar:
         return find(str(arguments["model"]), path=arguments.get("path"),
-                    dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", 16),
+                    dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", AUTO),
                     device=open_device("cpu"), progress=bar)

@@ -303,7 +303,11 @@ def test_run_config_refusals(values, match):
     ({}, 16), ({"compress_weight": True}, 4), ({"weight_bits": 8}, 8), ({"weight_bits": 4}, 4),
     ({"compress_weight": True, "weight_bits": 8}, 8), ({"weight_bits": 16}, 16),
     ({"compress_weight": True, "weight_bits": 4}, 4), ({"compress_weight": False}, 16),
-    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16),
+    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16), ({"weight_bits": "auto"}, 16),
+    ({"model": "a/b-Q4_K_M.GGUF"}, "auto"), ({"model": "opt-125m", "path": "m.gguf"}, "auto"),
+    ({"model": "m.gguf", "path": "folder"}, 16), ({"model": "m.gguf", "weight_bits": 16}, 16),
+    ({"model": "smollm2-135m", "weight_bits": "auto", "activation_bits": 8}, "auto"),
+    ({"model": "m.gguf", "compress_weight": True}, 4),
 ])
 def test_weight_bits(values, bits):
     assert RunConfig(**values).resolved_weight_bits == bits
@@ -325,8 +329,8 @@ def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
 
 
 @pytest.mark.parametrize(("values", "match"), [
-    ({"weight_bits": 5}, "--weight-bits must be one of 16, 12, 8, 4, got 5"),
-    ({"weight_bits": "4"}, "--weight-bits must be a whole number"),
+    ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
+    ({"weight_bits": "4"}, "--weight-bits must be one of auto, 16, 12, 8, 4, got"),
     ({"weight_bits": True}, "--weight-bits must be a whole number"),
     ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
     ({"compress_weight": True, "weight_bits": 16},

@@ -684,6 +684,10 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", "--weight-bits", "8")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout
+    for more, shown in (([], False), (["--weight-bits", "16"], True)):
+        done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", *more)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert ("--weight-bits" in done.stdout) == shown  # what is printed runs the same
     done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
     assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
     done = elsewhere(*plan, "--model", "someone/unknown")

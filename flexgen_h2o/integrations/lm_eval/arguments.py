@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.llm_arguments import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
 from flexgen_h2o.errors import UserError

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_files, check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.metrics.figures import check_plot
