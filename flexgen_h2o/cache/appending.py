@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.kernels import ops
@@ -61,7 +61,7 @@ class LayerAttention:
 
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
            cache_state: CacheState, state: EvictionState | None,
-           layout: GroupLayout | None, attention: LayerAttention) -> torch.Tensor:
+           layout: CacheLayout | None, attention: LayerAttention) -> torch.Tensor:
     """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
 
     Parameters
@@ -69,14 +69,14 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [rows, kv_heads, head_dim]
         The chunk's. Where positions roll (`state.ranks`) q and k come before rotation.
-    held : Tensor [2, kv_heads, slots, width]
+    held : Tensor [kinds, kv_heads, slots, width]
         Slots of keys and values, maybe in another memory than q: vectors, or records of `layout`.
         Without an eviction state they have room for the chunk. Written in place.
     cache_state : CacheState
     state : EvictionState or None
         Of the sequence alone, [1, kv_heads, slots]; None: nothing is evicted, and the slots are in
         the order of positions. Where positions roll its rotations reach over slots and chunk.
-    layout : GroupLayout or None
+    layout : CacheLayout or None
     attention : LayerAttention
 
     Returns
@@ -84,7 +84,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     Tensor [rows, heads, head_dim]
     """
     fresh = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-    packed = (fresh if layout is None else ops.quantize_groups(fresh, layout)).to(held.device)
+    packed = ops.cache_records(fresh, layout).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
                                 layout=layout, attention=attention)
@@ -160,7 +160,7 @@ def _attend_at(q, keys, values, positions, *, scores, decay, attention) -> torch
 
 @dataclass(frozen=True)
 class _Old:
-    """Cached vectors by position: records [2, kv_heads, cached, width]; [kv_heads, cached]."""
+    """Cached vectors by position: records [kinds, kv_heads, cached, width]; [kv_heads, cached]."""
 
     records: torch.Tensor
     scores: torch.Tensor
@@ -170,16 +170,14 @@ class _Old:
 def _in_order(held: torch.Tensor, state: EvictionState, cached: int) -> _Old:
     """Copies of the filled slots in the order of their positions: decode leaves them in any."""
     positions, order = state.positions[0, :, :cached].sort(dim=-1)
-    place = order[None, ..., None].expand(2, -1, -1, held.shape[-1])
+    place = order[None, ..., None].expand(len(held), -1, -1, held.shape[-1])
     return _Old(held.gather(2, place), state.scores[0].gather(1, order), positions)
 
 
-def _vectors(records: torch.Tensor, layout: GroupLayout | None, *, like: torch.Tensor
+def _vectors(records: torch.Tensor, layout: CacheLayout | None, *, like: torch.Tensor
              ) -> torch.Tensor:
-    """Records as vectors of the dtype and in the memory of `like`."""
-    if layout is not None:
-        records = ops.dequantize_groups(records, layout)
-    return records.to(like)
+    """Records as vectors [2, ...] of the dtype and in the memory of `like`."""
+    return ops.cache_vectors(records, layout).to(like)
 
 
 def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
@@ -187,8 +185,8 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
           vectors: torch.Tensor | None) -> None:
     """Put what stays of old and new into the first slots, by position, and into the eviction state.
 
-    records [2, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions of
-    the old ones, `vectors` the records as such if the policy asks for them.
+    records [kinds, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions
+    of the old ones, `vectors` the records as such if the policy asks for them.
     """
     heads, tokens = scores.shape
     new = torch.arange(cache_state.tokens, cache_state.tokens + tokens - before.shape[1],

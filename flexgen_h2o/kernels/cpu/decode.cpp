@@ -66,7 +66,7 @@ void queries(const Head& h, float* q) {
 template <class T, class F>
 void with_rows(const Head& h, int kind, float* scratch, F f) {
     const Decode& a = h.a;
-    const Layout& layout = a.layout;
+    const Layout& layout = layout_of(a, kind);
     const int32_t* ranks = kind == 0 && a.ranks ? a.ranks + h.first() : nullptr;
     if (layout.bits == 16) {
         const T* base = h.slots<T>(kind);
@@ -95,13 +95,14 @@ template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
-    if (a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
+    const Layout& layout = layout_of(a, kind);
+    if (layout.bits != 4 || layout.group != USUAL_GROUP || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
     switch (a.head_dim) {
-        case 64: f(TiledRecords<64>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
-        case 128: f(TiledRecords<128>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
+        case 64: f(TiledRecords<64>(base, a.slots_slot, layout, h.group, scratch)); return true;
+        case 128: f(TiledRecords<128>(base, a.slots_slot, layout, h.group, scratch)); return true;
     }
 #else
     (void)h, (void)kind, (void)scratch, (void)f;
@@ -323,8 +324,8 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
-    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), new_key, codes);
-    write_slot(a, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
+    write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot), new_key, codes);
+    write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
     a.taken[index] = slot;
 }
 
