@@ -196,7 +196,7 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
                                   positions, vectors=vectors)
     kept = index.shape[1]
     held[:, :, :kept] = records.gather(
-        2, index[None, ..., None].expand(2, -1, -1, records.shape[-1]))
+        2, index[None, ..., None].expand(len(records), -1, -1, records.shape[-1]))
     state.scores[0, :, :kept] = scores.gather(1, index)
     state.positions[0, :, :kept] = positions.gather(1, index)
     if state.ranks is not None:
