@@ -139,7 +139,8 @@ def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
     assert tokens(tiny, prompts, replace(h2o, prompt_chunk=60)) == tokens(tiny, prompts, h2o)
 
 
-@pytest.mark.parametrize("key, positions, bits", [("opt", "original", 16), ("llama", "rolling", 4)])
+@pytest.mark.parametrize("key, positions, bits", [
+    ("opt", "original", 16), ("llama", "rolling", 4), ("llama", "original", (8, 4))])
 def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
