@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
@@ -115,17 +116,17 @@ class CacheLayout:
             return None
         return cls(GroupLayout(length, key_bits), GroupLayout(length, value_bits))
 
-    @property
+    @cached_property
     def mixed(self) -> bool:
         """True if a slot holds key and value in one record."""
         return self.keys != self.values
 
-    @property
+    @cached_property
     def kinds(self) -> int:
         """The leading size of slots."""
         return 1 if self.mixed else 2
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a record of a slot: the last size of slots."""
         return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes

@@ -50,10 +50,9 @@ def form_struct(form: FormArguments) -> ctypes.Structure:
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
     """Layouts and strides of slots of `CacheLayout`, whose last stride is 1."""
     kind, sequence, head, slot, _ = slots.stride()
-    keys, values = (None, None) if layout is None else (layout.keys, layout.values)
+    keys = values = record_layout(layout and layout.keys, slots.shape[-1])
     if layout is not None and layout.mixed:  # the value is behind the key
-        kind = layout.keys.nbytes
-    return {"key_layout": record_layout(keys, slots.shape[-1]),
-            "value_layout": record_layout(values, slots.shape[-1]),
+        kind, values = layout.keys.nbytes, record_layout(layout.values, slots.shape[-1])
+    return {"key_layout": keys, "value_layout": values,
             "slots_kind": kind, "slots_sequence": sequence, "slots_head": head,
             "slots_slot": slot}
