@@ -71,9 +71,9 @@ class LLM(Session):
     offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
-        Fields of `LoadOptions`: path, activation_bits, attn_sparsity, weight_cache, verify, seed,
-        memory_limit, device_memory_limit, workload, texts, implementations, pipeline, bounds,
-        progress, trace, verbose.
+        Fields of `LoadOptions`: path, activation_bits, key_bits, value_bits, attn_sparsity,
+        weight_cache, verify, seed, memory_limit, device_memory_limit, workload, texts,
+        implementations, pipeline, bounds, progress, trace, verbose.
 
     Raises
     ------
@@ -95,7 +95,8 @@ class LLM(Session):
         (*named, _options) = inspect.signature(LLM).parameters
         load = load_options(options, beside=named)
         settings = RunnerSettings(
-            os.fspath(model), policy or Policy(), CacheOptions(h2o, cache_bits, load.attn_sparsity),
+            os.fspath(model), policy or Policy(),
+            CacheOptions(h2o, cache_bits, load.attn_sparsity, load.key_bits, load.value_bits),
             os.fspath(offload_dir or OFFLOAD_DIR), load)
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None

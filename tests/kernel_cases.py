@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, split_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import cpu_library, reference
@@ -28,6 +28,8 @@ from flexgen_h2o.kernels import cpu_library, reference
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+MIXED = [(8, 4), (4, 8)]
+"""Forms of keys and of values that differ."""
 HUGE = 2.0**27
 """An attention score to which float32 cannot add what one query gives: scores stay exact whole
 numbers."""
@@ -114,11 +116,17 @@ def check_linear(function, rows, inputs, outputs, *, bias=True, add=False, dtype
     assert wide[:, outputs:].isnan().all()
 
 
-def of_form(form, dim: int) -> tuple[torch.dtype, GroupLayout | None]:
-    """The dtype of vectors and the layout of slots, of one of `FORMS`."""
+def of_form(form, dim: int) -> tuple[torch.dtype, CacheLayout | None]:
+    """The dtype of vectors and the layout of slots, of one of `FORMS` or `MIXED`."""
     if isinstance(form, torch.dtype):
         return form, None
-    return torch.bfloat16, GroupLayout(dim, form)
+    return torch.bfloat16, CacheLayout.of(dim, *(form if isinstance(form, tuple) else (form,)))
+
+
+def views(slots, layout):
+    """Keys and values in slots, each with the layout of its records."""
+    return zip(split_slots(slots, layout),
+               (None, None) if layout is None else (layout.keys, layout.values), strict=True)
 
 
 def copied(x):
@@ -254,8 +262,9 @@ def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, 
         ranks = torch.full(shape, -7, dtype=torch.int32)
     state = EvictionState(eviction, torch.full(shape, float("nan")),
                           torch.full(shape, -7, dtype=torch.int32), ranks)
-    width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
-    slots = torch.full((2, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
+    kinds, width, kind = (2, dim, dtype) if layout is None else (
+        layout.kinds, layout.width, torch.uint8)
+    slots = torch.full((kinds, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
     return dict(k=k, v=v, scores=scores, cuts=cuts, slots=slots, state=state, layout=layout)
 
 
@@ -282,10 +291,11 @@ def check_select(functions, case):
         for head in range(k.shape[1]):
             kept = kept_by_hand(of_rows[head], cut, eviction)
             n = len(kept)
-            for kind, x in enumerate((keys, values)):
+            for (held, records), x in zip(views(wanted["slots"], layout), (keys, values),
+                                          strict=True):
                 new = x[kept, head]
-                new = new if layout is None else reference.quantize_groups(new, layout)
-                wanted["slots"][kind, s, head, :n] = new
+                new = new if records is None else reference.quantize_groups(new, records)
+                held[s, head, :n] = new
             state.scores[s, head] = torch.nn.functional.pad(of_rows[head, kept],
                                                             (0, state.scores.shape[-1] - n))
             state.positions[s, head] = EMPTY
@@ -321,9 +331,9 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
     k = torch.randn(kv_heads, shape[0], dim).to(dtype).transpose(0, 1)
     v = torch.randn(*shape[:2], dim + 1).to(dtype)[..., 1:]
     held = torch.randn(2, *shape, dim).to(dtype)
-    held = held if layout is None else reference.quantize_groups(held, layout)
+    held = reference.cache_records(held, layout)
     filled = (torch.arange(n) < torch.tensor(cached)[:, None])[:, None]
-    slots = torch.full((2, *shape[:2], n + 4, held.shape[-1]),
+    slots = torch.full((len(held), *shape[:2], n + 4, held.shape[-1]),
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
     slots.copy_(torch.where(filled[..., None], held, slots))
     tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
@@ -371,8 +381,7 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
-    if layout is not None:
-        slots = reference.dequantize_groups(slots, layout)
+    slots = reference.cache_vectors(slots, layout)
     out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
     for s, cached in enumerate(metadata[0].tolist()):
         for head in range(q.shape[1]):
@@ -438,19 +447,19 @@ def check_decode(functions, case, *, ties=False):
         assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
         slots, place = copied(case["slots"]), taken[..., None]
         smoothing = None if state is None or state.ranks is None else state.smoothing
-        for kind, new in enumerate((case["k"], case["v"])):
+        for kind, ((held, records), new) in enumerate(zip(
+                views(slots, layout), (case["k"], case["v"]), strict=True)):
             if smoothing is not None and kind == 0:
                 new = smoothing.keys(new).to(new.dtype)
-            new = new if layout is None else reference.quantize_groups(new, layout)
-            slots[kind].scatter_(2, place[..., None].expand(-1, -1, 1, slots.shape[-1]),
-                                 new[:, :, None])
+            new = new if records is None else reference.quantize_groups(new, records)
+            held.scatter_(2, place[..., None].expand(-1, -1, 1, held.shape[-1]), new[:, :, None])
         if smoothing is None:
             assert same(mine["slots"], slots)
         else:  # sums in another order may be rounded to another code
-            got, wanted = (reference.dequantize_groups(
-                x.gather(3, place[None, ..., None].expand(2, -1, -1, 1, x.shape[-1])), layout)
+            got, wanted = (reference.cache_vectors(
+                x.gather(3, place[None, ..., None].expand(len(x), -1, -1, 1, x.shape[-1])), layout)
                 for x in (mine["slots"], slots))
-            step = (wanted.amax() - wanted.amin()) / layout.levels
+            step = (wanted.amax() - wanted.amin()) / layout.keys.levels
             assert ((got - wanted).abs() <= 1.01 * step).all()
         for name in "qkv":
             assert same(mine[name], case[name])

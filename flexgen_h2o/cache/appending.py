@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
@@ -62,7 +62,7 @@ class LayerAttention:
 
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
            cache_state: CacheState, state: EvictionState | None,
-           layout: GroupLayout | None, attention: LayerAttention,
+           layout: CacheLayout | None, attention: LayerAttention,
            smoothing: KeySmoothing | None = None) -> torch.Tensor:
     """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
 
@@ -71,14 +71,14 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [rows, kv_heads, head_dim]
         The chunk's. Where positions roll (`state.ranks`) q and k come before rotation.
-    held : Tensor [2, kv_heads, slots, width]
+    held : Tensor [kinds, kv_heads, slots, width]
         Slots of keys and values, maybe in another memory than q: vectors, or records of `layout`.
         Without an eviction state they have room for the chunk. Written in place.
     cache_state : CacheState
     state : EvictionState or None
         Of the sequence alone, [1, kv_heads, slots]; None: nothing is evicted, and the slots are in
         the order of positions. Where positions roll its rotations reach over slots and chunk.
-    layout : GroupLayout or None
+    layout : CacheLayout or None
     attention : LayerAttention
     smoothing : KeySmoothing or None
         By which the keys in slots are smoothed; k comes as it is.
@@ -93,7 +93,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
         smoothed = k.clone()
         ops.rotate_(smoothed, None, smoothing.keys)
         packed = torch.stack((smoothed, v)).transpose(1, 2)
-    packed = (packed if layout is None else ops.quantize_groups(packed, layout)).to(held.device)
+    packed = ops.cache_records(packed, layout).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
                                 layout=layout, attention=attention, smoothing=smoothing)
@@ -171,7 +171,7 @@ def _attend_at(q, keys, values, positions, *, scores, decay, attention) -> torch
 
 @dataclass(frozen=True)
 class _Old:
-    """Cached vectors by position: records [2, kv_heads, cached, width]; [kv_heads, cached]."""
+    """Cached vectors by position: records [kinds, kv_heads, cached, width]; [kv_heads, cached]."""
 
     records: torch.Tensor
     scores: torch.Tensor
@@ -181,20 +181,18 @@ class _Old:
 def _in_order(held: torch.Tensor, state: EvictionState, cached: int) -> _Old:
     """Copies of the filled slots in the order of their positions: decode leaves them in any."""
     positions, order = state.positions[0, :, :cached].sort(dim=-1)
-    place = order[None, ..., None].expand(2, -1, -1, held.shape[-1])
+    place = order[None, ..., None].expand(len(held), -1, -1, held.shape[-1])
     return _Old(held.gather(2, place), state.scores[0].gather(1, order), positions)
 
 
-def _vectors(records: torch.Tensor, layout: GroupLayout | None, smoothing: KeySmoothing | None, *,
+def _vectors(records: torch.Tensor, layout: CacheLayout | None, smoothing: KeySmoothing | None, *,
              like: torch.Tensor) -> torch.Tensor:
-    """Return records [2, kv_heads, tokens, width] as keys and values before smoothing, of the dtype
-    and in the memory of `like`."""
-    if layout is not None:
-        records = ops.dequantize_groups(records, layout)
-    records = records.to(like.device)
+    """Return records as keys and values [2, kv_heads, tokens, head_dim] before smoothing, of the
+    dtype and in the memory of `like`."""
+    keys, values = ops.cache_vectors(records, layout).to(like.device)
     if smoothing is not None:
-        records = torch.stack((smoothing.restored(records[0]), records[1].float()))
-    return records.to(like)
+        keys = smoothing.restored(keys)
+    return torch.stack((keys.to(like), values.to(like)))
 
 
 def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
@@ -202,8 +200,8 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
           vectors: torch.Tensor | None) -> None:
     """Put what stays of old and new into the first slots, by position, and into the eviction state.
 
-    records [2, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions of
-    the old ones, `vectors` the records as such if the policy asks for them.
+    records [kinds, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions
+    of the old ones, `vectors` the records as such if the policy asks for them.
     """
     heads, tokens = scores.shape
     new = torch.arange(cache_state.tokens, cache_state.tokens + tokens - before.shape[1],
@@ -213,7 +211,7 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
                                   positions, vectors=vectors)
     kept = index.shape[1]
     held[:, :, :kept] = records.gather(
-        2, index[None, ..., None].expand(2, -1, -1, records.shape[-1]))
+        2, index[None, ..., None].expand(len(records), -1, -1, records.shape[-1]))
     state.scores[0, :, :kept] = scores.gather(1, index)
     state.positions[0, :, :kept] = positions.gather(1, index)
     if state.ranks is not None:

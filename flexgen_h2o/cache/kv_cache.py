@@ -1,8 +1,9 @@
 """The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
 
-The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, width]`` for each
-decoder layer, contiguous; a step shifts and concatenates nothing. A percentage of the cache is a
-share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
+The cache of a GPU batch is ``[kinds, sequences, kv_heads, slots, width]`` for each decoder layer,
+contiguous: the kinds are keys and values, or one that holds both (`config.formats.CacheLayout`). A
+step shifts and concatenates nothing. A percentage of the cache is a share of each batch's
+sequences. With an eviction policy (arXiv 2306.14048) there are as many
 slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
 nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to be
 evicted as they come (`appending`). A sequence may go on in a later run. With sparse attention
@@ -97,8 +98,10 @@ class KVCache:
         self._prompts: list[CachePart] = self.parts
         """Parts in which prompts are gathered that come in chunks. The full cache has room for
         them."""
-        evicts_within = self._h2o is not None and self._h2o.evicts_chunks(shape.bits)
-        if size.prompt and not evicts_within and (self._h2o is not None or shape.bits != 16):
+        evicts_within = self._h2o is not None and self._h2o.evicts_chunks(
+            compressed=shape.layout is not None)
+        if size.prompt and not evicts_within and (self._h2o is not None
+                                                  or shape.layout is not None):
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers)
 
         self._sparse = SparseAttention(shape, transfers)
@@ -369,7 +372,7 @@ class KVCache:
             return
         assert self._evictions.eviction.policy is None, "see `binds`: the kernels don't know it"
         state = EvictionArguments.of(self._evictions.state(layer, batch, part))
-        native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
+        native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
                                 eviction=state, out=out, steps=steps, form=form)
 

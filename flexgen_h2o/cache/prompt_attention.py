@@ -16,6 +16,7 @@ from flexgen_h2o.cache.eviction_states import EvictionStates, Rope
 from flexgen_h2o.cache.parts import CachePart
 from flexgen_h2o.cache.recall import Recall
 from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.config.formats import split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
@@ -216,9 +217,11 @@ class PromptAttention:
 
     def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
         """Put prompts of which everything stays into their first slots."""
-        for slots, x in zip(held, packed, strict=True):
-            if self._shape.layout is not None:
-                x = ops.quantize_groups(x, self._shape.layout)
+        layout = self._shape.layout
+        for slots, x, records in zip(
+                split_slots(held, layout), packed,
+                (None, None) if layout is None else (layout.keys, layout.values), strict=True):
+            x = x if records is None else ops.quantize_groups(x, records)
             for mine, rows in zip(slots, x.split([cut.length for cut in cuts]), strict=True):
                 mine[:, : len(rows)] = rows.transpose(0, 1)
 

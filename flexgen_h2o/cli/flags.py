@@ -301,6 +301,14 @@ class RunFlags:
         "cache", "int", None, choices=(16, 8, 4), shown="16; 4 with --compress-cache",
         help="bits of a number in the KV cache; 16 is --dtype as it is",
     )
+    key_bits: int | None = _flag(
+        "cache", "int", None, choices=(16, 8, 4), shown="--cache-bits",
+        help="bits of a number in cached keys; 8 with --value-bits 4 loses almost nothing",
+    )
+    value_bits: int | None = _flag(
+        "cache", "int", None, choices=(16, 8, 4), shown="--cache-bits",
+        help="bits of a number in cached values",
+    )
     do_sample: bool = _flag(
         "sampling", "bool", False, help="sample the next token; otherwise take the likeliest",
     )

@@ -235,20 +235,17 @@ def _written_bits(config: RunConfig) -> frozenset[int | str]:
 def _request(config: RunConfig, subject: PlanSubject, load: Workload,
              prompts: int | None) -> PlanRequest:
     """The request to the search."""
-    def bits(kind: str) -> tuple[Any, ...]:
-        given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
-        chosen = getattr(config, f"resolved_{kind}_bits")
-        if config.allow_compression and not given:
-            return (chosen, *WEIGHT_BITS[1:]) if kind == "weight" else BITS
-        return (chosen,)
-
+    weight_bits: tuple[Any, ...] = (config.resolved_weight_bits,)
+    caches: tuple[CacheOptions, ...] = (config.cache(),)
+    if config.allow_compression and not (config.weight_bits or config.compress_weight):
+        weight_bits = (config.resolved_weight_bits, *WEIGHT_BITS[1:])
+    if config.allow_compression and not config.gives_cache_bits:
+        caches = tuple(CacheOptions(config.h2o(), each, config.attn_sparsity) for each in BITS)
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
         gpu_batch_size=config.gpu_batch_size, num_gpu_batches=config.num_gpu_batches,
-        weights=tuple(map(subject.weights, bits("weight"))),
-        caches=tuple(CacheOptions(config.h2o(), each, config.attn_sparsity)
-                     for each in bits("cache")),
+        weights=tuple(map(subject.weights, weight_bits)), caches=caches,
         written_bits=_written_bits(config), goal=config.goal)
 
 
@@ -298,8 +295,7 @@ def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts:
     bits = config.resolved_weight_bits
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,
                      subject.hardware.has_gpu, bits in _written_bits(config),
-                     CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
-                     subject.weights(bits))
+                     config.cache(), subject.weights(bits))
     if config.pipeline_parallel > 1:
         found = judge_ranks(subject.hardware, run, config.pipeline_parallel, subject.limits,
                             prompts)
@@ -311,10 +307,11 @@ def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts:
 def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     """The config with a run's policy and bits."""
     policy = run.policy
-    bits: dict[str, Any] = {
-        f"{kind}_bits": chosen
-        for kind, chosen in (("weight", run.weights.asked_bits), ("cache", run.cache.bits))
-        if chosen != getattr(config, f"resolved_{kind}_bits")}
+    bits: dict[str, Any] = {}
+    if run.weights.asked_bits != config.resolved_weight_bits:
+        bits["weight_bits"] = run.weights.asked_bits
+    if run.cache.bits != config.cache().bits:  # then no flag says how many
+        bits["cache_bits"] = run.cache.bits
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
     experts = None if policy.experts is None else (

@@ -74,7 +74,11 @@ def _cache_suffix(config: RunConfig) -> str:
     parts += ["fetch-chosen"] if config.fetch_chosen else []
     parts += [] if config.fast_set is None else [f"fast{config.fast_set:g}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
-    parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
+    cache = config.cache()
+    if cache.key_bits != cache.value_bits:
+        parts.append(f"k{cache.key_bits}v{cache.value_bits}")
+    elif cache.bits != 16:
+        parts.append(f"kv{cache.bits}")
     return "".join(f"-{part}" for part in parts)
 
 

@@ -25,8 +25,9 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
 """Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast_set",
              "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
-             "weight_bits", "activation_bits", "cache_bits", *EVICTION, "attn_sparsity",
-             "expert_percent", "expert_slots", "cpu_expert_compute", "expert_counts")
+             "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
+             "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
+             "expert_counts")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
@@ -88,10 +89,11 @@ def _resolved(config: RunConfig) -> dict[str, object]:
     """Resolved values of the flags of weights and cache, where they differ from what was typed."""
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
+    cache = config.cache()
     return {
         "expert_percent": (None if config.expert_percent is None
                            else " ".join(f"{share:g}" for share in config.expert_percent)),
-        "cache_bits": config.resolved_cache_bits,
+        "cache_bits": cache.bits, "key_bits": cache.key_bits, "value_bits": cache.value_bits,
         "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
                      else config.eviction),
         "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,

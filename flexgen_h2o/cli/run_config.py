@@ -20,7 +20,7 @@ from flexgen_h2o.cli.expert_counts import read_expert_counts
 from flexgen_h2o.cli.flags import GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.expert_choices import ExpertChoices
-from flexgen_h2o.config.formats import AUTO, CODED_BITS
+from flexgen_h2o.config.formats import AUTO, CODED_BITS, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -59,7 +59,7 @@ class RunConfig(RunFlags):
         self._check_planning()
         # These check what they are made of.
         self.policy()
-        self.h2o()
+        self.cache()
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
@@ -123,8 +123,7 @@ class RunConfig(RunFlags):
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
         yield ("--allow-compression", fixed and self.allow_compression,
                "on a fixed policy: add --percent auto")
-        chosen = [self.weight_bits is not None or self.compress_weight,
-                  self.cache_bits is not None or self.compress_cache]
+        chosen = [self.weight_bits is not None or self.compress_weight, self.gives_cache_bits]
         yield ("--allow-compression", self.allow_compression and all(chosen),
                "as the bits of weights and cache are both given: leave one of them out")
         yield ("--expert-percent", self.expert_percent is not None and not fixed,
@@ -197,8 +196,15 @@ class RunConfig(RunFlags):
         return self.num_gpu_batches or Policy.num_gpu_batches
 
     @property
+    def gives_cache_bits(self) -> bool:
+        """True if a flag says how many bits cached numbers have."""
+        return self.compress_cache or any(
+            each is not None for each in (self.cache_bits, self.key_bits, self.value_bits))
+
+    @property
     def resolved_cache_bits(self) -> int:
-        """Bits of a cached number: 16 (as `dtype` says), 8 or 4."""
+        """Bits of a cached number, unless `key_bits` or `value_bits` says otherwise: 16 (as `dtype`
+        says), 8 or 4."""
         return self.cache_bits or (4 if self.compress_cache else 16)
 
     @property
@@ -235,6 +241,11 @@ class RunConfig(RunFlags):
     def _expert_choices(self) -> ExpertChoices | None:
         """The choices in the file that is named, as it was when it was first asked for."""
         return None if self.expert_counts is None else read_expert_counts(self.expert_counts)
+
+    def cache(self) -> CacheOptions:
+        """The storage options of the cache."""
+        return CacheOptions(self.h2o(), self.resolved_cache_bits, self.attn_sparsity,
+                            self.key_bits, self.value_bits)
 
     def h2o(self) -> H2OConfig | None:
         """The H2O configuration; None for the full cache."""

@@ -36,6 +36,9 @@ for other checkpoints."""
 CODED_BITS = (8, 4)
 """Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
 
+CACHE_BITS = (16, 8, 4)
+"""Bits of a cached number: 16 as a run's dtype is, 8 and 4 in groups."""
+
 
 @dataclass(frozen=True)
 class GroupLayout:
@@ -107,6 +110,50 @@ class GroupLayout:
     def nbytes(self) -> int:
         """Bytes of a record."""
         return self.code_bytes + 4 * self.groups
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The records of a compressed cache: those of its keys and those of its values.
+
+    Records of one layout lie in slots ``[keys and values, ..., slots, width]``, as plain vectors
+    do. Where keys and values differ in bits, a slot holds both in one record, the key's first:
+    ``[1, ..., slots, width]``. So whatever moves slots need not know what is in them.
+    """
+
+    keys: GroupLayout
+    values: GroupLayout
+
+    @classmethod
+    def of(cls, length: int, key_bits: int, value_bits: int | None = None) -> CacheLayout | None:
+        """Return the layout of vectors of `length` elements, whose values have the keys' bits
+        unless `value_bits` says otherwise; None for 16 bits."""
+        value_bits = key_bits if value_bits is None else value_bits
+        if key_bits == value_bits == 16:
+            return None
+        return cls(GroupLayout(length, key_bits), GroupLayout(length, value_bits))
+
+    @cached_property
+    def mixed(self) -> bool:
+        """True if a slot holds key and value in one record."""
+        return self.keys != self.values
+
+    @cached_property
+    def kinds(self) -> int:
+        """The leading size of slots."""
+        return 1 if self.mixed else 2
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a record of a slot: the last size of slots."""
+        return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
+
+
+def split_slots(slots, layout: CacheLayout | None):
+    """Return views of the keys and of the values in slots; without a layout, of plain vectors."""
+    if layout is None or not layout.mixed:
+        return slots[0], slots[1]
+    return slots[0][..., : layout.keys.nbytes], slots[0][..., layout.keys.nbytes :]
 
 
 @dataclass(frozen=True)
@@ -344,23 +391,51 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Storage options of the cache: `h2o` (None: the full cache) and bits: 16 (the run's dtype), 8
-    or 4.
+    """Storage options of the cache.
 
-    `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
-    out of range, and for what cannot go together.
+    Attributes
+    ----------
+    h2o : H2OConfig or None
+        None: the full cache.
+    bits : int
+        Of keys and values: 16 (the run's dtype), 8 or 4. Where `key_bits` and `value_bits` differ
+        it becomes their mean.
+    attn_sparsity : float
+        The share of the values that a new token reads.
+    key_bits, value_bits : int or None
+        None becomes `bits`.
+
+    Raises
+    ------
+    UserError
+        For values out of range, and for what cannot go together.
     """
 
     h2o: H2OConfig | None = None
     bits: int = 16
     attn_sparsity: float = 1.0
+    key_bits: int | None = None
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8, 16):
-            raise UserError(f"cache_bits must be 16, 8 or 4, got {self.bits!r}")
+        for name in ("key_bits", "value_bits"):
+            given = getattr(self, name)
+            bits = self.bits if given is None else given
+            if bits not in CACHE_BITS:
+                raise UserError(f"{'cache_bits' if given is None else name} must be 16, 8 or 4, "
+                                f"got {bits!r}")
+            object.__setattr__(self, name, bits)
+        keys, values = self.kind_bits
+        if keys != values and 16 in (keys, values):
+            raise UserError(f"key_bits {keys} with value_bits {values} is not supported: use 16 "
+                            "for both, or 8 or 4 for each")
+        object.__setattr__(self, "bits", (keys + values) // 2)
         if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
             raise UserError("simulate masks an exact cache: leave cache_bits at 16")
         check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        if self.attn_sparsity < 1 and keys != values:
+            raise UserError("attn_sparsity reads keys without their values: give key_bits and "
+                            "value_bits the same number, or leave it out")
         if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
             raise UserError("attn_sparsity chooses among all that came before, and layers of this "
                             "model attend to a window: leave it out")
@@ -369,6 +444,16 @@ class CacheOptions:
         if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
             raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
                             "be evicted: leave it or h2o out")
+
+    @property
+    def kind_bits(self) -> tuple[int, int]:
+        """Bits of keys and of values."""
+        assert self.key_bits is not None and self.value_bits is not None
+        return self.key_bits, self.value_bits
+
+    def layout(self, head_dim: int) -> CacheLayout | None:
+        """Return the layout of records; None with 16 bits."""
+        return CacheLayout.of(head_dim, *self.kind_bits)
 
     @property
     def evicts(self) -> bool:
@@ -388,7 +473,8 @@ class CacheOptions:
     @property
     def evicts_chunks(self) -> bool:
         """True if prompts that come in chunks are evicted from after each of them."""
-        return self.h2o is not None and self.h2o.evicts_chunks(self.bits)
+        return self.h2o is not None and self.h2o.evicts_chunks(
+            compressed=self.bits != 16)
 
     @property
     def simulated(self) -> bool:

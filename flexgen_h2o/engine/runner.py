@@ -393,4 +393,5 @@ class Runner:
     def _cache_shape(self) -> CacheShape:
         config, cache = self.own, self.settings.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self.source.dtype, cache.bits, cache.attn_sparsity, config.attention)
+                          self.source.dtype, cache.layout(config.head_dim), cache.attn_sparsity,
+                          config.attention)

@@ -31,10 +31,11 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head scores_head threads;
         double: decay; Form: form""",
     # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
-    # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_scores,
-    # positions and ranks [sequences, kv_heads, num_slots] are contiguous.
+    # null, cuts [sequences, 3], slots of config/formats.py (CacheLayout), whose values begin
+    # slots_kind elements behind their keys; kept_scores, positions and ranks [sequences, kv_heads,
+    # num_slots] are contiguous.
     "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;
-        float*: kept_scores; int32_t*: positions ranks; Layout: layout;
+        float*: kept_scores; int32_t*: positions ranks; Layout: key_layout value_layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
                  k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
@@ -45,7 +46,7 @@ STRUCTS = MappingProxyType({
     # ranks, of the keys' smoothing, or null.
     "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
         int32_t*: positions ranks; const float*: cos sin factor shift; int64_t*: taken;
-        Layout: layout;
+        Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
@@ -63,7 +64,7 @@ STRUCTS = MappingProxyType({
         Form: form""",
     # reference_recall.attend_recalled: as Decode, and chosen as of Choose.
     "Recalled": """const void*: q k v; void*: out slots; const int32_t*: chosen metadata;
-        int64_t*: taken; Layout: layout;
+        int64_t*: taken; Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots most
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.eviction import EvictionState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -125,14 +125,15 @@ def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     return dtype
 
 
-def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, bits: int) -> None:
-    """slots [2, sequences, kv_heads, n, width] hold vectors like k's, or records of `bits`."""
-    if bits not in (4, 8, 16) or slots.dim() != 5:
-        raise ValueError(f"{name}: slots must have 5 dimensions and 16, 8 or 4 bits, got "
-                         f"{list(slots.shape)} and {bits}")
-    width = k.shape[2] if bits == 16 else GroupLayout(k.shape[2], bits).nbytes
-    expect(name, k.dtype if bits == 16 else torch.uint8,
-           slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
+def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, layout: CacheLayout | None
+                ) -> None:
+    """slots [kinds, sequences, kv_heads, n, width] hold vectors like k's, or records."""
+    need(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
+    need(layout is None or k.shape[2] == layout.keys.length == layout.values.length, name,
+         f"records of other vectors than of {k.shape[2]} elements")
+    kinds, width = (2, k.shape[2]) if layout is None else (layout.kinds, layout.width)
+    expect(name, k.dtype if layout is None else torch.uint8,
+           slots=(slots, (kinds, sequences, k.shape[1], slots.shape[3], width)))
     lines(name, slots=slots)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import CODED_BITS, GroupLayout
+from flexgen_h2o.config.formats import CODED_BITS, CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
@@ -41,7 +41,7 @@ from flexgen_h2o.kernels.fields import (
     form_struct,
     integers,
     record_layout,
-    slot_strides,
+    slot_fields,
     strides,
     unit_stride,
 )
@@ -77,12 +77,13 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
-                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+                         slots: Tensor, layout: CacheLayout | None,
+                         eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`; the tables of rotations are not used."""
     name = "select_heavy_hitters"
     dtype = head_shapes(name, k, k, v)
     sequences, sinks = len(cuts) // 3, eviction.sinks
-    check_slots(name, slots, sequences, k, bits)
+    check_slots(name, slots, sequences, k, layout)
     state = tuple(slots.shape[1:4])
     need(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
           and all(min(length, heavy + recent + sinks) <= state[2]
@@ -99,21 +100,21 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
          k=k.data_ptr(), v=v.data_ptr(), scores=address(scores), cuts=ctypes.addressof(cuts),
          slots=slots.data_ptr(), kept_scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
-         layout=record_layout(k.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
-         sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2], num_slots=state[2],
+         dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
+         num_slots=state[2],
          **strides(k, v), scores_head=0 if scores is None else scores.stride(0),
-         **slot_strides(slots), mean=eviction.mean, sinks=sinks)
+         **slot_fields(slots, layout), mean=eviction.mean, sinks=sinks)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments,
+                     layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                      steps: Steps | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
     name = "decode_attention"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
-    check_slots(name, slots, sequences, k, bits)
+    check_slots(name, slots, sequences, k, layout)
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
     expect(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
@@ -145,11 +146,10 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
          cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
-         taken=taken.data_ptr(),
-         layout=record_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
+         taken=taken.data_ptr(), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
-         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_strides(slots),
+         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
          decay=eviction.decay, form=form_struct(form))
     return out, taken
@@ -179,7 +179,7 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
 
 def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
     call(name, "Groups", x=x.data_ptr(), records=records.data_ptr(),
-         layout=record_layout(layout.length, layout.bits, layout.nbytes), dtype=DTYPES[x.dtype],
+         layout=record_layout(layout, layout.nbytes), dtype=DTYPES[x.dtype],
          rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 

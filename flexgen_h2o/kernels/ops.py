@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
@@ -47,9 +47,9 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "claim_slots",
-           "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
-           "index_keys", "linear_choice",
+__all__ = ["attend_chosen", "attend_recalled", "cache_records", "cache_vectors", "choose_keys",
+           "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
+           "fetch_tokens", "flat", "index_keys", "linear_choice",
            "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
            "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
            "select_heavy_hitters", "take_slots", "unpack_rows"]
@@ -128,19 +128,19 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
                          slots: Tensor, state: EvictionState,
-                         layout: GroupLayout | None = None) -> None:
+                         layout: CacheLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
     if plain_torch(k.device.type) or _unknown(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
     _backend(k).select_heavy_hitters(k, v, scores, cuts=list(chain.from_iterable(cuts)),
-                                     slots=slots, bits=_bits(layout),
+                                     slots=slots, layout=layout,
                                      eviction=EvictionArguments.of(state))
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     layout: GroupLayout | None = None, state: EvictionState | None = None,
+                     layout: CacheLayout | None = None, state: EvictionState | None = None,
                      form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                      ) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
@@ -149,12 +149,12 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
-                                        bits=_bits(layout), eviction=EvictionArguments.of(state),
+                                        layout=layout, eviction=EvictionArguments.of(state),
                                         form=FormArguments.of(form, sinks))
 
 
 def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
-                  layout: GroupLayout | None = None, form: AttentionForm = DEFAULT_FORM,
+                  layout: CacheLayout | None = None, form: AttentionForm = DEFAULT_FORM,
                   sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.choose_values`; plain PyTorch on every device."""
     return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
@@ -162,7 +162,7 @@ def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, spars
 
 
 def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
-                  metadata: Tensor, layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+                  metadata: Tensor, layout: CacheLayout | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
     return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
                                           metadata=metadata, layout=layout)
@@ -190,7 +190,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     if kernel is None:
         reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
         return
-    kernel(keys, index, spans, layout=layout, bits=_bits(records))
+    kernel(keys, index, spans, layout=layout, records=records)
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
@@ -206,17 +206,16 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
-                    metadata: Tensor, layout: GroupLayout | None = None,
+                    metadata: Tensor, layout: CacheLayout | None = None,
                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
                     ) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; slots that are not chosen are not read. Beside
     queries on a GPU slots may be in page-locked host memory."""
-    some = {"slots": slots, "chosen": chosen, "metadata": metadata}
+    some = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
     kernel = _recall(q, "attend_recalled")
     if kernel is None:
-        return reference_recall.attend_recalled(q, k, v, **some, layout=layout, form=form,
-                                                sinks=sinks)
-    return kernel(q, k, v, **some, bits=_bits(layout), form=FormArguments.of(form, sinks))
+        return reference_recall.attend_recalled(q, k, v, **some, form=form, sinks=sinks)
+    return kernel(q, k, v, **some, form=FormArguments.of(form, sinks))
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
@@ -286,6 +285,16 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     if plain_torch(records.device.type):
         return reference.dequantize_groups(records, layout)
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
+
+
+def cache_records(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.cache_records`."""
+    return reference.cache_records(vectors, layout, quantize=quantize_groups)
+
+
+def cache_vectors(records: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.cache_vectors`."""
+    return reference.cache_vectors(records, layout, dequantize=dequantize_groups)
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:
@@ -420,6 +429,3 @@ def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
     group = 0 if layout.mxfp4 else layout.group
     return matrix.data, layout.outputs, layout.inputs, layout.bits, group
 
-
-def _bits(layout: GroupLayout | None) -> int:
-    return 16 if layout is None else layout.bits

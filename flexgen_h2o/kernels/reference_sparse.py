@@ -36,7 +36,7 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         needs a victim.
     sparsity : float
         Over 0, at most 1.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     form : AttentionForm
         Without a window that is shorter than what is cached.
@@ -56,7 +56,7 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
     number = torch.arange(slots, device=q.device)
     filled = (number < cached[:, None])[:, None]  # of every head
     query = q.float().unflatten(1, (kv_heads, -1))
-    keys = keys if layout is None else dequantize_groups(keys, layout)
+    keys = keys if layout is None else dequantize_groups(keys, layout.keys)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
     weights = attention_weights(
@@ -90,7 +90,7 @@ def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
         From `choose_values`.
     metadata : int32 Tensor [4, sequences]
         As of `choose_values`.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records. None: they are plain vectors of v's dtype.
 
     Returns
@@ -100,7 +100,7 @@ def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
         The slot that each new token got: the next free one.
     """
     kv_heads = v.shape[1]
-    values = values if layout is None else dequantize_groups(values, layout)
+    values = values if layout is None else dequantize_groups(values, layout.values)
     values = torch.cat([values.float(), v.float()[:, :, None]], dim=2)
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("skgt,sktd->skgd", grouped, values).flatten(1, 2).to(v.dtype)

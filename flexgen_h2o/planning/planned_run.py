@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.limits import CHUNK_ROWS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
@@ -227,10 +227,11 @@ def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
 def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
     """Bytes at rest of one token's key and value in one layer, all KV heads together."""
     # A simulation is exact: it keeps float32.
-    vector = model.head_dim * (4 if options.simulated else itemsize)
-    if options.bits != 16:
-        vector = GroupLayout(length=model.head_dim, bits=options.bits).nbytes
-    return 2 * model.num_kv_heads * vector
+    record = 2 * model.head_dim * (4 if options.simulated else itemsize)
+    layout = options.layout(model.head_dim)
+    if layout is not None:
+        record = layout.kinds * layout.width
+    return model.num_kv_heads * record
 
 
 def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout, WeightOptions
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, WeightOptions
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
@@ -222,7 +222,7 @@ class Rates:
             state = EvictionState(Eviction(), *(
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
                 for dtype in (torch.float32, torch.int32)))
-            layout = None if bits == 16 else GroupLayout(sizes.head_dim, bits)
+            layout = CacheLayout.of(sizes.head_dim, bits)
             took = self._clock.seconds(lambda slots=slots, state=state, layout=layout: (
                 ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                          layout=layout)))

@@ -104,7 +104,8 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         itemsize=source.dtype.itemsize, has_gpu=has_gpu,
         writes_weights=source.writes_weights(arguments.get("weight_cache", "auto")),
         cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
-                           arguments.get("attn_sparsity", 1.0)),
+                           arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
+                           arguments.get("value_bits")),
         weights=source.form.options)
     return plan.total("cpu")
 

@@ -354,6 +354,8 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
     config = parser.parse_args(shlex.split(flags(run)))
     assert config.policy() == run.policy
     assert (config.resolved_weight_bits, config.resolved_cache_bits) == bits
+    mixed = replace(run, cache=CacheOptions(key_bits=8, value_bits=4))
+    assert parser.parse_args(shlex.split(flags(mixed))).cache() == mixed.cache
 
 
 def test_the_plan_says_what_binds_and_what_is_next_best():
@@ -609,6 +611,14 @@ def test_prompts_bound_the_block(here, capsys):
     assert load.prompt_len == 26 // 3 + 1
     assert load.gpu_batch_size * load.num_gpu_batches == 6 and len(llm.prompts) == 6
     assert capsys.readouterr() == ("", "")
+
+
+def test_given_bits_of_keys_and_values_are_kept(here):
+    argv = ["--key-bits", "8", "--value-bits", "4", "--no-log", "--allow-compression",
+            "--memory-limit", "2GB"]
+    assert generate.main([*RUN, *argv]) == 0
+    (llm,) = FakeLLM.made
+    assert (llm.options["key_bits"], llm.options["value_bits"]) == (8, 4)
 
 
 def test_given_batch_sizes_and_bits_are_kept(here):

@@ -507,7 +507,8 @@ VALUES = {
     "num_heavy_hitter_tokens": 5, "num_window_length": 12, "hh_all": (False, H2O),
     "score": ("mean", H2O), "score_decay": (0.5, {"score": "decay", **H2O}),
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
-    "compress_cache": True, "cache_bits": 8, "prefill_chunk": 5, "seed": 3,
+    "compress_cache": True, "cache_bits": 8, "key_bits": (8, {"cache_bits": 4}),
+    "value_bits": (4, {"cache_bits": 8}), "prefill_chunk": 5, "seed": 3,
     "expert_percent": "0/50/50", "expert_slots": 9, "cpu_expert_compute": True,
     "expert_counts": ("counts.json", {"expert_percent": "50/0/50"}),
 }

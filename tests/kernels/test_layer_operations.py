@@ -229,8 +229,8 @@ def test_a_program_keeps_its_tensors_and_ends_where_a_step_fails():
     x, q = torch.full((1, 8), -1.0), torch.ones(1, 1, 8)
     metadata = torch.tensor([[3], [4], [1], [0]], dtype=torch.int32)  # of slots there are two
     failing = Program()
-    native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata, bits=16,
-                            eviction=native.EvictionArguments(), steps=failing)
+    native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata,
+                            layout=None, eviction=native.EvictionArguments(), steps=failing)
     native.activate(x, "relu", steps=failing)
     with pytest.raises(ValueError, match="decode_attention"):
         failing.run()

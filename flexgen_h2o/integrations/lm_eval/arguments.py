@@ -24,7 +24,7 @@ FLAGS = (
     "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
     "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
     "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
-    "compress_cache", "cache_bits", "prefill_chunk", "seed",
+    "compress_cache", "cache_bits", "key_bits", "value_bits", "prefill_chunk", "seed",
 )
 """Model arguments that are flags of `flex_opt` too."""
 
@@ -93,7 +93,7 @@ class Arguments(Entries):
         self._check_batch_size()
         self._check_eviction()
         config = self.run_config()  # which checks the flags
-        if self.simulate and config.resolved_cache_bits != 16:
+        if self.simulate and config.cache().bits != 16:
             raise UserError("simulate masks an exact cache: leave cache_bits out")
 
     def _check_batch_size(self) -> None:

@@ -70,7 +70,7 @@ void queries(const Head& h, float* q) {
 template <class T, class F>
 void with_rows(const Head& h, int kind, float* scratch, F f) {
     const Decode& a = h.a;
-    const Layout& layout = a.layout;
+    const Layout& layout = layout_of(a, kind);
     const int32_t* ranks = kind == 0 && a.ranks ? a.ranks + h.first() : nullptr;
     if (layout.bits == 16) {
         const T* base = h.slots<T>(kind);
@@ -100,13 +100,14 @@ template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
-    if (a.layout.bits != 4 || a.layout.group != usual_group(4) || a.ranks ||
+    const Layout& layout = layout_of(a, kind);
+    if (layout.bits != 4 || layout.group != usual_group(4) || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
     switch (a.head_dim) {
-        case 64: f(TiledRecords<64>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
-        case 128: f(TiledRecords<128>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
+        case 64: f(TiledRecords<64>(base, a.slots_slot, layout, h.group, scratch)); return true;
+        case 128: f(TiledRecords<128>(base, a.slots_slot, layout, h.group, scratch)); return true;
     }
 #else
     (void)h, (void)kind, (void)scratch, (void)f;
@@ -335,9 +336,9 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         hadamard(key, a.head_dim);
         for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // no wider than floats
     }
-    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), a.factor ? smoothed : new_key,
-               codes);
-    write_slot(a, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
+    write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
+               a.factor ? smoothed : new_key, codes);
+    write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
     a.taken[index] = slot;
 }
 
