@@ -319,10 +319,11 @@ def check_select(functions, case):
 
 def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
                 full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False,
-                attention=None, smoothed=False):
+                attention=None, smoothed=False, offsets=False):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
 
     ties: scores are whole numbers from 1 to 3, times `HUGE`. smoothed: cached keys are smoothed.
+    offsets: something is added to the products of each query.
     """
     torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)
     (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
@@ -360,6 +361,8 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
     case = dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
     if attention is not None:
         case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+    if offsets:
+        case["offsets"] = torch.randn(q.shape[:2]) * 5
     return case
 
 
@@ -377,7 +380,8 @@ def rotated(x, position, tables):
     return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
 
 
-def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
+def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None,
+             offsets=None):
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
@@ -398,8 +402,9 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
             if state is not None and state.eviction.window:
                 place = int(metadata[1, s]) - 1
                 hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
+            offset = 0 if offsets is None else offsets[s, head].double()
             probabilities = weights64(
-                torch.cat([keys, new[None]]) @ query, hidden, dim=q.shape[-1], form=form,
+                torch.cat([keys, new[None]]) @ query + offset, hidden, dim=q.shape[-1], form=form,
                 sink=None if sinks is None else sinks[head])
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]

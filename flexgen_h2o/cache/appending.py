@@ -49,15 +49,18 @@ class CacheState:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The form of attention of a layer, and its learned logits [heads] if it has such."""
+    """The form of attention of a layer, its learned logits [heads] if it has such, and offsets
+    [sequences, heads] of the products of a new token's queries."""
 
     form: AttentionForm = DEFAULT_FORM
     sinks: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Both as arguments of the operations of `kernels.ops`."""
-        return {"form": self.form, "sinks": self.sinks}
+        """All as arguments of the operations of `kernels.ops`."""
+        options = {"form": self.form, "sinks": self.sinks}
+        return options if self.offsets is None else options | {"offsets": self.offsets}
 
 
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,

@@ -253,8 +253,7 @@ class KVCache:
         may be overwritten, and are free again when this returns. rope is of the sequences, sinks
         as of `attend_prompt`.
         """
-        for x, rotation in zip((q, k), self._rotations(layer, batch, rope), strict=True):
-            ops.rotate_(x, *rotation)
+        offsets = self._rotate(layer, batch, q, k, rope)
         attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
@@ -263,10 +262,11 @@ class KVCache:
             own = sinks
             if part.on_host and sinks is not None:
                 own = self._host.sinks(layer, sinks)
-            attend = self._attention(layer, batch, part, token,
-                                     LayerAttention(self.shape.form(layer), own).options)
+            attention = LayerAttention(self.shape.form(layer), own,
+                                       None if offsets is None else offsets[mine])
+            attend = self._attention(layer, batch, part, token, attention.options)
             if any(part.room(layer, batch)):
-                self._expect(layer, batch, part, *rows[:2], token=token, sinks=own)
+                self._expect(layer, batch, part, *rows[:2], token=token, attention=attention)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
@@ -277,6 +277,24 @@ class KVCache:
                         part.get(layer, batch), taken)
             attending.outputs[part.first] = out
         return attending
+
+    def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
+        """Rotate and smooth new queries and keys in place. Returns the offsets of their products,
+        [sequences, heads], where attention needs them."""
+        of_queries, of_keys = self._rotations(layer, batch, rope)
+        offsets = self._offsets(layer, q, of_queries[1])
+        ops.rotate_(q, *of_queries, offsets)
+        ops.rotate_(k, *of_keys)
+        return offsets
+
+    def _offsets(self, layer: int, q: torch.Tensor, change: BasisChange | None
+                 ) -> torch.Tensor | None:
+        """Make room for the offsets of queries [sequences, heads, head_dim] in a layer whose logits
+        are more than compared with each other; None in others."""
+        form = self.shape.form(layer)
+        if change is None or not (form.softcap or form.sinks) or self._device.type != "cpu":
+            return None  # see `KeySampler` for GPUs
+        return torch.empty(q.shape[:2])
 
     def _rotations(self, layer: int, batch: int, rope: Rope | None
                    ) -> list[tuple[Rope | None, BasisChange | None]]:
@@ -321,20 +339,22 @@ class KVCache:
                      sinks: torch.Tensor | None = None) -> None:
         """Start bringing what a new token of each sequence may recall, by a guess at its query and
         key. Arguments as of `attend_token`; results do not depend on it."""
-        for x, rotation in zip((q, k), self._rotations(layer, batch, rope), strict=True):
-            ops.rotate_(x, *rotation)
+        offsets = self._rotate(layer, batch, q, k, rope)
         for part in self._here(batch):
             if part.recalls(layer):
                 mine = part.sequences(batch)
-                self._expect(layer, batch, part, q[mine], k[mine], token=token, sinks=sinks)
+                attention = LayerAttention(self.shape.form(layer), sinks,
+                                           None if offsets is None else offsets[mine])
+                self._expect(layer, batch, part, q[mine], k[mine], token=token,
+                             attention=attention)
 
     def _expect(self, layer: int, batch: int, part: CachePart, q, k, *, token: int,
-                sinks: torch.Tensor | None) -> None:
+                attention: LayerAttention) -> None:
         """Let a part bring what its sequences' queries choose, and as much more as it has room."""
         step = self._recall_step(layer, batch, part, token).widened(part.room(layer, batch))
         part.expect(layer, batch, self._recall.choose(
             q, k, index=self._recall.index(layer, batch, part), step=step,
-            **LayerAttention(self.shape.form(layer), sinks).options))
+            **attention.options))
 
     def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
                      ) -> RecallStep | None:
@@ -362,10 +382,12 @@ class KVCache:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
         part, = self._here(batch)
-        for x, (tables, change) in zip((q, k), self._rotations(layer, batch, rope), strict=True):
+        rotations = self._rotations(layer, batch, rope)
+        offsets = self._offsets(layer, q, rotations[0][1])
+        for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
             if tables is not None or change is not None:
-                native.rotate(x, *(tables or (None, None)), change, steps=steps)
-        form = FormArguments.of(self.shape.form(layer), sinks)
+                native.rotate(x, *(tables or (None, None)), change, sums, steps=steps)
+        form = FormArguments.of(self.shape.form(layer), sinks, offsets)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
             self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,
                               steps=steps)

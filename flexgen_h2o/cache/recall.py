@@ -206,17 +206,21 @@ class Recall:
         taken : int64 Tensor [sequences, kv_heads]
             The slot that each new token got.
         """
+        def of(rows: slice) -> dict[str, Any]:
+            offsets = options.get("offsets")
+            return options if offsets is None else options | {"offsets": offsets[rows]}
+
         index = self.index(*where, part)
         turns = part.turns(where[0], len(q))
         asked = [part.ask(*where, rows, self.choose(
             q[rows], k[rows], index=index[rows], step=step if len(turns) == 1 else step.of(rows),
-            log_weights=part.log_weights(*where, rows), **options)) for rows in turns]
+            log_weights=part.log_weights(*where, rows), **of(rows))) for rows in turns]
         attended = []
         for rows, chosen in zip(turns, asked, strict=True):
             held = part.recalled(*where, rows)
             attended.append(ops.attend_recalled(
                 q[rows], k[rows], v[rows], slots=held, chosen=chosen.slots,
-                metadata=chosen.metadata, layout=self._shape.layout, **options))
+                metadata=chosen.metadata, layout=self._shape.layout, **of(rows)))
             ops.index_keys(self._keys(held), index[rows], chosen.spans, layout=self._layout,
                            records=self._records)
         if len(attended) == 1:

@@ -132,9 +132,10 @@ class KeySampler(ProbedCache):
         rotated = (self._rotate(x.transpose(0, 1), places[None], layer).transpose(0, 1)
                    for x in unrotated)
         form = self._form(layer)
-        added = form.softcap or form.sinks  # q . c would have to be added to logits
+        # Where q . c has to be added to products again, only the CPU's kernels do it.
+        centered = q.is_cpu or not (form.softcap or form.sinks)
         self.layers[layer] = LayerSmoothing(
-            *(KeySmoothing.of(*sample, centered=not added) for sample in (rotated, unrotated)))
+            *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))
         for x in (q, k):
             ops.rotate_(x, rope)
         return ops.prefill_attention(q, k, v, [len(q)], form=form, sinks=sinks)

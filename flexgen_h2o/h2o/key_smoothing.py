@@ -1,7 +1,8 @@
 """Key smoothing: a change of basis in which keys lose little when they are quantized.
 
 Quantized keys are ``k' = H((k - c) / s)``, and the queries that read them ``q' = H(q * s)``. Then
-``q' . k' = q . k - q . c``, and softmax ignores ``q . c``, which is the same for all keys.
+``q' . k' = q . k - q . c``, and softmax ignores ``q . c``, which is the same for all keys. Only
+under a soft cap or beside learned attention sinks it has to be added to the products again.
 
 Channels with a large mean (key biases) or a large deviation would otherwise set the step of their
 whole quantization group. Subtracting the mean c follows SageAttention (arXiv 2410.02367), the
@@ -35,10 +36,13 @@ class BasisChange:
     factor : float32 Tensor [kv_heads, head_dim]
     shift : float32 Tensor [kv_heads, head_dim] or None
         None: zeros.
+    mean : float32 Tensor [kv_heads, head_dim] or None
+        Of queries: what the keys lack that they are to meet.
     """
 
     factor: Tensor
     shift: Tensor | None = None
+    mean: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the mapped vectors in float32.
@@ -53,6 +57,13 @@ class BasisChange:
         if self.shift is not None:
             grouped = grouped + self.shift[:, None]
         return hadamard(grouped).flatten(-3, -2)
+
+
+    def offsets(self, x: Tensor) -> Tensor:
+        """Return the products of queries x [..., heads, head_dim], before the map, with the mean of
+        the keys: float32 [..., heads]."""
+        grouped = x.float().unflatten(-2, (len(self.factor), -1))
+        return (grouped * self.mean[:, None]).sum(-1).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,7 @@ class KeySmoothing:
         keys : Tensor [tokens, kv_heads, head_dim], any floating dtype
         queries : Tensor [tokens, heads, head_dim]
         centered : bool
-            Subtract the mean. False where logits are more than compared with each other: under a
-            soft cap, or beside learned attention sinks.
+            Subtract the mean.
         """
         keys = keys.double()
         grouped = queries.double().unflatten(1, (keys.shape[1], -1))
@@ -103,7 +113,7 @@ class KeySmoothing:
     @cached_property
     def queries(self) -> BasisChange:
         """The map of the queries that read such keys."""
-        return BasisChange(self.scale)
+        return BasisChange(self.scale, mean=self.mean)
 
     def to(self, device: torch.device) -> KeySmoothing:
         """Return the same constants on a device."""

@@ -172,14 +172,17 @@ class SimulatedCache:
         if count is None or count >= cached:
             return seen
         layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
-        queries = queries[:, :, 0]
+        queries, offsets, form = queries[:, :, 0], None, self._form(layer)
         if self._smoothing:
             smoothing = self._smoothing[layer].rotated
+            if form.softcap or form.sinks:
+                offsets = smoothing.queries.offsets(queries.flatten(0, 1))
+                offsets = offsets.view(len(keys), -1, 1)
             queries = smoothing.queries(queries.flatten(0, 1)).unflatten(0, (len(keys), -1))
             keys = smoothing.keys(keys.transpose(0, 1)).transpose(0, 1)
         weights = index_weights(
             queries, keys[:, -1], indexed(keys[:, :-1], layout), layout=layout,
-            hidden=~seen[:, :, :-1], form=self._form(layer),
+            hidden=~seen[:, :, :-1], form=form, offsets=offsets,
             sinks=None if sinks is None else sinks[..., 0])
         count, cached = torch.tensor([count, cached], device=keys.device)
         seen[:, 0, :-1] = choose(weights, count, cached=cached)

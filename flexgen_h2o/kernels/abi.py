@@ -20,9 +20,10 @@ STRUCTS = MappingProxyType({
     # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
     # activation_bits is 8 where products round what they multiply it with, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
-    # arguments.FormArguments: sinks [heads] or null; a scale of 0 is 1 / sqrt(head_dim), a softcap
-    # or a window of 0 is none. Of a window decode attention reads nothing: see Decode.
-    "Form": "const float*: sinks; double: scale softcap; int64_t: window",
+    # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
+    # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Of a window decode attention reads
+    # nothing: see Decode.
+    "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
     # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
     "Prefill": """const void*: q k v; void*: out; float*: scores;
@@ -107,8 +108,9 @@ STRUCTS = MappingProxyType({
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centred threads; double: eps""",
     # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
-    # where half is 0; factor and shift [kv_heads, head_dim] contiguous, both null or shift alone.
-    "Rotate": """void*: x; const float*: cos sin factor shift;
+    # where half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
+    # null; offsets [rows, heads] with mean.
+    "Rotate": """void*: x; const float*: cos sin factor shift mean; float*: offsets;
         int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
     # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;

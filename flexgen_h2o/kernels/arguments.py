@@ -57,21 +57,25 @@ class FormArguments(NamedTuple):
     """An `AttentionForm` in the kernels' types, with the learned logits that belong to it.
 
     A scale of 0 is that of the default form; a softcap or a window of 0 is none. `sink_logits` are
-    float32 [heads], or None. The custom ops of `library` take its fields one by one, in this order.
+    float32 [heads], or None. `offsets`, float32 [sequences, heads] or None, are added to the
+    products of a new token's queries with all keys: what smoothed keys lack. The custom ops of
+    `library` take its fields one by one, in this order.
     """
 
     scale: float = 0.0
     softcap: float = 0.0
     window: int = 0
     sink_logits: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, form: AttentionForm, sinks: Tensor | None) -> FormArguments:
+    def of(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
+           ) -> FormArguments:
         """A form's arguments; `sinks` [heads] of any floating dtype, or None."""
         if form == DEFAULT_FORM:
             return DEFAULT_ARGUMENTS
         return cls(form.scale or 0.0, form.softcap, form.window or 0,
-                   sinks.float().contiguous() if form.sinks else None)
+                   sinks.float().contiguous() if form.sinks else None, offsets)
 
 
 DEFAULT_ARGUMENTS = FormArguments()
@@ -147,10 +151,11 @@ def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) 
     contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
 
 
-def check_form(name: str, form: FormArguments, heads: int) -> None:
-    """Sinks are float32 [heads], contiguous."""
-    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)))
-    contiguous(name, sinks=form.sink_logits)
+def check_form(name: str, form: FormArguments, heads: int, sequences: int = 0) -> None:
+    """Sinks are float32 [heads], offsets [sequences, heads], contiguous."""
+    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)),
+           offsets=(form.offsets, (sequences, heads)))
+    contiguous(name, sinks=form.sink_logits, offsets=form.offsets)
 
 
 def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor

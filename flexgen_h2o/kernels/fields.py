@@ -43,8 +43,9 @@ def strides(k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def form_struct(form: FormArguments) -> ctypes.Structure:
-    """The struct of a form; the caller keeps the sinks."""
-    return STRUCTS["Form"](address(form.sink_logits), form.scale, form.softcap, form.window)
+    """The struct of a form; the caller keeps the sinks and offsets."""
+    return STRUCTS["Form"](address(form.sink_logits), address(form.offsets), form.scale,
+                           form.softcap, form.window)
 
 
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:

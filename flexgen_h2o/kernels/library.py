@@ -28,7 +28,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
                       form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """See `reference.prefill_attention`."""
-    return flat_prefill_attention(q, k, v, lengths, key_lengths, scores, decay, *form)
+    return flat_prefill_attention(q, k, v, lengths, key_lengths, scores, decay, *form[:4])
 
 
 @torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("scores",),
@@ -92,9 +92,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`."""
-    scale, softcap, _, sink_logits = form
+    scale, softcap, _, sink_logits, offsets = form
     return flat_decode_attention(q, k, v, slots, metadata, *_bits(layout), *eviction, scale,
-                                 softcap, sink_logits)
+                                 softcap, sink_logits, offsets)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_attention",
@@ -104,24 +104,25 @@ def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metada
                           positions: Tensor | None, ranks: Tensor | None, cos: Tensor | None,
                           sin: Tensor | None, mean: bool, decay: float, sinks: int, window: int,
                           factor: Tensor | None, shift: Tensor | None, scale: float,
-                          softcap: float, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+                          softcap: float, sink_logits: Tensor | None, offsets: Tensor | None
+                          ) -> tuple[Tensor, Tensor]:
     """`decode_attention` as a custom op."""
     return native.decode_attention(
         q, k, v, slots=slots, metadata=metadata,
         layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
         eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window,
                                    factor, shift),
-        form=FormArguments(scale, softcap, sink_logits=sink_logits))
+        form=FormArguments(scale, softcap, 0, sink_logits, offsets))
 
 
 @flat_decode_attention.register_kernel("cuda")
 def _(q, k, v, slots, metadata, key_bits, value_bits, *others):
-    *eviction, scale, softcap, sink_logits = others
+    *eviction, scale, softcap, sink_logits, offsets = others
     return triton_ops.decode_attention(
         q, k, v, slots=slots, metadata=metadata,
         layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
         eviction=EvictionArguments(*eviction),
-        form=FormArguments(scale, softcap, sink_logits=sink_logits))
+        form=FormArguments(scale, softcap, 0, sink_logits, offsets))
 
 
 @flat_decode_attention.register_fake

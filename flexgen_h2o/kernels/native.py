@@ -118,7 +118,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
     expect(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     need(not eviction.window or eviction.positions is not None, name,
          "a window needs the positions of what is cached")
     rope = (0, 0)
@@ -141,7 +141,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Decode", steps=steps,
          tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, taken,
-                  form.sink_logits),
+                  form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
@@ -311,8 +311,8 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, 
          centred=centred, eps=eps)
 
 
-def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None, *,
-           steps: Steps | None = None) -> None:
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None,
+           offsets: Tensor | None = None, *, steps: Steps | None = None) -> None:
     """See `reference_layer.rotate`."""
     dtype, half = floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
     tables = (len(x), half)
@@ -320,16 +320,20 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
     expect("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
     need(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
          f"{x.shape[2]} elements")
-    factor, shift = (None, None) if change is None else (change.factor, change.shift)
+    factor, shift, mean = (None, None, None) if change is None else (
+        change.factor, change.shift, None if offsets is None else change.mean)
     kv_heads = x.shape[1] if factor is None else len(factor)
     need(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
          f"{x.shape[1]} heads are no multiple of {kv_heads} KV heads")
     constants = (kv_heads, x.shape[2])
-    expect("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants))
+    expect("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants),
+           mean=(mean, constants), offsets=(offsets, tuple(x.shape[:2])))
+    need(offsets is None or mean is not None, "rotate", "offsets take the mean of keys")
     lines("rotate", x=x)
-    contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift)
-    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin, factor, shift), x=x.data_ptr(),
-         cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
+    contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift, mean=mean, offsets=offsets)
+    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin, factor, shift, mean, offsets),
+         x=x.data_ptr(), cos=address(cos), sin=address(sin), factor=address(factor),
+         shift=address(shift), mean=address(mean), offsets=address(offsets),
          dtype=DTYPES[dtype], rows=len(x), heads=x.shape[1], kv_heads=kv_heads,
          head_dim=x.shape[2], half=half, x_row=x.stride(0), x_head=x.stride(1))
 

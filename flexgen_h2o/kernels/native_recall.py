@@ -77,7 +77,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
          f"{len(k)} new keys for {sequences} queries, or not of {layout.length} elements")
     expect(name, torch.int32, metadata=(metadata, (2, sequences)))
     contiguous(name, metadata=metadata)
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     tokens = 0
     if log_weights is not None:
         tokens = log_weights.shape[-1]
@@ -91,7 +91,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         lines(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
     call(name, "Choose", steps=steps,
-         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits),
+         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
          chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=most, tokens=tokens,
@@ -113,7 +113,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     check_slots(name, slots, sequences, k, layout)
     expect(name, torch.int32, metadata=(metadata, (2, sequences)),
            chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
     contiguous(name, metadata=metadata, chosen=chosen, out=out)
@@ -122,7 +122,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Recalled", steps=steps,
-         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits),
+         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
          taken=address(taken), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],

@@ -141,24 +141,25 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None = None, state: EvictionState | None = None,
-                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor]:
+                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                     offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
     restores = state is not None and state.ranks is not None and state.smoothing is not None
     if plain_torch(q.device.type) or _unknown(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                                          state=state, form=form, sinks=sinks)
+                                          state=state, form=form, sinks=sinks, offsets=offsets)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
                                         layout=layout, eviction=EvictionArguments.of(state),
-                                        form=FormArguments.of(form, sinks))
+                                        form=FormArguments.of(form, sinks, offsets))
 
 
 def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
                   layout: CacheLayout | None = None, form: AttentionForm = DEFAULT_FORM,
-                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                  sinks: Tensor | None = None, offsets: Tensor | None = None
+                  ) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.choose_values`; plain PyTorch on every device."""
     return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
-                                          layout=layout, form=form, sinks=sinks)
+                                          layout=layout, form=form, sinks=sinks, offsets=offsets)
 
 
 def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
@@ -195,27 +196,28 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
-                sinks: Tensor | None = None) -> Tensor:
+                sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
     some = {"index": index, "metadata": metadata, "layout": layout, "most": most,
             "log_weights": log_weights}
     kernel = _recall(q, "choose_keys")
     if kernel is None:
-        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks)
-    return kernel(q, k, **some, form=FormArguments.of(form, sinks))
+        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks, offsets=offsets)
+    return kernel(q, k, **some, form=FormArguments.of(form, sinks, offsets))
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: CacheLayout | None = None,
-                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
-                    ) -> tuple[Tensor, Tensor]:
+                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                    offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; slots that are not chosen are not read. Beside
     queries on a GPU slots may be in page-locked host memory."""
     some = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
     kernel = _recall(q, "attend_recalled")
     if kernel is None:
-        return reference_recall.attend_recalled(q, k, v, **some, form=form, sinks=sinks)
-    return kernel(q, k, v, **some, form=FormArguments.of(form, sinks))
+        return reference_recall.attend_recalled(q, k, v, **some, form=form, sinks=sinks,
+                                                offsets=offsets)
+    return kernel(q, k, v, **some, form=FormArguments.of(form, sinks, offsets))
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
@@ -250,8 +252,8 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
                               layout=layout, landing=landing)
 
 
-def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None
-            ) -> None:
+def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,
+            offsets: Tensor | None = None) -> None:
     """Rotate heads x [rows, heads, head_dim] in place, then change their basis.
 
     `rope` are cosines and sines of `table_dtype` as of `rotary.apply_rope_`, None for no rotation;
@@ -260,11 +262,11 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     if rope is None and change is None:
         return
     if natively(x):
-        native.rotate(x, *(rope or (None, None)), change)
+        native.rotate(x, *(rope or (None, None)), change, offsets)
     elif change is None:
         rotary.apply_rope_(x, *rope)
     else:
-        reference_layer.rotate(x, *(rope or (None, None)), change)
+        reference_layer.rotate(x, *(rope or (None, None)), change, offsets)
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -136,7 +136,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
 
 
 def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
-                     sinks=None):
+                     sinks=None, offsets=None):
     """Attention of one new token of each sequence over its slots and itself; then it is cached.
 
     With an eviction state, what each slot received is added to its score, and a new token for which
@@ -166,6 +166,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         state says.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        Added to the products of the queries with all keys.
 
     Returns
     -------
@@ -191,6 +193,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
                     for x, own in ((keys, key), (values, value)))
     products = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = ~filled
     if state is not None and state.eviction.window:
         last = tokens[:, None, None] - 1 - state.eviction.window

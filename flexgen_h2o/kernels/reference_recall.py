@@ -67,7 +67,7 @@ def indexed_keys(index, layout):
 
 
 def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=DEFAULT_FORM,
-                sinks=None):
+                sinks=None, offsets=None):
     """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
 
     Parameters
@@ -89,6 +89,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
         Without a window.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -103,7 +105,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
     keys = keys.where(filled[..., None], 0)  # NaN too, has no effect
     weights = index_weights(
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
-        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
+        offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
     chosen = choose(weights, counts, cached=cached)
     if log_weights is not None:
         note_weights(weights, log_weights, cached)
@@ -135,7 +138,7 @@ def note_weights(weights, log_weights, cached):
 
 
 def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
-                    sinks=None):
+                    sinks=None, offsets=None):
     """Attention of one new token of each sequence over chosen slots and itself; then it is cached.
 
     Parameters
@@ -155,6 +158,8 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
         Without a window.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -172,6 +177,8 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
         torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
         for x, own in zip(held, (k, v), strict=True))
     products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
     weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,
                                 sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))

@@ -15,7 +15,8 @@ from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
 
 
-def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None):
+def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
+                  offsets=None):
     """Whose values one new token of each sequence reads, and with what weights.
 
     The weights are those of attention over everything that is cached and the new token itself. Of
@@ -42,6 +43,8 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         Without a window that is shorter than what is cached.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -59,8 +62,11 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
     keys = keys if layout is None else dequantize_groups(keys, layout.keys)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
+    products = torch.cat([logits, own], dim=-1)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     weights = attention_weights(
-        torch.cat([logits, own], dim=-1), F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
+        products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     weights, own = weights.split([slots, 1], dim=-1)
     # Floats that are not negative are in the order of their bits. Of equal ones the slot decides.

@@ -1,5 +1,7 @@
 """Key smoothing: attention is the same, and quantized keys keep what outliers would drown."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -110,6 +112,19 @@ def losses(folder, **options):
              policy=options.pop("policy", Policy(gpu_batch_size=3)), **options) as llm:
         scored = llm.loglikelihood([(text[:40], text[40:]) for text in texts])
     return -torch.tensor(scored)
+
+
+@pytest.mark.parametrize("key", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("options", [
+    {"cache_bits": 8}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, recall=True)}],
+    ids=["cache", "recall"])
+def test_soft_caps_and_attention_sinks_see_true_logits(tiny_model, tmp_path, key, options):
+    """The offsets are not small: without them, results would be others."""
+    tiny = tiny_model(key)
+    exact = losses(tiny.folder, h2o=options.get("h2o"))
+    if options.get("h2o") is not None:
+        exact = losses(tiny.folder, h2o=replace(options["h2o"], simulate=True))
+    assert (losses(tiny.folder, **options) - exact).abs().mean() < 0.02
 
 
 @pytest.mark.parametrize("options", [

@@ -86,8 +86,9 @@ def test_sdpa(lengths, window):
 @pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("form", [form for form in COMBINATIONS if form.window is None], ids=str)
 def test_decode(isa, form, stored):
-    check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
-                                     attention=form))
+    for offsets in (False, form.softcap > 0 or form.sinks):
+        check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
+                                         attention=form, offsets=offsets))
     check_decode(DECODE, decode_case([9, 40, 33], form=stored, group=2, dim=16, full=[1, 2],
                                      eviction=Eviction(), rotary=8, attention=form))
 
@@ -112,7 +113,7 @@ def test_decode_of_grouped_queries_over_many_records(isa, stored, form, group):
     eviction = Eviction(window=form.window or 0)
     for dim, cached in ((64, [300, 192]), (128, [600])):
         check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], form=stored,
-                                         eviction=eviction, attention=form))
+                                         eviction=eviction, attention=form, offsets=True))
 
 
 @settings(max_examples=25, deadline=None)

@@ -103,12 +103,17 @@ def test_rotation_and_smoothing(way, dtype, rows, kv_heads, group, dim, half, sh
     factor = torch.rand(kv_heads, dim, generator=generator) + 0.5
     shift = torch.randn(kv_heads, dim, generator=generator) if shifted else None
     tables = (angles.cos(), angles.sin()) if half else (None, None)
-    run(way, "rotate", heads[..., :dim], *tables, BasisChange(factor, shift))
+    mean, offsets = torch.randn(kv_heads, dim, generator=generator), torch.full(
+        (rows, kv_heads * group), float("nan"))
+    run(way, "rotate", heads[..., :dim], *tables, BasisChange(factor, shift, mean), offsets)
     if half:
         c, s = (table.double()[:, None] for table in tables)
         first, second, passed = given.split([half, half, dim - 2 * half], -1)
         given = torch.cat([first * c - second * s, second * c + first * s, passed], -1)
-    grouped = given.unflatten(1, (kv_heads, group)) * factor.double()[:, None]
+    grouped = given.unflatten(1, (kv_heads, group))
+    products = (grouped * mean.double()[:, None]).sum(-1).flatten(1)
+    assert ((offsets - products).abs() <= 1e-5 * (1 + grouped.abs().sum(-1).flatten(1) * 4)).all()
+    grouped = grouped * factor.double()[:, None]
     grouped = grouped + (0 if shift is None else shift.double()[:, None])
     size = block_size(dim)
     matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)]

@@ -36,11 +36,12 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
     q, k, v = (torch.randn(sequences, heads, dim + 3).to(dtype)[..., :dim]
                for heads in (kv_heads * group, kv_heads, kv_heads))
     sinks = torch.randn(kv_heads * group) if attention.sinks else None
+    offsets = torch.randn(sequences, kv_heads * group) * 9 if attention.softcap else None
     return {"q": q, "k": k, "v": v, "slots": slots, "index": index, "layout": layout,
             "keys": split_slots(slots, records)[0], "records": records,
             "metadata": torch.stack([cached, counts]).int(),
             "spans": torch.stack([cached * 0, cached * 0, cached]).int(),
-            "options": {"form": attention, "sinks": sinks}}
+            "options": {"form": attention, "sinks": sinks, "offsets": offsets}}
 
 
 CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
@@ -60,11 +61,12 @@ def weights_of(some):
     kv_heads, (cached, _) = some["k"].shape[1], some["metadata"].long()
     keys = reference_recall.indexed_keys(some["index"], some["layout"])
     filled = (torch.arange(keys.shape[2]) < cached[:, None])[:, None]
-    sinks = some["options"]["sinks"]
+    sinks, offsets = some["options"]["sinks"], some["options"]["offsets"]
     return index_weights(
         some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
         layout=some["layout"], hidden=~filled[:, :, None], form=some["options"]["form"],
-        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
+        offsets=None if offsets is None else offsets.view(len(offsets), kv_heads, -1, 1))
 
 
 def check_choice(some, chosen):
@@ -122,7 +124,7 @@ def test_kernels_do_what_the_reference_does(isa):
 def recall(some, *, steps=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
     noted = {} if steps is None else {"steps": steps}
-    form = FormArguments.of(some["options"]["form"], some["options"]["sinks"])
+    form = FormArguments.of(*some["options"].values())
     told = {"metadata": some["metadata"], "form": form}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              records=key_records(some), **noted)

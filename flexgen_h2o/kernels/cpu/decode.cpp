@@ -26,6 +26,12 @@ struct Head {
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
+    // What is added to the logits of query g.
+    float offset(int64_t g) const {
+        return a.form.offsets ? a.form.offsets[sequence * a.heads + kv_head * group + g] *
+                                    logit_scale(a.form, a.head_dim)
+                              : 0;
+    }
     // Of constants of the keys.
     const float* of_keys(const float* constants) const {
         return constants ? constants + kv_head * a.head_dim : nullptr;
@@ -139,9 +145,12 @@ void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64
     if (end > h.cached) end = h.cached;
 }
 
-// Logits of the slots begin to end with a soft cap, and without what is outside of the window.
-void form_logits(const Head& h, float* row, int64_t begin, int64_t end) {
-    const float cap = static_cast<float>(h.a.form.softcap);
+// Logits of the slots begin to end for query g with its offset and a soft cap, and without what is
+// outside of the window.
+void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t end) {
+    const float cap = static_cast<float>(h.a.form.softcap), offset = h.offset(g);
+    if (offset != 0)
+        for (int64_t t = begin; t < end; t += WIDTH) store(row + t, load(row + t) + offset);
     if (cap > 0)  // what is behind the end is overwritten
         for (int64_t t = begin; t < end; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
     if (!h.a.window) return;
@@ -180,7 +189,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     const int64_t stop = begin + padded(end - begin);
     for (int64_t g = 0; g < h.group; g++) {
         float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
-        form_logits(h, row, begin, end);
+        form_logits(h, g, row, begin, end);
         for (int64_t t = end; t < stop; t++) row[t] = NONE;
         Floats most = broadcast(NONE), total{};
         for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
@@ -293,7 +302,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         Floats products{};
         for (int64_t i = 0; i < h.width; i += WIDTH)
             products = fma(load(q + g * h.width + i), load(key + i), products);
-        float own = sum(products);
+        float own = sum(products) + h.offset(g);
         if (a.form.softcap > 0) {
             const float cap = static_cast<float>(a.form.softcap);
             own = cap * tanhf(own / cap);

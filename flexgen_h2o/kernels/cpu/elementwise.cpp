@@ -73,6 +73,13 @@ void smooth_row(const Rotate& a, int64_t row, float* x) {
             put_some(x + i, first * c - second * s, count);
             put_some(x + a.half + i, second * c + first * s, count);
         }
+        if (a.offsets) {
+            const float* mean = a.mean + head / group * a.head_dim;
+            Floats all{};
+            for (int64_t i = 0; i < a.head_dim; i += WIDTH)
+                all = fma(some(x + i, a.head_dim - i), some(mean + i, a.head_dim - i), all);
+            a.offsets[row * a.heads + head] = sum(all);
+        }
         const float* factor = a.factor + head / group * a.head_dim;
         const float* shift = a.shift ? a.shift + head / group * a.head_dim : nullptr;
         for (int64_t i = 0; i < a.head_dim; i += WIDTH) {

@@ -96,6 +96,11 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
         float *row = logits + g * stride, last = 0;
         for (int64_t i = 0; i < a.head_dim; i++) last += q[g * width + i] * one(key + i);
         row[count] = last;
+        if (a.form.offsets) {
+            const float offset = a.form.offsets[s * a.heads + head * group + g] *
+                                 logit_scale(a.form, a.head_dim);
+            for (int64_t t = 0; t <= count; t++) row[t] += offset;
+        }
         const float cap = static_cast<float>(a.form.softcap);
         if (cap > 0)
             for (int64_t t = 0; t <= count; t += WIDTH)
