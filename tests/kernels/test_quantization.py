@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.formats import GROUP, GroupLayout
+from flexgen_h2o.config.formats import GROUP, CacheLayout, GroupLayout, split_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference
 
@@ -154,6 +154,23 @@ def test_strided_records_and_odd_offsets(module, bits, length):
         rows.copy_(records)
         assert torch.equal(module.dequantize_groups(rows, layout), expected)
         assert torch.equal(module.dequantize_groups(rows[:, 1, 2:3], layout), expected[:, 1, 2:3])
+
+
+@pytest.mark.parametrize("module", [ops, reference])
+@pytest.mark.parametrize("bits", [(8, 4), (4, 8), (4, 4)])
+@pytest.mark.parametrize("length", [12, 64])
+def test_keys_and_values_of_different_bits_share_a_record(module, bits, length):
+    layout, x = CacheLayout.of(length, *bits), torch.randn(2, 3, 5, length)
+    parts = [module.quantize_groups(each, GroupLayout(length, one))
+             for each, one in zip(x, bits, strict=True)]
+    records = module.cache_records(x, layout)
+    expected = torch.stack(parts) if bits[0] == bits[1] else torch.cat(parts, -1)[None]
+    assert torch.equal(records, expected)
+    assert records.shape == (layout.kinds, 3, 5, layout.width)
+    assert all(map(torch.equal, split_slots(records, layout), parts))
+    vectors = [module.dequantize_groups(each, GroupLayout(length, one))
+               for each, one in zip(parts, bits, strict=True)]
+    assert torch.equal(module.cache_vectors(records, layout), torch.stack(vectors))
 
 
 @pytest.mark.parametrize("module", [ops, reference])
