@@ -111,7 +111,7 @@ def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, 
                   "shared_expert_intermediate_size": 256}),
 ])
 def test_fused_and_stacked_tensors(name, sizes, tmp_path):
-    """Rows of one tensor are several matrices; routers have the run's dtype, whatever their type."""
+    """Rows of one tensor are several matrices; routers have the run's dtype, always."""
     random = {"attn": "Q4_K", "ffn": "Q6_K", "token_embd": "Q8_0"}
     source = make(name, tmp_path, sizes, random=random)[1]
     _, exact, *_ = run(source, tmp_path, bits=16)
