@@ -227,8 +227,10 @@ def test_csv_rows(tmp_path):
 
 
 def csv_of(tmp_path, **flags) -> dict[str, str]:
-    append_csv(tmp_path / "r.csv", make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96),
-               RunConfig(**flags))
+    config = RunConfig(**flags)
+    stats = make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96,
+                       weight_bits=config.resolved_weight_bits)  # as the engine says
+    append_csv(tmp_path / "r.csv", stats, config)
     return read_csv(tmp_path / "r.csv")[0]
 
 
@@ -240,6 +242,7 @@ def csv_of(tmp_path, **flags) -> dict[str, str]:
     ({"compress_cache": True}, {"weight_bits": "16", "cache_bits": "4", "key_bits": "4"}),
     ({"compress_cache": True, "key_bits": 8},
      {"cache_bits": "6", "key_bits": "8", "value_bits": "4"}),
+    ({"model": "m.gguf"}, {"weight_bits": "auto"}),
 ])
 def test_csv_says_how_weights_are_kept(tmp_path, flags, cells):
     row = csv_of(tmp_path, **flags)

@@ -103,6 +103,26 @@ def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, 
     assert run(source, tmp_path, policy=policy)[0] == tokens
 
 
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("phi3", {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 32}),
+    ("gptneox", {"hidden_size": 256, "intermediate_size": 512}),
+    ("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
+    ("qwen2moe", {"hidden_size": 256, "moe_intermediate_size": 256,
+                  "shared_expert_intermediate_size": 256}),
+])
+def test_fused_and_stacked_tensors(name, sizes, tmp_path):
+    """Rows of one tensor are several matrices; routers have the run's dtype, always."""
+    random = {"attn": "Q4_K", "ffn": "Q6_K", "token_embd": "Q8_0"}
+    source = make(name, tmp_path, sizes, random=random)[1]
+    _, exact, *_ = run(source, tmp_path, bits=16)
+    tokens, scores, options, _ = run(source, tmp_path)
+    assert {(layout.bits, layout.group) for layout in options.kept.values()} == {
+        (4, 32), (8, 16), (8, 32)}
+    assert (scores - exact).abs().max() < 0.05 and scores.std() > 0.5
+    policy = Policy(weights=Placement(0, 0, 100))
+    assert run(source, tmp_path, policy=policy)[0] == tokens
+
+
 def test_each_tensor_has_its_own_layout(mixed, tmp_path):
     *_, options, stats = run(mixed, tmp_path)
     layouts = {name: (layout.bits, layout.group) for name, layout in options.kept.items()}
