@@ -57,7 +57,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                          slots: Tensor, layout: CacheLayout | None,
                          eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`."""
-    kept, positions, ranks, _, _, mean, _, sinks, _ = eviction
+    kept, positions, ranks, _, _, mean, _, sinks, *_ = eviction
     flat_select_heavy_hitters(k, v, scores, cuts, slots, *_bits(layout), kept, positions,
                               ranks, mean, sinks)
 

@@ -313,7 +313,7 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
 
     `places` and the layout of the eviction state are as in `triton_decode.attend_slots`.
     """
-    scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction
+    scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction[:9]
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], read.n
     out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads

@@ -220,7 +220,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
                           slots: Tensor, layout: CacheLayout | None,
                           eviction: EvictionArguments) -> None:
-    kept_scores, positions, ranks, _, _, mean, _, sinks, _ = eviction
+    kept_scores, positions, ranks, _, _, mean, _, sinks, *_ = eviction
     lengths, heavy, recent = cuts[::3], cuts[1::3], cuts[2::3]
     if not kept_scores.numel():
         return
