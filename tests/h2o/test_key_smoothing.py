@@ -107,7 +107,7 @@ def outliers(tiny, folder):
 def losses(folder, **options):
     """Negative log-likelihood of each token of some random texts."""
     generator = torch.Generator().manual_seed(1)
-    texts = torch.randint(120, (6, 60), generator=generator).tolist()
+    texts = torch.randint(97, (6, 60), generator=generator).tolist()
     with LLM(str(folder), dtype="float32", weight_cache=None, progress=False,
              policy=options.pop("policy", Policy(gpu_batch_size=3)), **options) as llm:
         scored = llm.loglikelihood([(text[:40], text[40:]) for text in texts])
