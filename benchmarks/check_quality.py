@@ -24,7 +24,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -33,6 +33,7 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.scores import BUILT_IN
+from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.checks import check_writable
@@ -106,6 +107,7 @@ def h2o(percent: float, **options) -> H2OConfig:
 def modes() -> list[Mode]:
     """Return all modes that this version of the engine has, the reference first."""
     parameters = inspect.signature(LLM).parameters
+    options = {*parameters, *(each.name for each in fields(LoadOptions))}
     cache_4 = {QWEN: 1.02, GEMMA: 1.05, SMOLLM2: 1.03}
     found = [
         Mode("full", long=True),
@@ -126,7 +128,7 @@ def modes() -> list[Mode]:
              {"full": {SMOLLM2: 1.08}, "h2o-20": NOISE}, long=True),
         Mode("headline", {"h2o": h2o(20), "weight_bits": 4, "activation_bits": 8, "cache_bits": 4}),
     ]
-    if "key_bits" in parameters:
+    if "key_bits" in options:
         found.insert(6, Mode("keys-8-values-4", {"key_bits": 8, "value_bits": 4},
                              {"full": cache_4}))
     if "str" in str(parameters["weight_bits"].annotation):
