@@ -54,7 +54,7 @@ from kernel_timing.rows import (
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import cpu_library, dispatch, native, ops, reference, reference_matrix
@@ -92,7 +92,7 @@ def decode_step(slots: torch.Tensor, bits: int) -> dict:
     q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)
                for heads in (HEADS, kv_heads, kv_heads))
     return {"q": q, "k": k, "v": v, "slots": slots, "metadata": metadata, "state": state,
-            "layout": None if bits == 16 else GroupLayout(DIM, bits)}
+            "layout": CacheLayout.of(DIM, bits)}
 
 
 def successive(steps: list[dict]) -> Iterator[dict]:
@@ -130,7 +130,7 @@ def bound_decode(step: dict) -> Program:
     program = Program()
     native.decode_attention(
         step["q"], step["k"], step["v"], slots=step["slots"], metadata=step["metadata"],
-        bits=step["layout"].bits if step["layout"] else 16,
+        layout=step["layout"],
         eviction=EvictionArguments.of(step["state"]), steps=program)
     return program
 

@@ -108,7 +108,7 @@ class Weights:
             names = resolve(self._checkpoint, [first], kind.aliases)
             self.dtype = self._checkpoint.info(names[first.name]).dtype
             form = WeightFormat(self.dtype)
-            layers = chosen_layers(layers, lambda spec: form.nbytes(spec.shape), nbytes,
+            layers = chosen_layers(layers, form.nbytes, nbytes,
                                    whole=whole)
             specs = [spec for layer in layers for spec in layer.values()]
             names = resolve(self._checkpoint, specs, kind.aliases)

@@ -16,7 +16,7 @@ import torch
 
 from flexgen_h2o.config.argument_types import typed
 from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
@@ -58,8 +58,9 @@ class LLM(Session):
         Placements, batch sizes, overlap: decides speed and never results.
     h2o : H2OConfig, optional
         Which tokens stay cached; None: all of them.
-    weight_bits : int
-        16: the run's dtype. 12: matrices in bfloat16 with a shorter exponent, almost without loss.
+    weight_bits : int or "auto"
+        "auto": a GGUF file's own codes; for other models 16. 16: the run's dtype. 12: matrices in
+        bfloat16 with a shorter exponent, almost without loss.
         8 or 4: matrices are kept in groups of codes, each group with a scale and a zero point.
     cache_bits : int
         16: the run's dtype. 8 or 4: groups of codes, each with a scale and a zero point.
@@ -70,9 +71,9 @@ class LLM(Session):
     offload_dir : str or path, optional
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
-        Fields of `LoadOptions`: path, activation_bits, attn_sparsity, weight_cache, verify, seed,
-        memory_limit, device_memory_limit, workload, texts, implementations, pipeline, bounds,
-        progress, trace, verbose.
+        Fields of `LoadOptions`: path, activation_bits, key_bits, value_bits, attn_sparsity,
+        weight_cache, verify, seed, memory_limit, device_memory_limit, workload, texts,
+        implementations, pipeline, bounds, progress, trace, verbose.
 
     Raises
     ------
@@ -88,13 +89,14 @@ class LLM(Session):
 
     @typed
     def __init__(self, model: str | os.PathLike, *, policy: Policy | None = None,
-                 h2o: H2OConfig | None = None, weight_bits: int = 16, cache_bits: int = 16,
+                 h2o: H2OConfig | None = None, weight_bits: int | str = AUTO, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto",
                  offload_dir: str | os.PathLike | None = None, **options: Any):
         (*named, _options) = inspect.signature(LLM).parameters
         load = load_options(options, beside=named)
         settings = RunnerSettings(
-            os.fspath(model), policy or Policy(), CacheOptions(h2o, cache_bits, load.attn_sparsity),
+            os.fspath(model), policy or Policy(),
+            CacheOptions(h2o, cache_bits, load.attn_sparsity, load.key_bits, load.value_bits),
             os.fspath(offload_dir or OFFLOAD_DIR), load)
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None

@@ -208,15 +208,18 @@ CASES: dict[str, Case] = {
 }
 
 
-def make(name: str, folder: Path, **options: Any) -> tuple[Any, Path]:
+def make(name: str, folder: Path, sizes: Mapping[str, Any] | None = None, **options: Any
+         ) -> tuple[Any, Path]:
     """The model of a case with random weights, as transformers has it, and its GGUF in `folder`.
+
+    `sizes` are values of its config, `options` those of `write`.
 
     Weights are multiples of 2^-10, so that 1 can be added to them and taken away again.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     case = CASES[name]
-    config = AutoConfig.for_model(case.model_type, **{**_SMALL, **case.options})
+    config = AutoConfig.for_model(case.model_type, **{**_SMALL, **case.options, **(sizes or {})})
     torch.default_generator.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
@@ -230,9 +233,11 @@ def make(name: str, folder: Path, **options: Any) -> tuple[Any, Path]:
     return model, path
 
 
-def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | None = None) -> Path:
-    """A GGUF of the published tensors; matrices of the layers in blocks of a `kind`."""
-    writer = GGUFWriter(path, case.architecture)
+def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | None = None, *,
+          random: Mapping[str, str] | None = None, **options: Any) -> Path:
+    """A GGUF of the published tensors; matrices in blocks of a `kind`, or of `random_blocks` of the
+    type by part of their GGUF name. `options` are the writer's."""
+    writer = GGUFWriter(path, case.architecture, **options)
     writer.add_name("tiny")
     _add_values(writer, config)
     add_tokenizer(writer)
@@ -243,7 +248,11 @@ def write(case: Case, config: Any, weights: Weights, path: Path, kind: Kind | No
         called = names.get_name(name, (".weight", ".bias"))
         assert called is not None, name
         values = np.ascontiguousarray(values)
-        if kind and values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
+        drawn = next((Kind[each] for part, each in (random or {}).items() if part in called), None)
+        if drawn is not None and values.ndim > 1:
+            raw = random_blocks(drawn.name, int(np.prod(values.shape[:-1])), values.shape[-1], 0.1)
+            writer.add_tensor(called, raw.reshape(*values.shape[:-1], -1), raw_dtype=drawn)
+        elif kind and values.ndim > 1 and values.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
             writer.add_tensor(called, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(called, values)
@@ -319,3 +328,27 @@ def add_tokenizer(writer: GGUFWriter, split: str = "qwen2") -> None:
     writer.add_token_merges(["h e", "he l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+
+
+SCALE_PLACES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
+                "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+                "IQ4_NL": (0,), "IQ4_XS": (0,)}
+"""The float16 scale of a block, and that of its zero points, by type."""
+_REACH = {"Q4_0": (8,), "Q4_1": (15, 1), "Q5_0": (16,), "Q5_1": (31, 1), "Q8_0": (128,),
+          "Q2_K": (45, 15), "Q3_K": (128,), "Q4_K": (945, 63), "Q5_K": (1953, 63),
+          "Q6_K": (4096,), "IQ4_NL": (127,), "IQ4_XS": (4064,)}  # what these are multiplied by
+
+
+def random_blocks(kind: str, rows: int, inputs: int, spread: float = 1.0) -> np.ndarray:
+    """Blocks of random bytes, whose scales are random numbers that give elements of about
+    `spread`: uint8 [rows, bytes]. The gguf package itself quantizes to some types only."""
+    draw = np.random.default_rng(rows + inputs)
+    elements, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    blocks = draw.integers(0, 256, (rows * inputs // elements, size), dtype=np.uint8)
+    if kind == "MXFP4":
+        blocks[:, 0] = 127 + int(np.log2(spread / 4)) + draw.integers(-2, 2, len(blocks))
+    for place, reach in zip(SCALE_PLACES.get(kind, ()), _REACH.get(kind, ()), strict=True):
+        scales = draw.uniform(0.3, 1, len(blocks)) * draw.choice((-1, 1), len(blocks))
+        halves = (scales * spread / reach).astype(np.float16)
+        blocks[:, place : place + 2] = halves[:, None].view(np.uint8)
+    return blocks.reshape(rows, -1)

@@ -20,13 +20,16 @@ import pytest
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, split_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import cpu_library, reference
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
 FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+MIXED = [(8, 4), (4, 8)]
+"""Forms of keys and of values that differ."""
 HUGE = 2.0**27
 """An attention score to which float32 cannot add what one query gives: scores stay exact whole
 numbers."""
@@ -113,11 +116,17 @@ def check_linear(function, rows, inputs, outputs, *, bias=True, add=False, dtype
     assert wide[:, outputs:].isnan().all()
 
 
-def of_form(form, dim: int) -> tuple[torch.dtype, GroupLayout | None]:
-    """The dtype of vectors and the layout of slots, of one of `FORMS`."""
+def of_form(form, dim: int) -> tuple[torch.dtype, CacheLayout | None]:
+    """The dtype of vectors and the layout of slots, of one of `FORMS` or `MIXED`."""
     if isinstance(form, torch.dtype):
         return form, None
-    return torch.bfloat16, GroupLayout(dim, form)
+    return torch.bfloat16, CacheLayout.of(dim, *(form if isinstance(form, tuple) else (form,)))
+
+
+def views(slots, layout):
+    """Keys and values in slots, each with the layout of its records."""
+    return zip(split_slots(slots, layout),
+               (None, None) if layout is None else (layout.keys, layout.values), strict=True)
 
 
 def copied(x):
@@ -253,8 +262,9 @@ def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, 
         ranks = torch.full(shape, -7, dtype=torch.int32)
     state = EvictionState(eviction, torch.full(shape, float("nan")),
                           torch.full(shape, -7, dtype=torch.int32), ranks)
-    width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
-    slots = torch.full((2, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
+    kinds, width, kind = (2, dim, dtype) if layout is None else (
+        layout.kinds, layout.width, torch.uint8)
+    slots = torch.full((kinds, *shape[:2], n + 1, width), 77.0).to(kind)[:, :, :, :n]
     return dict(k=k, v=v, scores=scores, cuts=cuts, slots=slots, state=state, layout=layout)
 
 
@@ -281,10 +291,11 @@ def check_select(functions, case):
         for head in range(k.shape[1]):
             kept = kept_by_hand(of_rows[head], cut, eviction)
             n = len(kept)
-            for kind, x in enumerate((keys, values)):
+            for (held, records), x in zip(views(wanted["slots"], layout), (keys, values),
+                                          strict=True):
                 new = x[kept, head]
-                new = new if layout is None else reference.quantize_groups(new, layout)
-                wanted["slots"][kind, s, head, :n] = new
+                new = new if records is None else reference.quantize_groups(new, records)
+                held[s, head, :n] = new
             state.scores[s, head] = torch.nn.functional.pad(of_rows[head, kept],
                                                             (0, state.scores.shape[-1] - n))
             state.positions[s, head] = EMPTY
@@ -308,10 +319,11 @@ def check_select(functions, case):
 
 def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None,
                 full=(), recent=2, eviction: Eviction | None = None, rotary=0, ties=False,
-                attention=None):
+                attention=None, smoothed=False, offsets=False):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
 
-    ties: scores are whole numbers from 1 to 3, times `HUGE`.
+    ties: scores are whole numbers from 1 to 3, times `HUGE`. smoothed: cached keys are smoothed.
+    offsets: something is added to the products of each query.
     """
     torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)
     (dtype, layout), n = of_form(form, dim), n or max(cached) + 3
@@ -320,9 +332,9 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
     k = torch.randn(kv_heads, shape[0], dim).to(dtype).transpose(0, 1)
     v = torch.randn(*shape[:2], dim + 1).to(dtype)[..., 1:]
     held = torch.randn(2, *shape, dim).to(dtype)
-    held = held if layout is None else reference.quantize_groups(held, layout)
+    held = reference.cache_records(held, layout)
     filled = (torch.arange(n) < torch.tensor(cached)[:, None])[:, None]
-    slots = torch.full((2, *shape[:2], n + 4, held.shape[-1]),
+    slots = torch.full((len(held), *shape[:2], n + 4, held.shape[-1]),
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
     slots.copy_(torch.where(filled[..., None], held, slots))
     tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
@@ -344,11 +356,19 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                     ranks[s, head, :c] = order.argsort().argsort().int()
         angles = torch.rand(n + 1, rotary // 2) * 6
         state = EvictionState(eviction, scores, positions, ranks,
-                              (angles.cos(), angles.sin()) if rotary else None)
+                              (angles.cos(), angles.sin()) if rotary else None,
+                              smoothing_of(kv_heads, dim) if smoothed else None)
     case = dict(q=q, k=k, v=v, slots=slots, metadata=metadata, layout=layout, state=state)
     if attention is not None:
         case |= {"form": attention, "sinks": sinks_of(attention, q.shape[1])}
+    if offsets:
+        case["offsets"] = torch.randn(q.shape[:2]) * 5
     return case
+
+
+def smoothing_of(kv_heads, dim):
+    """Constants of keys of which some channels have a large mean and some a large deviation."""
+    return KeySmoothing(torch.randn(kv_heads, dim), torch.rand(kv_heads, dim) + 0.5)
 
 
 def rotated(x, position, tables):
@@ -360,12 +380,12 @@ def rotated(x, position, tables):
     return torch.cat([parts.real, parts.imag, x[..., 2 * half :]], dim=-1)
 
 
-def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
+def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None,
+             offsets=None):
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
-    if layout is not None:
-        slots = reference.dequantize_groups(slots, layout)
+    slots = reference.cache_vectors(slots, layout)
     out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
     for s, cached in enumerate(metadata[0].tolist()):
         for head in range(q.shape[1]):
@@ -373,14 +393,18 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
             query, new = q[s, head].double(), k[s, mine].double()
             keys, values = slots[:, s, mine, :cached].double()
             if state is not None and state.ranks is not None:
+                if state.smoothing is not None:
+                    keys = state.smoothing.restored(
+                        slots[0, s, :, :cached])[mine].double()
                 keys = rotated(keys, state.ranks[s, mine, :cached], state.rope)
                 query, new = (rotated(x, cached, state.rope) for x in (query, new))
             hidden = torch.zeros(cached + 1, dtype=torch.bool)
             if state is not None and state.eviction.window:
                 place = int(metadata[1, s]) - 1
                 hidden[:-1] = state.positions[s, mine, :cached] <= place - state.eviction.window
+            offset = 0 if offsets is None else offsets[s, head].double()
             probabilities = weights64(
-                torch.cat([keys, new[None]]) @ query, hidden, dim=q.shape[-1], form=form,
+                torch.cat([keys, new[None]]) @ query + offset, hidden, dim=q.shape[-1], form=form,
                 sink=None if sinks is None else sinks[head])
             out[s, head] = probabilities @ torch.cat([values, v[s, mine].double()[None]])
             received[s, mine, :cached] += probabilities[:-1]
@@ -427,11 +451,21 @@ def check_decode(functions, case, *, ties=False):
         torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=2e-5)
         assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
         slots, place = copied(case["slots"]), taken[..., None]
-        for kind, new in enumerate((case["k"], case["v"])):
-            new = new if layout is None else reference.quantize_groups(new, layout)
-            slots[kind].scatter_(2, place[..., None].expand(-1, -1, 1, slots.shape[-1]),
-                                 new[:, :, None])
-        assert same(mine["slots"], slots)
+        smoothing = None if state is None or state.ranks is None else state.smoothing
+        for kind, ((held, records), new) in enumerate(zip(
+                views(slots, layout), (case["k"], case["v"]), strict=True)):
+            if smoothing is not None and kind == 0:
+                new = smoothing.keys(new).to(new.dtype)
+            new = new if records is None else reference.quantize_groups(new, records)
+            held.scatter_(2, place[..., None].expand(-1, -1, 1, held.shape[-1]), new[:, :, None])
+        if smoothing is None:
+            assert same(mine["slots"], slots)
+        else:  # sums in another order may be rounded to another code
+            got, wanted = (reference.cache_vectors(
+                x.gather(3, place[None, ..., None].expand(len(x), -1, -1, 1, x.shape[-1])), layout)
+                for x in (mine["slots"], slots))
+            step = (wanted.amax() - wanted.amin()) / layout.keys.levels
+            assert ((got - wanted).abs() <= 1.01 * step).all()
         for name in "qkv":
             assert same(mine[name], case[name])
         assert same(mine["metadata"], metadata)

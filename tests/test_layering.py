@@ -57,7 +57,8 @@ DYNAMIC = {
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
-TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.policies",
+TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.key_smoothing",
+         "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.rates", "planning.clock", "planning.fetch_rate",
          "planning.recall_rates", "planning.sample_layer", "planning.calibrate",
          "tasks.analysis.evicted", "tasks.analysis.misses", "tasks.analysis.stats",
@@ -69,7 +70,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.shapes", "models.positions", "models.spec", "models.registry", "models.fields",
          "models.rope", "models.decoder", "models.families", "models.checkpoint_formats",
          "models.checkpoint_formats.settings", "models.gguf_architectures",
-         "models.gguf_config", "models.gguf_header", "models.gguf_kinds", "models.gguf_metadata",
+         "models.gguf_config", "models.gguf_header", "models.gguf_metadata",
          "models.gguf_rope", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
          "engine.stop_strings",

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from baselines.base import Baseline, BaselineSettings, Timings, installed
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.errors import UserError

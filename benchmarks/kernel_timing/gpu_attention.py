@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops, reference
 
@@ -53,10 +53,10 @@ def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
 def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads=4, full=True,
                 free=5) -> dict:
     """Arguments of a decode step; scores lie so far apart that rounding changes no victim."""
-    layout = None if bits == 16 else GroupLayout(dim, bits)
+    layout = CacheLayout.of(dim, bits)
     shape = (sequences, kv_heads, slots)
     held = normal(2, *shape, dim, dtype=dtype)
-    held = held if layout is None else reference.quantize_groups(held, layout)
+    held = reference.cache_records(held, layout)
     cached = torch.tensor([slots - free * s for s in range(sequences)], device=GPU)
     empty = (torch.arange(slots, device=GPU) >= cached[:, None])[:, None]
     held.masked_fill_(empty[..., None], float("nan") if layout is None else 255)
@@ -132,7 +132,7 @@ def check_prefill(rows, dtype, dim, group, decay, lengths, keys) -> None:
 
 
 def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None:
-    layout, kv_heads = None if bits == 16 else GroupLayout(dim, bits), 2
+    layout, kv_heads = CacheLayout.of(dim, bits), 2
     cuts = [Cut(length, heavy, recent), Cut(5, heavy, recent), Cut(length // 2, heavy // 2, 3)]
     total = sum(cut.length for cut in cuts)
     k, v = normal(2, total, kv_heads, dim, dtype=dtype)
@@ -143,7 +143,7 @@ def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None
         shape = (len(cuts), kv_heads, slots)
         state = EvictionState(Eviction(mean, sinks=4), torch.full(shape, float("nan"), device=GPU),
                               *torch.full((2, *shape), -7, dtype=torch.int32, device=GPU))
-        held = torch.full((2, *shape, dim if layout is None else layout.nbytes), 77, device=GPU,
+        held = torch.full((2, *shape, dim if layout is None else layout.width), 77, device=GPU,
                           dtype=dtype if layout is None else torch.uint8)
         module.select_heavy_hitters(k, v, scores, cuts=cuts, slots=held, state=state, layout=layout)
         cases.append((held, state.scores, state.positions, state.ranks))
@@ -169,7 +169,7 @@ def check_groups(rows) -> None:
 
 def time_decode(rows, timed: Callable[..., float], rate: float, sequences: int, slots: int,
                 bits: int, goal: float) -> None:
-    layout = None if bits == 16 else GroupLayout(128, bits)
+    layout = CacheLayout.of(128, bits)
     cases = [decode_case(HALF, 128, 1, bits, 0, slots, sequences=sequences, kv_heads=32, free=0)
              for _ in range(2)]
     milliseconds = timed([lambda case=case: ops.decode_attention(**case) for case in cases])

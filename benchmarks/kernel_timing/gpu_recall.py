@@ -14,7 +14,7 @@ from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, split_slots
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import ops, reference, reference_recall
@@ -52,7 +52,7 @@ class Recalled(NamedTuple):
     slots: Tensor
     index: Tensor
     layout: IndexLayout
-    records: GroupLayout | None
+    records: CacheLayout | None
 
 
 def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
@@ -60,9 +60,9 @@ def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=GPU).to(case.dtype)
 
-    records = None if case.bits == 16 else GroupLayout(case.dim, case.bits)
+    records = CacheLayout.of(case.dim, case.bits)
     slots = normal(2, sequences, kv_heads, case.tokens + 1, case.dim)
-    slots = slots if records is None else reference.quantize_groups(slots, records)
+    slots = reference.cache_records(slots, records)
     slots[:, :, :, -1] = float("nan") if records is None else 255
     layout = IndexLayout(case.dim, case.index_bits)
     index = torch.full((sequences, kv_heads, layout.tiles(case.tokens + 1), layout.tile_bytes),
@@ -70,7 +70,8 @@ def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
     if case.on_host:
         slots = slots.cpu().pin_memory()
     spans = torch.tensor([[0] * sequences, [0] * sequences, [case.tokens] * sequences])
-    ops.index_keys(slots[0], index, spans.int(), layout=layout, records=records)
+    ops.index_keys(split_slots(slots, records)[0], index, spans.int(), layout=layout,
+                   records=records and records.keys)
     heads = kv_heads * case.group
     return Recalled(normal(sequences, heads, case.dim), normal(sequences, kv_heads, case.dim),
                     normal(sequences, kv_heads, case.dim), slots, index, layout, records)
@@ -98,8 +99,8 @@ def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float
     before = cache.slots.to(GPU)
     right = torch.full_like(cache.index, 255)
     spans = torch.tensor([[0, 0], [0, 0], [case.tokens] * 2]).int()
-    reference_recall.index_keys(before[0], right, spans, layout=cache.layout,
-                                records=cache.records)
+    reference_recall.index_keys(split_slots(before, cache.records)[0], right, spans,
+                                layout=cache.layout, records=cache.records and cache.records.keys)
     rows.add("check", "index", shape, case.dtype, (right != cache.index).sum().item(),
              "differences", limit=0)
     count = case.tokens // 5

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels import (
     triton_decode,
@@ -134,7 +134,7 @@ def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     triton_decode.decode_attention(
         q, k, k, slots=_slots(dtype, size, bits, *shape),
-        metadata=torch.empty(4, 1, dtype=torch.int32), bits=bits,
+        metadata=torch.empty(4, 1, dtype=torch.int32), layout=CacheLayout.of(size, bits),
         eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0) if scored
         else EvictionArguments.of(None))
 
@@ -151,7 +151,8 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
     k = torch.empty(length, 1, size, dtype=dtype)
     shape, scores = (1, 1, heavy or RECENT), torch.empty(1, length) if heavy else None
     triton_select.select_heavy_hitters(
-        k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT], bits=bits,
+        k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT],
+        layout=CacheLayout.of(size, bits),
         slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
 
 
@@ -167,9 +168,10 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
         q, k, index=index, metadata=metadata, layout=layout, most=length // 80 * 16,
         log_weights=None, form=DEFAULT_ARGUMENTS)
     triton_recall.attend_recalled(q, k, k, slots=slots, chosen=chosen, metadata=metadata,
-                                  bits=bits, form=DEFAULT_ARGUMENTS)
+                                  layout=CacheLayout.of(size, bits), form=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
-                             layout=layout, bits=bits)
+                             layout=layout,
+                             records=None if bits == 16 else GroupLayout(size, bits))
     slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
                                   for count in (length, length // 40 * 16, length))
     _, moves, counts = triton_fast_set.claim_slots(chosen, slot_of=slot_of, token_of=token_of,

@@ -52,11 +52,11 @@ def bound_recall(step: dict, *, share: float, bits: int) -> tuple[Program, torch
                              step["indexes"][bits])
     layout, tokens = IndexLayout(DIM, bits), told(step, share)
     metadata = tokens["metadata"]
-    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, bits=16,
+    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
                              steps=program)
     chosen = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
                                        most=int(metadata[1].max()), steps=program)
-    return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, bits=16,
+    return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, layout=None,
                                                   metadata=metadata, steps=program)[0]
 
 
@@ -64,7 +64,7 @@ def bound_full(step: dict) -> Program:
     """Attention over everything, which is not scored."""
     program = Program()
     native.decode_attention(
-        *(step[name] for name in ("q", "k", "v")), slots=step["slots"], bits=16,
+        *(step[name] for name in ("q", "k", "v")), slots=step["slots"], layout=None,
         metadata=step["metadata"], eviction=EvictionArguments(), steps=program)
     return program
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
 
@@ -48,20 +49,24 @@ class CacheState:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """The form of attention of a layer, and its learned logits [heads] if it has such."""
+    """The form of attention of a layer, its learned logits [heads] if it has such, and offsets
+    [sequences, heads] of the products of a new token's queries."""
 
     form: AttentionForm = DEFAULT_FORM
     sinks: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """Both as arguments of the operations of `kernels.ops`."""
-        return {"form": self.form, "sinks": self.sinks}
+        """All as arguments of the operations of `kernels.ops`."""
+        options = {"form": self.form, "sinks": self.sinks}
+        return options if self.offsets is None else options | {"offsets": self.offsets}
 
 
 def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
            cache_state: CacheState, state: EvictionState | None,
-           layout: GroupLayout | None, attention: LayerAttention) -> torch.Tensor:
+           layout: CacheLayout | None, attention: LayerAttention,
+           smoothing: KeySmoothing | None = None) -> torch.Tensor:
     """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
 
     Parameters
@@ -69,27 +74,34 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [rows, kv_heads, head_dim]
         The chunk's. Where positions roll (`state.ranks`) q and k come before rotation.
-    held : Tensor [2, kv_heads, slots, width]
+    held : Tensor [kinds, kv_heads, slots, width]
         Slots of keys and values, maybe in another memory than q: vectors, or records of `layout`.
         Without an eviction state they have room for the chunk. Written in place.
     cache_state : CacheState
     state : EvictionState or None
         Of the sequence alone, [1, kv_heads, slots]; None: nothing is evicted, and the slots are in
         the order of positions. Where positions roll its rotations reach over slots and chunk.
-    layout : GroupLayout or None
+    layout : CacheLayout or None
     attention : LayerAttention
+    smoothing : KeySmoothing or None
+        By which the keys in slots are smoothed; k comes as it is.
 
     Returns
     -------
     Tensor [rows, heads, head_dim]
     """
     fresh = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-    packed = (fresh if layout is None else ops.quantize_groups(fresh, layout)).to(held.device)
+    packed = fresh
+    if smoothing is not None:
+        smoothed = k.clone()
+        ops.rotate_(smoothed, None, smoothing.keys)
+        packed = torch.stack((smoothed, v)).transpose(1, 2)
+    packed = ops.cache_records(packed, layout).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
-                                layout=layout, attention=attention)
+                                layout=layout, attention=attention, smoothing=smoothing)
     old = _in_order(held, state, cache_state.cached)
-    exact = torch.cat((_vectors(old.records, layout, like=q), fresh), dim=2)
+    exact = torch.cat((_vectors(old.records, layout, smoothing, like=q), fresh), dim=2)
     scores = None
     if cache_state.scored:
         new = old.scores.new_zeros((len(old.scores), len(k)))
@@ -116,14 +128,16 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     return out
 
 
-def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention) -> torch.Tensor:
+def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention, smoothing
+                     ) -> torch.Tensor:
     """`append` where everything stays: the chunk takes the next slots."""
     end = cached + len(q)
     held[:, :, cached:end] = packed
-    if layout is None:
+    if layout is None and smoothing is None:
         keys, values = held[:, :, :end].to(q.device)
     else:  # the chunk's own vectors are exact, as a new token's are in a decode step
-        keys, values = torch.cat((_vectors(held[:, :, :cached], layout, like=q), fresh), dim=2)
+        old = _vectors(held[:, :, :cached], layout, smoothing, like=q)
+        keys, values = torch.cat((old, fresh), dim=2)
     return _attend(q, keys, values, scores=None, decay=1.0, attention=attention)
 
 
@@ -160,7 +174,7 @@ def _attend_at(q, keys, values, positions, *, scores, decay, attention) -> torch
 
 @dataclass(frozen=True)
 class _Old:
-    """Cached vectors by position: records [2, kv_heads, cached, width]; [kv_heads, cached]."""
+    """Cached vectors by position: records [kinds, kv_heads, cached, width]; [kv_heads, cached]."""
 
     records: torch.Tensor
     scores: torch.Tensor
@@ -170,16 +184,18 @@ class _Old:
 def _in_order(held: torch.Tensor, state: EvictionState, cached: int) -> _Old:
     """Copies of the filled slots in the order of their positions: decode leaves them in any."""
     positions, order = state.positions[0, :, :cached].sort(dim=-1)
-    place = order[None, ..., None].expand(2, -1, -1, held.shape[-1])
+    place = order[None, ..., None].expand(len(held), -1, -1, held.shape[-1])
     return _Old(held.gather(2, place), state.scores[0].gather(1, order), positions)
 
 
-def _vectors(records: torch.Tensor, layout: GroupLayout | None, *, like: torch.Tensor
-             ) -> torch.Tensor:
-    """Records as vectors of the dtype and in the memory of `like`."""
-    if layout is not None:
-        records = ops.dequantize_groups(records, layout)
-    return records.to(like)
+def _vectors(records: torch.Tensor, layout: CacheLayout | None, smoothing: KeySmoothing | None, *,
+             like: torch.Tensor) -> torch.Tensor:
+    """Return records as keys and values [2, kv_heads, tokens, head_dim] before smoothing, of the
+    dtype and in the memory of `like`."""
+    keys, values = ops.cache_vectors(records, layout).to(like.device)
+    if smoothing is not None:
+        keys = smoothing.restored(keys)
+    return torch.stack((keys.to(like), values.to(like)))
 
 
 def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
@@ -187,8 +203,8 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
           vectors: torch.Tensor | None) -> None:
     """Put what stays of old and new into the first slots, by position, and into the eviction state.
 
-    records [2, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions of
-    the old ones, `vectors` the records as such if the policy asks for them.
+    records [kinds, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions
+    of the old ones, `vectors` the records as such if the policy asks for them.
     """
     heads, tokens = scores.shape
     new = torch.arange(cache_state.tokens, cache_state.tokens + tokens - before.shape[1],
@@ -198,7 +214,7 @@ def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
                                   positions, vectors=vectors)
     kept = index.shape[1]
     held[:, :, :kept] = records.gather(
-        2, index[None, ..., None].expand(2, -1, -1, records.shape[-1]))
+        2, index[None, ..., None].expand(len(records), -1, -1, records.shape[-1]))
     state.scores[0, :, :kept] = scores.gather(1, index)
     state.positions[0, :, :kept] = positions.gather(1, index)
     if state.ranks is not None:

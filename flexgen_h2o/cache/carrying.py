@@ -13,8 +13,8 @@ from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.h2o.eviction import EvictionState
 
 Moved = dict[tuple[int, int], list[torch.Tensor]]
-"""Of each sequence, by the batch and place that it had: the records of its tokens [keys and values,
-kv_heads, tokens, width], and what their eviction state holds, [kv_heads, tokens] each."""
+"""Of each sequence, by the batch and place that it had: the records of its tokens [kinds, kv_heads,
+tokens, width], and what their eviction state holds, [kv_heads, tokens] each."""
 
 
 def take(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout], *,
@@ -61,7 +61,7 @@ def put(moved: Moved, carried: Sequence[Carried | None], held: torch.Tensor,
     moved : Moved
     carried : sequence of (Carried or None)
         The sequences of a part; None: its prompt is yet to come.
-    held : Tensor [keys and values, sequences, kv_heads, slots, width]
+    held : Tensor [kinds, sequences, kv_heads, slots, width]
     state : EvictionState or None
         Of the part's sequences.
     """

@@ -12,6 +12,7 @@ from flexgen_h2o.cache.shape import CacheShape, LayerCachePlan, layer_cache_plan
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.eviction import Eviction, EvictionState, eviction_of, new_state
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [rows, rotary_dim / 2] each."""
@@ -29,6 +30,8 @@ class EvictionStates:
         float32 tables, for positions that roll.
     device : torch.device
         Where compute runs.
+    smoothing : sequence of LayerSmoothing
+        The constants of each layer; empty: keys are not smoothed.
 
     Attributes
     ----------
@@ -39,8 +42,10 @@ class EvictionStates:
     """
 
     def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *,
-                 rope: Callable[[torch.Tensor], Rope | None], device: torch.device):
+                 rope: Callable[[torch.Tensor], Rope | None], device: torch.device,
+                 smoothing: Sequence[LayerSmoothing] = ()):
         self._shape = shape
+        self._smoothing = smoothing
         self._h2o = h2o
         self._rope = rope
         self._device = device
@@ -69,9 +74,11 @@ class EvictionStates:
             rope = None
             if self.rolls(layer, batch):
                 rope = tuple(table.to(place) for table in self.table(plan.slots + 1))
+            smoothing = self.smoothing(layer, batch)
             self._states[key] = new_state(
                 (mine.stop - mine.start, self._shape.kv_heads, plan.slots),
-                self._eviction_in(layer, plan), rope=rope, device=place)
+                self._eviction_in(layer, plan), rope=rope, device=place,
+                smoothing=None if smoothing is None else smoothing.to(place))
         return self._states[key]
 
     def _eviction_in(self, layer: int, plan: LayerCachePlan) -> Eviction:
@@ -89,6 +96,13 @@ class EvictionStates:
     def rolls(self, layer: int, batch: int) -> bool:
         """True if positions are ranks. As long as nothing is evicted, the two are the same."""
         return self.plans[batch][layer].evicts and self._h2o.positions == "rolling"
+
+    def smoothing(self, layer: int, batch: int) -> KeySmoothing | None:
+        """The smoothing of the keys that a layer caches; None where they are cached as they are."""
+        if not self._smoothing:
+            return None
+        constants = self._smoothing[layer]
+        return constants.unrotated if self.rolls(layer, batch) else constants.rotated
 
     def table(self, positions: int) -> Rope:
         """Rotations at the first `positions` positions, or more."""

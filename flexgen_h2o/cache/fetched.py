@@ -34,10 +34,10 @@ class WriteBackLog:
     count: int = 0
 
     def write(self, held: torch.Tensor) -> None:
-        """Put the records into their slots of `held` [2, sequences, kv_heads, slots, width], on the
-        host. Of those for one slot the newest stays."""
-        _, sequences, heads, slots, width = held.shape
-        lines = torch.arange(2 * sequences * heads).view(2, sequences, heads)
+        """Put the records into their slots of `held` [kinds, sequences, kv_heads, slots, width], on
+        the host. Of those for one slot the newest stays."""
+        kinds, sequences, heads, slots, width = held.shape
+        lines = torch.arange(kinds * sequences * heads).view(kinds, sequences, heads)
         places = lines * slots + self.slots[: self.count, None, :sequences]
         # NumPy assigns in order, and all at once: compute, beside which it runs, waits for few
         # calls. A record is one element of it.
@@ -115,8 +115,8 @@ class FetchedPart(CachePart):
 
     def _log(self, sequences: int) -> WriteBackLog:
         records = self.records
-        fresh = torch.empty((WRITE_BACK_TOKENS, 2, sequences, records.kv_heads, records.width),
-                            dtype=records.dtype)
+        fresh = torch.empty((WRITE_BACK_TOKENS, records.kinds, sequences, records.kv_heads,
+                             records.width), dtype=records.dtype)
         return WriteBackLog(fresh, torch.empty((WRITE_BACK_TOKENS, sequences, records.kv_heads),
                                                dtype=torch.int64))
 
@@ -159,7 +159,7 @@ class FetchedPart(CachePart):
                         for buffer in (staging.device, staging.host))
         if store.host is not None:
             move_apart(store.host, stored_shape, shape, records.dtype.itemsize)
-            kinds = 1 if keys_only else 2
+            kinds = 1 if keys_only else records.kinds
             source = typed(store.host, 0, shape, records.dtype)
             lane.copy(device[:kinds], source[:kinds], H2D)
             return []
@@ -246,8 +246,8 @@ def move_apart(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, 
     ----------
     buffer : Tensor [bytes], uint8
     before, after : tuple of int
-        What lies there, [2, sequences, kv_heads, slots, width] elements, and the same with no fewer
-        slots, of which the last are left as they happen to be.
+        What lies there, [kinds, sequences, kv_heads, slots, width] elements, and the same with no
+        fewer slots, of which the last are left as they happen to be.
     itemsize : int
         Bytes of an element.
     """

@@ -1,8 +1,9 @@
 """The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
 
-The cache of a GPU batch is ``[keys and values, sequences, kv_heads, slots, width]`` for each
-decoder layer, contiguous; a step shifts and concatenates nothing. A percentage of the cache is a
-share of each batch's sequences. With an eviction policy (arXiv 2306.14048) there are as many
+The cache of a GPU batch is ``[kinds, sequences, kv_heads, slots, width]`` for each decoder layer,
+contiguous: the kinds are keys and values, or one that holds both (`config.formats.CacheLayout`). A
+step shifts and concatenates nothing. A percentage of the cache is a share of each batch's
+sequences. With an eviction policy (arXiv 2306.14048) there are as many
 slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
 nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to be
 evicted as they come (`appending`). A sequence may go on in a later run. With sparse attention
@@ -36,6 +37,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
 from flexgen_h2o.kernels import cpu_library, native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.storage.disk import RunFolder
@@ -58,11 +60,15 @@ class KVCache:
         float32 tables, for positions that roll.
     run_folder : callable
         Makes the folder of the disk's share.
+    smoothing : sequence of LayerSmoothing
+        The constants of each layer, by which its keys are smoothed before they are cached; empty:
+        keys are cached as they are.
     """
 
     def __init__(self, shape: CacheShape, size: CacheSize, policy: Policy, *,
                  h2o: H2OConfig | None, rope: Callable[[torch.Tensor], Rope | None],
-                 transfers: Transfers, run_folder: Callable[[], RunFolder]):
+                 transfers: Transfers, run_folder: Callable[[], RunFolder],
+                 smoothing: Sequence[LayerSmoothing] = ()):
         self.shape = shape
         self._h2o = None if h2o is None or h2o.is_full else h2o
         self._fetches_chosen = policy.fetch_chosen
@@ -70,7 +76,8 @@ class KVCache:
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
         self._changed: dict[tuple, Changed] = {}
-        self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device)
+        self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
+                                         smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
@@ -91,8 +98,10 @@ class KVCache:
         self._prompts: list[CachePart] = self.parts
         """Parts in which prompts are gathered that come in chunks. The full cache has room for
         them."""
-        evicts_within = self._h2o is not None and self._h2o.evicts_chunks(shape.bits)
-        if size.prompt and not evicts_within and (self._h2o is not None or shape.bits != 16):
+        evicts_within = self._h2o is not None and self._h2o.evicts_chunks(
+            compressed=shape.layout is not None)
+        if size.prompt and not evicts_within and (self._h2o is not None
+                                                  or shape.layout is not None):
             self._prompts = make("prompts", shape.plain(), (size.prompt,) * shape.num_layers)
 
         self._sparse = SparseAttention(shape, transfers)
@@ -244,9 +253,7 @@ class KVCache:
         may be overwritten, and are free again when this returns. rope is of the sequences, sinks
         as of `attend_prompt`.
         """
-        if rope is not None and not self._evictions.rolls(layer, batch):
-            for x in (q, k):
-                ops.rotate_(x, *rope)
+        offsets = self._rotate(layer, batch, q, k, rope)
         attending = PendingAttention()
         # The host's comes first: it need not wait for what the device is about to attend to.
         for part in sorted(self._here(batch), key=lambda part: not part.on_host):
@@ -255,10 +262,11 @@ class KVCache:
             own = sinks
             if part.on_host and sinks is not None:
                 own = self._host.sinks(layer, sinks)
-            attend = self._attention(layer, batch, part, token,
-                                     LayerAttention(self.shape.form(layer), own).options)
+            attention = LayerAttention(self.shape.form(layer), own,
+                                       None if offsets is None else offsets[mine])
+            attend = self._attention(layer, batch, part, token, attention.options)
             if any(part.room(layer, batch)):
-                self._expect(layer, batch, part, *rows[:2], token=token, sinks=own)
+                self._expect(layer, batch, part, *rows[:2], token=token, attention=attention)
             if part.on_host:
                 out, handle = self._host.start(*rows, attend)
                 attending.handles.append(handle)
@@ -269,6 +277,34 @@ class KVCache:
                         part.get(layer, batch), taken)
             attending.outputs[part.first] = out
         return attending
+
+    def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
+        """Rotate and smooth new queries and keys in place. Returns the offsets of their products,
+        [sequences, heads], where attention needs them."""
+        of_queries, of_keys = self._rotations(layer, batch, rope)
+        offsets = self._offsets(layer, q, of_queries[1])
+        ops.rotate_(q, *of_queries, offsets)
+        ops.rotate_(k, *of_keys)
+        return offsets
+
+    def _offsets(self, layer: int, q: torch.Tensor, change: BasisChange | None
+                 ) -> torch.Tensor | None:
+        """Make room for the offsets of queries [sequences, heads, head_dim] in a layer whose logits
+        are more than compared with each other; None in others."""
+        form = self.shape.form(layer)
+        if change is None or not (form.softcap or form.sinks) or self._device.type != "cpu":
+            return None  # see `KeySampler` for GPUs
+        return torch.empty(q.shape[:2])
+
+    def _rotations(self, layer: int, batch: int, rope: Rope | None
+                   ) -> list[tuple[Rope | None, BasisChange | None]]:
+        """Return what `ops.rotate_` does to new queries and to new keys before attention."""
+        if self._evictions.rolls(layer, batch):
+            return [(None, None)] * 2  # attention rotates them by rank
+        smoothing = self._evictions.smoothing(layer, batch)
+        if smoothing is None:
+            return [(rope, None)] * 2
+        return [(rope, smoothing.queries), (rope, smoothing.keys)]
 
     def _attention(self, layer: int, batch: int, part: CachePart, token: int,
                    options: Mapping[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -303,21 +339,22 @@ class KVCache:
                      sinks: torch.Tensor | None = None) -> None:
         """Start bringing what a new token of each sequence may recall, by a guess at its query and
         key. Arguments as of `attend_token`; results do not depend on it."""
-        if rope is not None:
-            for x in (q, k):
-                ops.rotate_(x, *rope)
+        offsets = self._rotate(layer, batch, q, k, rope)
         for part in self._here(batch):
             if part.recalls(layer):
                 mine = part.sequences(batch)
-                self._expect(layer, batch, part, q[mine], k[mine], token=token, sinks=sinks)
+                attention = LayerAttention(self.shape.form(layer), sinks,
+                                           None if offsets is None else offsets[mine])
+                self._expect(layer, batch, part, q[mine], k[mine], token=token,
+                             attention=attention)
 
     def _expect(self, layer: int, batch: int, part: CachePart, q, k, *, token: int,
-                sinks: torch.Tensor | None) -> None:
+                attention: LayerAttention) -> None:
         """Let a part bring what its sequences' queries choose, and as much more as it has room."""
         step = self._recall_step(layer, batch, part, token).widened(part.room(layer, batch))
         part.expect(layer, batch, self._recall.choose(
             q, k, index=self._recall.index(layer, batch, part), step=step,
-            **LayerAttention(self.shape.form(layer), sinks).options))
+            **attention.options))
 
     def _recall_step(self, layer: int, batch: int, part: CachePart, token: int
                      ) -> RecallStep | None:
@@ -345,17 +382,19 @@ class KVCache:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
         part, = self._here(batch)
-        if rope is not None and not self._evictions.rolls(layer, batch):
-            for x in (q, k):
-                native.rotate(x, *rope, steps=steps)
-        form = FormArguments.of(self.shape.form(layer), sinks)
+        rotations = self._rotations(layer, batch, rope)
+        offsets = self._offsets(layer, q, rotations[0][1])
+        for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
+            if tables is not None or change is not None:
+                native.rotate(x, *(tables or (None, None)), change, sums, steps=steps)
+        form = FormArguments.of(self.shape.form(layer), sinks, offsets)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
             self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,
                               steps=steps)
             return
         assert self._evictions.eviction.policy is None, "see `binds`: the kernels don't know it"
         state = EvictionArguments.of(self._evictions.state(layer, batch, part))
-        native.decode_attention(q, k, v, slots=part.get(layer, batch), bits=self.shape.bits,
+        native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
                                 eviction=state, out=out, steps=steps, form=form)
 

@@ -23,7 +23,7 @@ class _FastTokens:
 
     Attributes
     ----------
-    records : Tensor [2, sequences, kv_heads, slots + 1, width]
+    records : Tensor [kinds, sequences, kv_heads, slots + 1, width]
         The slots of the fast set, and behind them that of the newest token.
     found : FastSet
     newest : int32 Tensor [sequences] or None

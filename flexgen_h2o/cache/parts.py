@@ -7,6 +7,7 @@ slot is none of a part's business; it moves whole slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,19 +19,23 @@ from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 
 @dataclass(frozen=True)
 class Records:
-    """The contents of a slot: for keys and for values, `width` elements of `dtype` per KV head."""
+    """The contents of a slot: for each of `kinds`, `width` elements of `dtype` per KV head.
+
+    The kinds are keys and values; or there is one, whose records hold both (`CacheLayout`).
+    """
 
     kv_heads: int
     width: int
     dtype: torch.dtype
+    kinds: int = 2
 
     def shape(self, sequences: int, slots: int) -> tuple[int, ...]:
-        """[keys and values, sequences, kv_heads, slots, width]"""
-        return 2, sequences, self.kv_heads, slots, self.width
+        """[kinds, sequences, kv_heads, slots, width]"""
+        return self.kinds, sequences, self.kv_heads, slots, self.width
 
     def nbytes(self, sequences: int, slots: int) -> int:
         """Bytes of keys and values of one layer."""
-        return 2 * sequences * self.kv_heads * slots * self.width * self.dtype.itemsize
+        return self.kinds * sequences * self.kv_heads * slots * self.width * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Changed:
-    """The changes of a decode step: [2, sequences, kv_heads, width] into slots [sequences,
+    """The changes of a decode step: [kinds, sequences, kv_heads, width] into slots [sequences,
     kv_heads]"""
 
     fresh: torch.Tensor
@@ -51,14 +56,14 @@ class Changed:
 
     @classmethod
     def read(cls, held: torch.Tensor, slots: torch.Tensor) -> Changed:
-        """The contents of some slots of `held` [2, sequences, kv_heads, slots, width]."""
-        place = slots[None, ..., None, None].expand(2, -1, -1, 1, held.shape[-1])
+        """The contents of some slots of `held` [kinds, sequences, kv_heads, slots, width]."""
+        place = slots[None, ..., None, None].expand(len(held), -1, -1, 1, held.shape[-1])
         return cls(held.gather(3, place).squeeze(3), slots)
 
     def write(self, held: torch.Tensor) -> None:
-        """Put the records into their slots of `held` [2, sequences, kv_heads, slots, width]."""
-        _, sequences, heads, slots, width = held.shape
-        lines = torch.arange(2 * sequences * heads, device=held.device).view(2, sequences, heads)
+        """Put the records into their slots of `held` [kinds, sequences, kv_heads, slots, width]."""
+        *heads, slots, width = held.shape
+        lines = torch.arange(math.prod(heads), device=held.device).view(heads)
         flat = (lines * slots + self.slots).view(-1)
         held.view(-1, width).index_copy_(0, flat, self.fresh.reshape(-1, width))
 
@@ -147,7 +152,7 @@ class CachePart:
         """
 
     def get(self, layer: int, batch: int) -> torch.Tensor:
-        """The records, ready for compute: [2, sequences, kv_heads, slots, width], contiguous.
+        """The records, ready for compute: [kinds, sequences, kv_heads, slots, width], contiguous.
 
         Slots that a growing cache does not need yet may be missing.
         """

@@ -16,6 +16,7 @@ from flexgen_h2o.cache.eviction_states import EvictionStates, Rope
 from flexgen_h2o.cache.parts import CachePart
 from flexgen_h2o.cache.recall import Recall
 from flexgen_h2o.cache.shape import CacheShape
+from flexgen_h2o.config.formats import split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
@@ -87,9 +88,9 @@ class PromptAttention:
         rolling = rope is not None and self._evictions.rolls(layer, batch)
         appends = batch_layout.grows and not self._apart
         cached = k.clone() if rolling and not appends else k
-        if rope is not None and not (rolling and appends):
+        if not (rolling and appends):
             for x in (q, k):
-                ops.rotate_(x, *rope)
+                ops.rotate_(x, rope)
         lengths = [len(span) for span in spans]
         attention = LayerAttention(self._shape.form(layer), sinks)
         if batch_layout.grows:
@@ -149,7 +150,8 @@ class PromptAttention:
                 state = replace(
                     state, rope=self._evictions.table(cache_state.cached + len(span)))
         out = append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
-                     state=state, layout=self._shape.layout, attention=attention)
+                     state=state, layout=self._shape.layout, attention=attention,
+                     smoothing=self._evictions.smoothing(layer, batch))
         self._index(layer, batch, part, [(span.sequence, span.start, span.end)])
         return out
 
@@ -185,6 +187,10 @@ class PromptAttention:
         k, v [rows, kv_heads, head_dim]; scores [kv_heads, rows] or None. The spans are the prompts'
         last; their sequences are neighbours.
         """
+        smoothing = self._evictions.smoothing(layer, batch)
+        if smoothing is not None:
+            k = k.clone()
+            ops.rotate_(k, None, smoothing.keys)
         first = 0
         for part in self._parts:
             mine = [span for span in spans if part.first <= span.sequence < part.last]
@@ -211,9 +217,11 @@ class PromptAttention:
 
     def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
         """Put prompts of which everything stays into their first slots."""
-        for slots, x in zip(held, packed, strict=True):
-            if self._shape.layout is not None:
-                x = ops.quantize_groups(x, self._shape.layout)
+        layout = self._shape.layout
+        for slots, x, records in zip(
+                split_slots(held, layout), packed,
+                (None, None) if layout is None else (layout.keys, layout.values), strict=True):
+            x = x if records is None else ops.quantize_groups(x, records)
             for mine, rows in zip(slots, x.split([cut.length for cut in cuts]), strict=True):
                 mine[:, : len(rows)] = rows.transpose(0, 1)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flexgen_h2o.cache.parts import CachePart, Chosen
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
+from flexgen_h2o.config.formats import GroupLayout, split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o import budget
@@ -99,6 +100,15 @@ class Recall:
         self._steps: dict[tuple, RecallStep] = {}
         self._chosen: dict[tuple[int, int], Tensor] = {}
 
+    @property
+    def _records(self) -> GroupLayout | None:
+        """The layout of a cached key; None: a plain vector."""
+        return None if self._shape.layout is None else self._shape.layout.keys
+
+    def _keys(self, slots: Tensor) -> Tensor:
+        """The keys in slots."""
+        return split_slots(slots, self._shape.layout)[0]
+
     def begin(self, batches: Sequence[BatchLayout], *, stays: bool) -> None:
         """Start a block, or go on with its sequences.
 
@@ -133,9 +143,9 @@ class Recall:
             mine = slice(tokens[0][0] - part.first, tokens[-1][0] - part.first + 1)
             firsts = [first for _, first, _ in tokens]
             counts = [end - first for _, first, end in tokens]
-            ops.index_keys(part.get(layer, batch)[0, mine], index[mine],
+            ops.index_keys(self._keys(part.get(layer, batch)[:, mine]), index[mine],
                            torch.tensor([firsts, firsts, counts], dtype=torch.int32),
-                           layout=self._layout, records=self._shape.layout)
+                           layout=self._layout, records=self._records)
         part.filled(layer, batch, tokens)
 
     def step(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
@@ -196,19 +206,23 @@ class Recall:
         taken : int64 Tensor [sequences, kv_heads]
             The slot that each new token got.
         """
+        def of(rows: slice) -> dict[str, Any]:
+            offsets = options.get("offsets")
+            return options if offsets is None else options | {"offsets": offsets[rows]}
+
         index = self.index(*where, part)
         turns = part.turns(where[0], len(q))
         asked = [part.ask(*where, rows, self.choose(
             q[rows], k[rows], index=index[rows], step=step if len(turns) == 1 else step.of(rows),
-            log_weights=part.log_weights(*where, rows), **options)) for rows in turns]
+            log_weights=part.log_weights(*where, rows), **of(rows))) for rows in turns]
         attended = []
         for rows, chosen in zip(turns, asked, strict=True):
             held = part.recalled(*where, rows)
             attended.append(ops.attend_recalled(
                 q[rows], k[rows], v[rows], slots=held, chosen=chosen.slots,
-                metadata=chosen.metadata, layout=self._shape.layout, **options))
-            ops.index_keys(held[0], index[rows], chosen.spans, layout=self._layout,
-                           records=self._shape.layout)
+                metadata=chosen.metadata, layout=self._shape.layout, **of(rows)))
+            ops.index_keys(self._keys(held), index[rows], chosen.spans, layout=self._layout,
+                           records=self._records)
         if len(attended) == 1:
             return attended[0]
         out, taken = zip(*attended, strict=True)
@@ -223,7 +237,7 @@ class Recall:
         """
         layer, batch = where
         index, step = self.index(*where, part), self._steps[self._key(layer, batch, part)]
-        slots, bits = part.get(*where), self._shape.bits
+        slots = part.get(*where)
         most = max(self._count(layer, length, length + new)
                    for length, new in self._batch_layouts[batch].sizes)
         # One buffer for all layers: nothing of it is needed after attention.
@@ -232,6 +246,6 @@ class Recall:
         native_recall.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
                                   most=most, form=form, out=chosen, steps=steps)
         native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=step.metadata,
-                                      bits=bits, form=form, out=out, steps=steps)
-        native_recall.index_keys(slots[0], index, step.spans, layout=self._layout, bits=bits,
-                                 steps=steps)
+                                      layout=self._shape.layout, form=form, out=out, steps=steps)
+        native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,
+                                 records=self._records, steps=steps)

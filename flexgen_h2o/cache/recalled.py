@@ -37,7 +37,7 @@ class _Fast:
 
     Attributes
     ----------
-    records : Tensor [sequences, kv_heads, slots, 2, width]
+    records : Tensor [sequences, kv_heads, slots, kinds, width]
         The slots of the fast set, and behind them those of the newest tokens.
     found : FastSet
     cached : list of int
@@ -120,7 +120,8 @@ class RecalledPart(FetchedPart):
         for batch in range(len(sizes)):
             sequences = self._sizes[layer, batch][0]
             start = self._starts[layer] + batch * self._fast_bytes(layer, self.last - self.first)
-            shape = (sequences, records.kv_heads, slots + pages.newest, 2, records.width)
+            shape = (sequences, records.kv_heads, slots + pages.newest, records.kinds,
+                     records.width)
             self._fast[layer, batch] = _Fast(
                 typed(self._buffer, start, shape, records.dtype),
                 FastSet(sequences * records.kv_heads, pages.slots, slots, pages.newest),
@@ -336,7 +337,8 @@ class RecalledPart(FetchedPart):
             if full * pages.tokens <= fast.written[sequence]:
                 continue
             fast.written[sequence] = full * pages.tokens
-            row = newest[sequence, :, (full - 1) % newest.shape[2]]  # [kv_heads, tokens, 2, width]
+            # [kv_heads, tokens, kinds, width]
+            row = newest[sequence, :, (full - 1) % newest.shape[2]]
             (_, extents), = self._records_of(layer, batch, sequence, range(
                 (full - 1) * pages.tokens, full * pages.tokens))
             store.busy.append(self._transfers.submit(

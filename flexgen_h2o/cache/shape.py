@@ -9,7 +9,7 @@ import torch
 
 from flexgen_h2o.cache.parts import Records
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, slots
@@ -19,16 +19,16 @@ from flexgen_h2o.h2o.budget import budget, slots
 class CacheShape:
     """Sizes that all sequences share: the model's, and those of a stored vector.
 
-    `bits` 8 or 4 keeps groups of codes with their scales in place of `dtype`. `attn_sparsity` is
-    the share of the cached values that a new token reads (`kernels.reference_sparse`), `attention`
-    the forms of all layers, or empty: `ModelConfig.form`.
+    `layout` is that of compressed records; None: vectors of `dtype`. `attn_sparsity` is the share
+    of the cached values that a new token reads (`kernels.reference_sparse`), `attention` the forms
+    of all layers, or empty: `ModelConfig.form`.
     """
 
     num_layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    bits: int = 16
+    layout: CacheLayout | None = None
     attn_sparsity: float = 1.0
     attention: tuple[AttentionForm, ...] = ()
 
@@ -36,23 +36,18 @@ class CacheShape:
         """The form of attention of a layer."""
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
-    @property
-    def layout(self) -> GroupLayout | None:
-        """The groups of a compressed vector."""
-        return None if self.bits == 16 else GroupLayout(self.head_dim, self.bits)
-
     def records(self) -> Records:
-        """A cached vector at rest."""
+        """The contents of a slot at rest."""
         if self.layout is None:
             return self.plain()
-        return Records(self.kv_heads, self.layout.nbytes, torch.uint8)
+        return Records(self.kv_heads, self.layout.width, torch.uint8, self.layout.kinds)
 
     def token_bytes(self) -> int:
         """Bytes of one cached token of a sequence at rest, in all layers."""
         return self.num_layers * self.records().nbytes(1, 1)
 
     def plain(self) -> Records:
-        """A cached vector in the run's dtype."""
+        """The contents of a slot in the run's dtype."""
         return Records(self.kv_heads, self.head_dim, self.dtype)
 
 

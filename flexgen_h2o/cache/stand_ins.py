@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.attending import PendingAttention
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.kernels import ops
 
@@ -24,8 +26,8 @@ class SimulatedBlockCache:
     recall_counts = None
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
-                 form: Callable[[int], AttentionForm]):
-        self._cache = SimulatedCache(h2o, rotate, form)
+                 form: Callable[[int], AttentionForm], smoothing: Sequence[LayerSmoothing] = ()):
+        self._cache = SimulatedCache(h2o, rotate, form, smoothing)
         self.begin = self._cache.begin
         self.resume = self._cache.resume
         self.repeat = self._cache.repeat
@@ -88,7 +90,52 @@ class ProbedCache:
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
                       sinks: Tensor | None):
         """Attend within one whole prompt; see `KVCache.attend_prompt`."""
-        if rope is not None:
-            for x in (q, k):
-                ops.rotate_(x, *rope)
+        for x in (q, k):
+            ops.rotate_(x, rope)
         return self._attend(layer, self._number, q, k, v)
+
+
+class KeySampler(ProbedCache):
+    """Attends within one prompt, and measures the keys of every layer for `h2o.key_smoothing`.
+
+    Parameters
+    ----------
+    form : callable (layer) -> AttentionForm
+    rotate : callable (x, positions, layer) -> Tensor like x
+        As of `SimulatedCache`.
+    positions : int
+        Positions over which keys are taken to be spread.
+
+    Attributes
+    ----------
+    layers : dict of int to LayerSmoothing
+        The constants of each layer that has been computed.
+    """
+
+    def __init__(self, form: Callable[[int], AttentionForm],
+                 rotate: Callable[[Tensor, Tensor, int], Tensor], positions: int):
+        self._form = form
+        self._rotate = rotate
+        self._positions = positions
+        self.layers: dict[int, LayerSmoothing] = {}
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start the block of the prompt."""
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
+        """Attend within the whole prompt; see `KVCache.attend_prompt`."""
+        # A key's content hardly depends on its position, but its rotation does. So the keys of a
+        # short prompt, rotated to positions far from each other, stand for those of a long one.
+        places = torch.arange(len(k), device=k.device) * self._positions // len(k)
+        unrotated = k.float(), q.float()
+        rotated = (self._rotate(x.transpose(0, 1), places[None], layer).transpose(0, 1)
+                   for x in unrotated)
+        form = self._form(layer)
+        # Where q . c has to be added to products again, only the CPU's kernels do it.
+        centered = q.is_cpu or not (form.softcap or form.sinks)
+        self.layers[layer] = LayerSmoothing(
+            *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))
+        for x in (q, k):
+            ops.rotate_(x, rope)
+        return ops.prefill_attention(q, k, v, [len(q)], form=form, sinks=sinks)

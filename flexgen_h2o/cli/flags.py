@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.config.formats import DTYPES, WEIGHT_BITS
+from flexgen_h2o.config.formats import AUTO, DTYPES, WEIGHT_BITS
 from flexgen_h2o.config.h2o import (
     BUDGETS_OF,
     EVICTIONS,
@@ -20,8 +20,6 @@ from flexgen_h2o.config.h2o import (
 )
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 
-AUTO = "auto"
-"""`--percent auto` searches for a policy."""
 WARM_UP = ("generate from the first GPU batch before what is measured: two tokens, or all on a "
            "GPU, where kernels are compiled for the lengths that they meet")
 """The help of `--warm-up`, which is on in `bench`."""
@@ -57,10 +55,11 @@ class RunFlags:
     compress_weight: bool = _flag(
         "model", "bool", False, help="keep weights in 4-bit groups",
     )
-    weight_bits: int | None = _flag(
-        "model", "int", None, choices=WEIGHT_BITS, shown="16; 4 with --compress-weight",
-        help="bits of a number in matrices of weights; 16 is --dtype as it is, 12 bfloat16 with a "
-        "shorter exponent",
+    weight_bits: int | str | None = _flag(
+        "model", "bits", None, choices=(AUTO, *WEIGHT_BITS), shown="auto; 4 with --compress-weight",
+        help="bits of a number in matrices of weights; auto keeps the quantized values of a GGUF "
+        "file, and is 16 for other models; 16 is --dtype as it is, 12 bfloat16 with a shorter "
+        "exponent",
     )
     activation_bits: int = _flag(
         "model", "int", 16, choices=(16, 8),
@@ -301,6 +300,14 @@ class RunFlags:
     cache_bits: int | None = _flag(
         "cache", "int", None, choices=(16, 8, 4), shown="16; 4 with --compress-cache",
         help="bits of a number in the KV cache; 16 is --dtype as it is",
+    )
+    key_bits: int | None = _flag(
+        "cache", "int", None, choices=(16, 8, 4), shown="--cache-bits",
+        help="bits of a number in cached keys; 8 with --value-bits 4 loses almost nothing",
+    )
+    value_bits: int | None = _flag(
+        "cache", "int", None, choices=(16, 8, 4), shown="--cache-bits",
+        help="bits of a number in cached values",
     )
     do_sample: bool = _flag(
         "sampling", "bool", False, help="sample the next token; otherwise take the likeliest",

@@ -22,7 +22,7 @@ PACKAGE = __name__.partition(".")[0]
 FLEX_OPT = f"python -m {PACKAGE}.flex_opt"
 VERSION_HELP = "print the version and end"
 
-_KINDS = {"int": int, "float": float}
+_KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
 """Flags of which one says in another way what the others say, and what they replace."""

@@ -9,6 +9,7 @@ from dataclasses import fields
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.models.gguf_config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -27,9 +28,14 @@ def flags(run: PlannedRun) -> str:
     values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
               if spec.name not in (*PLACED, "experts", "expert_choices")
               and (spec.name in batches or getattr(policy, spec.name) != spec.default)}
-    values |= {f"{name}_bits": options.bits
-               for name, options in (("weight", run.weights), ("cache", run.cache))
-               if options.bits != 16}
+    weights, cache = run.weights, run.cache
+    values |= {"weight_bits": weights.bits} if weights.bits != 16 else {}
+    if names_gguf(run.model.name) and not weights.quantizes:
+        values["weight_bits"] = 16  # which is not what auto is for such a file
+    if cache.key_bits != cache.value_bits:
+        values |= {"key_bits": cache.key_bits, "value_bits": cache.value_bits}
+    elif cache.bits != 16:
+        values["cache_bits"] = cache.bits
     words = [f"{flag_name(name)} {str(value).lower()}" for name, value in values.items()]
     if policy.experts is not None:
         shares = " ".join(f"{getattr(policy.experts, tier):g}" for tier in TIERS)

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli.flags import AUTO, GOALS
+from flexgen_h2o.cli.flags import GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import WEIGHT_BITS, CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import AUTO, WEIGHT_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
@@ -26,7 +26,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
-from flexgen_h2o.models.gguf_config import config_of, kept_weights
+from flexgen_h2o.models.gguf_config import config_of, header_options
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
@@ -62,7 +62,7 @@ class PlanSubject:
     limits: MemoryLimits
     model: ModelConfig
     itemsize: int
-    weights: Callable[[int], WeightOptions]
+    weights: Callable[[int | str], WeightOptions]
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
 
-    def weights(bits: int) -> WeightOptions:
+    def weights(bits: int | str) -> WeightOptions:
         return replace(source, bits=bits).form.options
 
     return PlanSubject(hardware, _within(limits, config), source.config, source.dtype.itemsize,
@@ -183,7 +183,7 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
                        4 if config.dtype == "float32" else 2, weights)
 
 
-def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOptions]]:
+def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
     if is_there(path) and path.is_dir():
@@ -193,7 +193,7 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     if path.suffix.lower() == ".gguf" and path.is_file():
         header = read_header(path)
         shape = from_transformers(config_of(header), model)
-        return shape, partial(kept_weights, header, shape)
+        return shape, partial(header_options, header, shape)
     known = published(name)
     if known is None:
         raise UserError("--hardware plans for folders, .gguf files and published shapes: "
@@ -201,9 +201,12 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int], WeightOp
     return known, _options(known, published_quantization(name))
 
 
-def _options(model: ModelConfig, stored: Quantization | None) -> Callable[[int], WeightOptions]:
+def _options(model: ModelConfig, stored: Quantization | None
+             ) -> Callable[[int | str], WeightOptions]:
     """The form of a model's weights by bits; `stored` is how its checkpoint has them."""
-    return WeightOptions if stored is None else partial(stored.weights, model=model)
+    if stored is None:
+        return lambda bits: WeightOptions(int(bits))
+    return lambda bits: stored.weights(int(bits), model)
 
 
 def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
@@ -222,29 +225,27 @@ def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:
     return limits.within(cpu=config.memory_limit, gpu=config.device_memory_limit)
 
 
-def _written_bits(config: RunConfig) -> frozenset[int]:
+def _written_bits(config: RunConfig) -> frozenset[int | str]:
     """Bits of weights that no file keeps: on the disk tier they take space of their own."""
     if config.path == DUMMY:
         return frozenset(WEIGHT_BITS)
-    return frozenset(WEIGHT_BITS[1:] if config.no_weight_cache else ())
+    return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())
 
 
 def _request(config: RunConfig, subject: PlanSubject, load: Workload,
              prompts: int | None) -> PlanRequest:
     """The request to the search."""
-    def bits(kind: str) -> tuple[int, ...]:
-        given = getattr(config, f"{kind}_bits") or getattr(config, f"compress_{kind}")
-        if config.allow_compression and not given:
-            return WEIGHT_BITS if kind == "weight" else BITS
-        return (getattr(config, f"resolved_{kind}_bits"),)
-
+    weight_bits: tuple[Any, ...] = (config.resolved_weight_bits,)
+    caches: tuple[CacheOptions, ...] = (config.cache(),)
+    if config.allow_compression and not (config.weight_bits or config.compress_weight):
+        weight_bits = (config.resolved_weight_bits, *WEIGHT_BITS[1:])
+    if config.allow_compression and not config.gives_cache_bits:
+        caches = tuple(CacheOptions(config.h2o(), each, config.attn_sparsity) for each in BITS)
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
         gpu_batch_size=config.gpu_batch_size, num_gpu_batches=config.num_gpu_batches,
-        weights=tuple(map(subject.weights, bits("weight"))),
-        caches=tuple(CacheOptions(config.h2o(), each, config.attn_sparsity)
-                     for each in bits("cache")),
+        weights=tuple(map(subject.weights, weight_bits)), caches=caches,
         written_bits=_written_bits(config), goal=config.goal)
 
 
@@ -294,8 +295,7 @@ def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts:
     bits = config.resolved_weight_bits
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,
                      subject.hardware.has_gpu, bits in _written_bits(config),
-                     CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
-                     subject.weights(bits))
+                     config.cache(), subject.weights(bits))
     if config.pipeline_parallel > 1:
         found = judge_ranks(subject.hardware, run, config.pipeline_parallel, subject.limits,
                             prompts)
@@ -307,10 +307,11 @@ def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts:
 def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     """The config with a run's policy and bits."""
     policy = run.policy
-    bits: dict[str, Any] = {
-        f"{kind}_bits": options.bits
-        for kind, options in (("weight", run.weights), ("cache", run.cache))
-        if options.bits != getattr(config, f"resolved_{kind}_bits")}
+    bits: dict[str, Any] = {}
+    if run.weights.asked_bits != config.resolved_weight_bits:
+        bits["weight_bits"] = run.weights.asked_bits
+    if run.cache.bits != config.cache().bits:  # then no flag says how many
+        bits["cache_bits"] = run.cache.bits
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]
     experts = None if policy.experts is None else (

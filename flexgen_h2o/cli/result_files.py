@@ -9,9 +9,9 @@ from pathlib import Path
 
 from flexgen_h2o.cli import result_rows
 from flexgen_h2o.cli.expert_counts import write_expert_counts
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
 from flexgen_h2o.files.checks import check_writable, writing
@@ -43,7 +43,7 @@ def _weight_suffix(config: RunConfig) -> str:
     """The weights' quantization as part of a file name: ``-w4``, or ``-w4a8`` with that of
     activations; empty if they are not quantized."""
     bits = config.resolved_weight_bits
-    if bits == 16:
+    if bits == 16 or bits == AUTO and config.activation_bits == 16:
         return ""
     return f"-w{bits}" if config.activation_bits == 16 else f"-w{bits}a{config.activation_bits}"
 
@@ -74,7 +74,11 @@ def _cache_suffix(config: RunConfig) -> str:
     parts += ["fetch-chosen"] if config.fetch_chosen else []
     parts += [] if config.fast_set is None else [f"fast{config.fast_set:g}"]
     parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
-    parts += [] if config.resolved_cache_bits == 16 else [f"kv{config.resolved_cache_bits}"]
+    cache = config.cache()
+    if cache.key_bits != cache.value_bits:
+        parts.append(f"k{cache.key_bits}v{cache.value_bits}")
+    elif cache.bits != 16:
+        parts.append(f"kv{cache.bits}")
     return "".join(f"-{part}" for part in parts)
 
 

@@ -25,8 +25,9 @@ EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
 """Columns of what stays cached."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast_set",
              "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
-             "weight_bits", "activation_bits", "cache_bits", *EVICTION, "attn_sparsity",
-             "expert_percent", "expert_slots", "cpu_expert_compute", "expert_counts")
+             "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
+             "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
+             "expert_counts")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of what is run, but for lengths and batches."""
 CSV_COLUMNS = (
@@ -62,6 +63,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
     row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    row["weight_bits"] = stats.weight_bits  # what auto has come to
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
@@ -87,11 +89,11 @@ def _resolved(config: RunConfig) -> dict[str, object]:
     """Resolved values of the flags of weights and cache, where they differ from what was typed."""
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
+    cache = config.cache()
     return {
         "expert_percent": (None if config.expert_percent is None
                            else " ".join(f"{share:g}" for share in config.expert_percent)),
-        "weight_bits": config.resolved_weight_bits,
-        "cache_bits": config.resolved_cache_bits,
+        "cache_bits": cache.bits, "key_bits": cache.key_bits, "value_bits": cache.value_bits,
         "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
                      else config.eviction),
         "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,

@@ -17,10 +17,10 @@ import yaml
 
 from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.expert_counts import read_expert_counts
-from flexgen_h2o.cli.flags import AUTO, GOALS, RunFlags
+from flexgen_h2o.cli.flags import GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.expert_choices import ExpertChoices
-from flexgen_h2o.config.formats import CODED_BITS
+from flexgen_h2o.config.formats import AUTO, CODED_BITS, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -29,6 +29,7 @@ from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.chat_template import check_arguments
 from flexgen_h2o.files.readers import json_value
+from flexgen_h2o.models.gguf_config import names_gguf
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _Made = TypeVar("_Made", Policy, SamplingParams)
@@ -58,7 +59,7 @@ class RunConfig(RunFlags):
         self._check_planning()
         # These check what they are made of.
         self.policy()
-        self.h2o()
+        self.cache()
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
@@ -93,16 +94,17 @@ class RunConfig(RunFlags):
         """Refuse bits that contradict each other, and to keep weights that are not quantized."""
         for kind in ("weight", "cache"):
             compress, bits = f"compress_{kind}", f"{kind}_bits"
-            if getattr(self, compress) and getattr(self, bits) == 16:
-                raise UserError(f"{self.called(compress)} and {self.called(bits)} 16 contradict: "
-                                "leave one out")
+            if getattr(self, compress) and getattr(self, bits) in (16, AUTO):
+                raise UserError(f"{self.called(compress)} and {self.called(bits)} "
+                                f"{getattr(self, bits)} contradict: leave one out")
         if self.weight_cache != "auto" and self.no_weight_cache:
             raise UserError(f"give {self.called('weight_cache')} or "
                             f"{self.called('no_weight_cache')}, not both")
         for name in ("weight_cache", "no_weight_cache", "activation_bits"):
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
-            if given and (stored == 16 or name == "activation_bits" and stored not in CODED_BITS):
+            if given and (stored == 16 or name == "activation_bits"
+                          and stored not in (AUTO, *CODED_BITS)):
                 raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
                                 f"{self.called('weight_bits')} 4")
@@ -121,8 +123,7 @@ class RunConfig(RunFlags):
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
         yield ("--allow-compression", fixed and self.allow_compression,
                "on a fixed policy: add --percent auto")
-        chosen = [self.weight_bits is not None or self.compress_weight,
-                  self.cache_bits is not None or self.compress_cache]
+        chosen = [self.weight_bits is not None or self.compress_weight, self.gives_cache_bits]
         yield ("--allow-compression", self.allow_compression and all(chosen),
                "as the bits of weights and cache are both given: leave one of them out")
         yield ("--expert-percent", self.expert_percent is not None and not fixed,
@@ -195,14 +196,26 @@ class RunConfig(RunFlags):
         return self.num_gpu_batches or Policy.num_gpu_batches
 
     @property
+    def gives_cache_bits(self) -> bool:
+        """True if a flag says how many bits cached numbers have."""
+        return self.compress_cache or any(
+            each is not None for each in (self.cache_bits, self.key_bits, self.value_bits))
+
+    @property
     def resolved_cache_bits(self) -> int:
-        """Bits of a cached number: 16 (as `dtype` says), 8 or 4."""
+        """Bits of a cached number, unless `key_bits` or `value_bits` says otherwise: 16 (as `dtype`
+        says), 8 or 4."""
         return self.cache_bits or (4 if self.compress_cache else 16)
 
     @property
-    def resolved_weight_bits(self) -> int:
-        """Bits of a number in a matrix of weights: 16 (as `dtype` says), 8 or 4."""
-        return self.weight_bits or (4 if self.compress_weight else 16)
+    def resolved_weight_bits(self) -> int | str:
+        """Bits of a number in a matrix of weights: 16 (as `dtype` says), 12, 8 or 4; "auto" only
+        for a GGUF file, by its name."""
+        if self.weight_bits not in (None, AUTO):
+            return self.weight_bits
+        if self.compress_weight:
+            return 4
+        return AUTO if names_gguf(self.path or self.model) else 16
 
     @property
     def resolved_weight_cache(self) -> str | None:
@@ -228,6 +241,11 @@ class RunConfig(RunFlags):
     def _expert_choices(self) -> ExpertChoices | None:
         """The choices in the file that is named, as it was when it was first asked for."""
         return None if self.expert_counts is None else read_expert_counts(self.expert_counts)
+
+    def cache(self) -> CacheOptions:
+        """The storage options of the cache."""
+        return CacheOptions(self.h2o(), self.resolved_cache_bits, self.attn_sparsity,
+                            self.key_bits, self.value_bits)
 
     def h2o(self) -> H2OConfig | None:
         """The H2O configuration; None for the full cache."""

@@ -10,16 +10,16 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, fields
 
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.parser import Parser, arguments, program
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import checked, flag_name
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
-          "weight_cache", "no_weight_cache", "cache_bits", "offload_dir", "verify", "memory_limit",
-          "device_memory_limit")
+          "weight_cache", "no_weight_cache", "cache_bits", "key_bits", "value_bits", "offload_dir",
+          "verify", "memory_limit", "device_memory_limit")
 """Flags of `flex_opt` that say how a model runs, beside its name."""
 
 # Where what `flex_opt` says of a flag is not so here.
@@ -28,7 +28,7 @@ _HELP = {
     "(100 0 if left out); the rest is on disk",
     "seed": "seed of sampling and random weights",
 }
-_SHOWN = {"weight_bits": 16, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
+_SHOWN = {"weight_bits": AUTO, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
           "num_gpu_batches": Policy.num_gpu_batches}
 # What the H2O repository calls them.
 _ALSO = {"model": "--model-name", "gpu_batch_size": "--batch-size"}

@@ -23,10 +23,10 @@ from flexgen_h2o.files.readers import read_yaml
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag.
 
-    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, float or
-    bool. Rules: `choices`, `low`, `above` and `high` (bounds), `metavar`, `const` (the value of the
-    bare flag), `shown` (the default in words) and `short` (another name of one letter, such as
-    ``-i``).
+    `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, bits (an
+    integer or auto), float or bool. Rules: `choices`, `low`, `above` and `high` (bounds),
+    `metavar`, `const` (the value of the bare flag), `shown` (the default in words) and `short`
+    (another name of one letter, such as ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
@@ -50,6 +50,9 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
             check_bool(name, value)
         case "int":
             check_int(name, value, low=rules.get("low"))
+        case "bits":
+            if not isinstance(value, str):  # what it says is checked against the choices
+                check_int(name, value)
         case "float":
             check_number(name, value, low=rules.get("low"), above=rules.get("above"),
                          high=rules.get("high"))

@@ -60,4 +60,4 @@ def _words(kind: Any) -> str:
     if kind in (str, os.PathLike):
         return {str: "text"}.get(kind, "a path")
     # As they are read aloud: a Policy, an H2OConfig.
-    return f"{'an' if kind.__name__[0] in 'AEHIO' else 'a'} {kind.__name__}"
+    return f"{'an' if kind.__name__[0] in 'AEHIOi' else 'a'} {kind.__name__}"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
@@ -13,13 +18,26 @@ DTYPES = ("float16", "bfloat16", "float32")
 """Formats in which a run computes, by PyTorch's names."""
 
 GROUP = 64
-"""The most elements that share a scale and a zero point."""
+"""The most elements that share a scale and a zero point, unless said otherwise."""
+
+SMALL_GROUP = 32
+"""Elements of a cached vector in 4 bits that share a scale and a zero point, where both halves of
+the vector, which share bytes, hold whole groups. Twice as many double the error of small models."""
+
+_LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
 
 WEIGHT_BITS = (16, 12, 8, 4)
 """Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
 
+AUTO = "auto"
+"""Leaves a choice to the engine. As the bits of weights it keeps a GGUF file's own codes, and is 16
+for other checkpoints."""
+
 CODED_BITS = (8, 4)
 """Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
+
+CACHE_BITS = (16, 8, 4)
+"""Bits of a cached number: 16 as a run's dtype is, 8 and 4 in groups."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,10 @@ class GroupLayout:
 
     @property
     def groups(self) -> int:
-        """The fewest equal groups of an even number of elements, at most `GROUP` each."""
+        """The number of groups: those of `SMALL_GROUP`, else the fewest equal ones of an even
+        number of elements, at most `GROUP`."""
+        if self.bits == 4 and self.length % (2 * SMALL_GROUP) == 0:
+            return self.length // SMALL_GROUP
         groups = -(-self.length // GROUP)
         while self.length % (2 * groups):
             groups += 1
@@ -89,6 +110,50 @@ class GroupLayout:
     def nbytes(self) -> int:
         """Bytes of a record."""
         return self.code_bytes + 4 * self.groups
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The records of a compressed cache: those of its keys and those of its values.
+
+    Records of one layout lie in slots ``[keys and values, ..., slots, width]``, as plain vectors
+    do. Where keys and values differ in bits, a slot holds both in one record, the key's first:
+    ``[1, ..., slots, width]``. So whatever moves slots need not know what is in them.
+    """
+
+    keys: GroupLayout
+    values: GroupLayout
+
+    @classmethod
+    def of(cls, length: int, key_bits: int, value_bits: int | None = None) -> CacheLayout | None:
+        """Return the layout of vectors of `length` elements, whose values have the keys' bits
+        unless `value_bits` says otherwise; None for 16 bits."""
+        value_bits = key_bits if value_bits is None else value_bits
+        if key_bits == value_bits == 16:
+            return None
+        return cls(GroupLayout(length, key_bits), GroupLayout(length, value_bits))
+
+    @cached_property
+    def mixed(self) -> bool:
+        """True if a slot holds key and value in one record."""
+        return self.keys != self.values
+
+    @cached_property
+    def kinds(self) -> int:
+        """The leading size of slots."""
+        return 1 if self.mixed else 2
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of a record of a slot: the last size of slots."""
+        return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
+
+
+def split_slots(slots, layout: CacheLayout | None):
+    """Return views of the keys and of the values in slots; without a layout, of plain vectors."""
+    if layout is None or not layout.mixed:
+        return slots[0], slots[1]
+    return slots[0][..., : layout.keys.nbytes], slots[0][..., layout.keys.nbytes :]
 
 
 @dataclass(frozen=True)
@@ -203,20 +268,48 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Storage options of weights: in 16 (the run's dtype), 12, 8 or 4 bits, all but 16 in groups.
+    """Storage options of the matrices of a model. Vectors stay in the run's dtype.
 
-    Vectors (norms and biases) stay in the run's dtype. Matrices of the shapes in `mxfp4` are in
-    MXFP4, with 4 bits. `activation_bits` is not how they lie, but how products take what meets
-    matrices in groups: as it is (16), or rounded to 8 bits.
+    Attributes
+    ----------
+    bits : int
+        16 (the run's dtype), 12, 8 or 4.
+    group : int
+        Inputs that share a scale, unless `bits` is 16.
+    mxfp4 : frozenset of (outputs, inputs)
+        Shapes of the matrices that are in MXFP4, with 4 bits.
+    activation_bits : int
+        16: products take activations as they are. 8: they round them, for matrices of codes.
+    kept : mapping of str to MatrixLayout
+        By name the matrices that have layouts of their own; if there are any, the others stay in
+        the run's dtype.
+    plain : tuple of (outputs, inputs)
+        Shapes of these others.
     """
 
     bits: int = 16
     group: int = GROUP
     mxfp4: frozenset[tuple[int, ...]] = frozenset()
     activation_bits: int = 16
+    kept: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
+    plain: tuple[tuple[int, int], ...] = ()
 
-    def layout(self, shape: tuple[int, int]) -> MatrixLayout | None:
-        """The layout of a matrix (outputs, inputs); None with 16 bits."""
+    @property
+    def asked_bits(self) -> int | str:
+        """The `weight_bits` by which a user asks for these options."""
+        return AUTO if self.kept else self.bits
+
+    @property
+    def quantizes(self) -> bool:
+        """True if any matrix is not in the run's dtype."""
+        return self.bits != 16 or bool(self.kept)
+
+    def layout(self, shape: tuple[int, int], name: str = "") -> MatrixLayout | None:
+        """Return the layout of a matrix (outputs, inputs), or of some outputs of the matrix of a
+        name; None for the run's dtype."""
+        if self.kept:
+            own = self.kept.get(name)
+            return own if own is None or own.outputs == shape[0] else replace(own, outputs=shape[0])
         if self.bits == 16:
             return None
         if tuple(shape) in self.mxfp4:
@@ -224,30 +317,125 @@ class WeightOptions:
         return MatrixLayout(*shape, bits=self.bits, group=self.group)
 
     def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Bytes at rest of a matrix (outputs, inputs)."""
+        """Return the bytes at rest of a matrix (outputs, inputs): a mean over those of this shape,
+        rounded up, where they differ. Of some outputs of a matrix, in proportion."""
+        if self.kept:
+            bytes_each = self._element_bytes(itemsize).get(tuple(shape))
+            if bytes_each is None:  # some outputs
+                same = [each for (_, inputs), each in self._element_bytes(itemsize).items()
+                        if inputs == shape[1]]
+                bytes_each = max(same, default=itemsize)
+            return math.ceil(shape[0] * shape[1] * bytes_each)
         layout = self.layout(shape)
         return shape[0] * shape[1] * itemsize if layout is None else layout.nbytes
+
+    @cached_property
+    def widest(self) -> WeightOptions:
+        """These options with the largest layout of each shape for all matrices of the shape."""
+        largest: dict[tuple[int, int], MatrixLayout] = {}
+        for layout in self.kept.values():
+            shape = layout.outputs, layout.inputs
+            held = largest.get(shape)
+            if shape not in self.plain and (held is None or held.nbytes < layout.nbytes):
+                largest[shape] = layout
+        return replace(self, kept={str(shape): layout for shape, layout in largest.items()}
+                       or self.kept)
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Inputs of a group, in all layouts."""
+        if self.kept:
+            return frozenset(layout.group for layout in self.kept.values())
+        return frozenset({self.group, MXFP4_GROUP} if self.mxfp4 else {self.group})
+
+    @cached_property
+    def shares(self) -> Mapping[int, float]:
+        """The share of the matrices' elements by bits; 4 and 8 bits of codes where any are kept."""
+        if not self.kept:
+            return {self.bits: 1.0}
+        elements: Counter[int] = Counter()
+        for layout in self.kept.values():
+            elements[layout.bits] += layout.outputs * layout.inputs
+        for outputs, inputs in self.plain:
+            elements[16] += outputs * inputs
+        return {bits: count / elements.total() for bits, count in elements.items()}
+
+    def part(self, first: int, last: int) -> WeightOptions:
+        """Return the options of the decoder layers first:last, and of what is outside of layers."""
+        def inside(name: str) -> bool:
+            number = _LAYER_NUMBER.search(name)
+            return number is None or first <= int(number[1]) < last
+
+        kept = {name: layout for name, layout in self.kept.items() if inside(name)}
+        return replace(self, kept=kept) if kept else self
+
+    def _element_bytes(self, itemsize: int) -> Mapping[tuple[int, int], float]:
+        """Bytes of an element by shape, a mean over all matrices of the shape."""
+        found = self._means.get(itemsize)
+        if found is None:
+            nbytes: Counter[tuple[int, int]] = Counter()
+            counts: Counter[tuple[int, int]] = Counter(self.plain)
+            for shape, count in counts.items():
+                nbytes[shape] += count * math.prod(shape) * itemsize
+            for layout in self.kept.values():
+                counts[layout.outputs, layout.inputs] += 1
+                nbytes[layout.outputs, layout.inputs] += layout.nbytes
+            found = {shape: nbytes[shape] / counts[shape] / math.prod(shape) for shape in counts}
+            self._means[itemsize] = found
+        return found
+
+    @cached_property
+    def _means(self) -> dict[int, Mapping[tuple[int, int], float]]:
+        return {}
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Storage options of the cache: `h2o` (None: the full cache) and bits: 16 (the run's dtype), 8
-    or 4.
+    """Storage options of the cache.
 
-    `attn_sparsity` is the share of the values that a new token reads. Raises `UserError` for values
-    out of range, and for what cannot go together.
+    Attributes
+    ----------
+    h2o : H2OConfig or None
+        None: the full cache.
+    bits : int
+        Of keys and values: 16 (the run's dtype), 8 or 4. Where `key_bits` and `value_bits` differ
+        it becomes their mean.
+    attn_sparsity : float
+        The share of the values that a new token reads.
+    key_bits, value_bits : int or None
+        None becomes `bits`.
+
+    Raises
+    ------
+    UserError
+        For values out of range, and for what cannot go together.
     """
 
     h2o: H2OConfig | None = None
     bits: int = 16
     attn_sparsity: float = 1.0
+    key_bits: int | None = None
+    value_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8, 16):
-            raise UserError(f"cache_bits must be 16, 8 or 4, got {self.bits!r}")
+        for name in ("key_bits", "value_bits"):
+            given = getattr(self, name)
+            bits = self.bits if given is None else given
+            if bits not in CACHE_BITS:
+                raise UserError(f"{'cache_bits' if given is None else name} must be 16, 8 or 4, "
+                                f"got {bits!r}")
+            object.__setattr__(self, name, bits)
+        keys, values = self.kind_bits
+        if keys != values and 16 in (keys, values):
+            raise UserError(f"key_bits {keys} with value_bits {values} is not supported: use 16 "
+                            "for both, or 8 or 4 for each")
+        object.__setattr__(self, "bits", (keys + values) // 2)
         if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
             raise UserError("simulate masks an exact cache: leave cache_bits at 16")
         check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        if self.attn_sparsity < 1 and keys != values:
+            raise UserError("attn_sparsity reads keys without their values: give key_bits and "
+                            "value_bits the same number, or leave it out")
         if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
             raise UserError("attn_sparsity chooses among all that came before, and layers of this "
                             "model attend to a window: leave it out")
@@ -258,9 +446,24 @@ class CacheOptions:
                             "be evicted: leave it or h2o out")
 
     @property
+    def kind_bits(self) -> tuple[int, int]:
+        """Bits of keys and of values."""
+        assert self.key_bits is not None and self.value_bits is not None
+        return self.key_bits, self.value_bits
+
+    def layout(self, head_dim: int) -> CacheLayout | None:
+        """Return the layout of records; None with 16 bits."""
+        return CacheLayout.of(head_dim, *self.kind_bits)
+
+    @property
     def evicts(self) -> bool:
         """True if any token ever goes, if only behind the mask of a simulation."""
         return self.h2o is not None and not self.h2o.is_full
+
+    @property
+    def quantizes_keys(self) -> bool:
+        """True if keys are stored in fewer bits, in the cache or in the index of recall."""
+        return self.bits != 16 or self.recalls
 
     @property
     def recalls(self) -> bool:
@@ -270,7 +473,8 @@ class CacheOptions:
     @property
     def evicts_chunks(self) -> bool:
         """True if prompts that come in chunks are evicted from after each of them."""
-        return self.h2o is not None and self.h2o.evicts_chunks(self.bits)
+        return self.h2o is not None and self.h2o.evicts_chunks(
+            compressed=self.bits != 16)
 
     @property
     def simulated(self) -> bool:

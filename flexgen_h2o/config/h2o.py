@@ -198,9 +198,9 @@ class H2OConfig:
         """True if generated tokens count too in one decoder layer that is not full."""
         return self.evict_generated
 
-    def evicts_chunks(self, bits: int) -> bool:
-        """True if a prompt that comes in chunks to a cache of so many bits is evicted from after
-        each of them; if not, it is held whole until it has come."""
+    def evicts_chunks(self, *, compressed: bool) -> bool:
+        """True if a prompt that comes in chunks, to a compressed cache or not, is evicted from
+        after each of them; if not, it is held whole until it has come."""
         return self.prompt_chunk is not None
 
     def of_user(self) -> H2OConfig:

@@ -45,10 +45,11 @@ class WindowedH2O(H2OConfig):
         """See `H2OConfig.evicts_generated_at`."""
         return self.evict_generated or self.windows[layer] is not None
 
-    def evicts_chunks(self, bits: int) -> bool:
+    def evicts_chunks(self, *, compressed: bool) -> bool:
         """See `H2OConfig.evicts_chunks`: where only windows drop anything, chunks lose nothing by
         it."""
-        return super().evicts_chunks(bits) or bits == 16 and self.of_user().is_full
+        return super().evicts_chunks(compressed=compressed) or (
+            not compressed and self.of_user().is_full)
 
     def of_user(self) -> H2OConfig:
         """See `H2OConfig.of_user`."""

@@ -77,7 +77,7 @@ class ChunkedWeights:
             return Chunk(unit, cut.rows, piece, where,
                          Pack(nbytes, {"chunk": places[where]}, reads))
         buffer, place = self._read(where)
-        return cut.rows, self._form.view(buffer, place, piece.shape)
+        return cut.rows, self._form.view(buffer, place, piece)
 
     def _read(self, extent: Extent) -> tuple[torch.Tensor, int]:
         """An extent in a new buffer, and its place there."""

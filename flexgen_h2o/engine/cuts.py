@@ -40,7 +40,7 @@ def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placemen
             continue
         for rows in _chunks(spec, form, layer):
             first, end = (0, spec.shape[0]) if name in whole else (rows.start, rows.stop)
-            sizes[name, first, end] = form.nbytes((end - first, spec.shape[1]))
+            sizes[name, first, end] = form.nbytes(TensorSpec(name, (end - first, spec.shape[1])))
     parts: dict[str, list[CutRows]] = {}
     for (name, first, end), tier in assign(sizes.items(), placement).items():
         before, on_disk = parts.setdefault(name, []), tier == "disk"
@@ -56,7 +56,7 @@ def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placemen
 def _chunks(spec: TensorSpec, form: WeightFormat, layer: int) -> list[slice]:
     """The outputs of each chunk of a matrix."""
     outputs = spec.shape[0]
-    step = chunk_rows(outputs, form.nbytes(spec.shape), layer)
+    step = chunk_rows(outputs, form.nbytes(spec), layer)
     return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
@@ -65,5 +65,5 @@ def piece_of(extent: Extent, rows: slice, spec: TensorSpec, form: WeightFormat
     """Some outputs of a matrix as a tensor, and where they lie; rows begin with a tile."""
     inputs = spec.shape[1]
     piece = TensorSpec(spec.name, (rows.stop - rows.start, inputs))
-    before = form.nbytes((rows.start, inputs)) if rows.start else 0
-    return piece, Extent(extent.path, extent.offset + before, form.nbytes(piece.shape))
+    before = form.nbytes(TensorSpec(spec.name, (rows.start, inputs))) if rows.start else 0
+    return piece, Extent(extent.path, extent.offset + before, form.nbytes(piece))

@@ -74,7 +74,8 @@ class ExpertProducts:
         same = isinstance(self._function, tuple) or self._family.expert is mixture.expert
         fit = same and x.is_cpu and x.dtype == torch.bfloat16
         options = self._options
-        self._most = most_rows(options.bits, options.activation_bits) if fit else 0
+        self._most = min(most_rows(bits, options.activation_bits)
+                         for bits in options.shares) if fit else 0
 
     def add(self, group: Mapping[int, Mapping[str, Weight]],
             table: Callable[[], ExpertTable] | None = None) -> None:

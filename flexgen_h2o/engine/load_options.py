@@ -26,6 +26,9 @@ class LoadOptions:
     activation_bits : int
         8: what meets weights of 8 or 4 bits is rounded to 8 bits, group by group, and products are
         of whole numbers (`reference_matrix.rounded_activations`); on a CPU alone. 16: as it is.
+    key_bits, value_bits : int, optional
+        Bits of cached keys and of cached values, each 16, 8 or 4; None: `cache_bits`. Keys of 8 and
+        values of 4 lose almost nothing. 16 goes with 16 alone.
     attn_sparsity : float
         Share of the full cache's values, over 0 and at most 1, that a new token reads: those of the
         most attention (FlexGen, arXiv 2303.06865, section 5). It changes results. Keys are all
@@ -66,6 +69,8 @@ class LoadOptions:
 
     path: str | os.PathLike | None = None
     activation_bits: int = 16
+    key_bits: int | None = None
+    value_bits: int | None = None
     attn_sparsity: float = 1.0
     weight_cache: str | os.PathLike | None = "auto"
     verify: bool = False

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from flexgen_h2o.config.formats import CODED_BITS, DTYPES, WEIGHT_BITS, WeightOptions
-from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.formats import (
+    AUTO,
+    CODED_BITS,
+    DTYPES,
+    WEIGHT_BITS,
+    MatrixLayout,
+    WeightOptions,
+)
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.spill import KeptWeights
 from flexgen_h2o.errors import UserError
@@ -22,11 +32,19 @@ from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
-from flexgen_h2o.models.convert import TEXTS, Keep, cache_dir, weight_files
+from flexgen_h2o.models.convert import (
+    TEXTS,
+    Keep,
+    build_once,
+    cache_dir,
+    kept_folder,
+    weight_files,
+)
 from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.from_gguf import gguf_types
-from flexgen_h2o.models.gguf_blocks import GgufBlocks
-from flexgen_h2o.models.gguf_kinds import KEPT
+from flexgen_h2o.models.from_gguf import describe_gguf
+from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
+from flexgen_h2o.models.gguf_config import make_alike, weight_options
+from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
@@ -47,16 +65,36 @@ if TYPE_CHECKING:
 
 ByteProgress = Callable[[int, int], None]
 _COMPARED = 1 << 20  # elements of two tensors at a time
+LEAST_KEPT_SECONDS = 1.0
+"""Constants that take less to measure are measured by each run."""
 
 
 @dataclass
 class Source:
     """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
 
-    folder is None for dummy weights of a published shape, which have no tokenizer either; gguf is
-    the file that the folder was made from, if it was one; bits are those of a matrix's elements,
-    activation_bits of what meets these in products; end_tokens are the ids that end a text;
-    quantization is how the folder's weights are stored.
+    Attributes
+    ----------
+    config : ModelConfig
+    weights : ModelWeights
+    dtype : torch.dtype
+    folder : Path or None
+        Configuration and tokenizer, and the weights unless `gguf` has them. None for dummy weights
+        of a published shape, which have no tokenizer either.
+    dummy : bool
+    end_tokens : tuple of int
+        The ids that end a text.
+    gguf : GgufHeader or None
+        The GGUF file that the weights are read from. With 16 bits the folder has a converted copy
+        of them instead.
+    bits : int or "auto"
+        Bits of a matrix's elements; "auto" only where `codes` has matrices.
+    activation_bits : int
+        Bits of what meets these in products.
+    quantization : Quantization or None
+        How the folder's weights are stored.
+    codes : WeightOptions
+        The options that keep the codes of `gguf`.
     """
 
     config: ModelConfig
@@ -65,20 +103,17 @@ class Source:
     folder: Path | None
     dummy: bool
     end_tokens: tuple[int, ...]
-    gguf: Path | None = None
-    bits: int = 16
+    gguf: GgufHeader | None = None
+    bits: int | str = 16
     activation_bits: int = 16
     quantization: Quantization | None = None
+    codes: WeightOptions = WeightOptions()
 
     @cached_property
     def form(self) -> WeightFormat:
         """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
         bits."""
-        options = WeightOptions(self.bits)
-        if self.quantization is not None:
-            options = self.quantization.weights(self.bits, self.config)
-        if self._keeps_groups:
-            options = replace(options, group=GgufBlocks.GROUP)
+        options = weight_options(self.codes, self.bits, self.config, self.quantization)
         options = replace(options, activation_bits=self.activation_bits)
         return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
 
@@ -94,30 +129,26 @@ class Source:
         if not self.dummy or self.bits == 16 or weight_cache is None:
             return None
         form = self.form
-        sizes = {name: form.nbytes(spec.shape) for name, spec in _specs(self.weights).items()}
+        sizes = {name: form.nbytes(spec) for name, spec in _specs(self.weights).items()}
         shapes = [spec.shape for spec in _specs(self.weights).values()]
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
-        key = [seed, str(self.dtype), form.bits, form.options.group, shapes]
+        key = [seed, str(self.dtype), self.bits, form.options.group, shapes]
         key += [sorted(form.options.mxfp4)] if form.options.mxfp4 else []
         return KeptWeights(_weight_cache(weight_cache), title, key, sizes)
 
-    @property
-    def _keeps_groups(self) -> bool:
-        quantized = self.gguf is not None and self.bits != 16
-        kept = KEPT.get(self.bits, frozenset())
-        return quantized and not kept.isdisjoint(gguf_types(self.folder))
-
-    def open(self, placement: Placement, *, seed: int, weight_cache: str | os.PathLike | None,
+    def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
         """The checkpoint in `form`, and its own name for each tensor that the model needs.
 
         Weights on disk are read straight from the checkpoint's bytes at every step; when these are
         of another dtype a converted copy is made, once, and reused. Quantized weights come from
-        the weight cache.
+        the weight cache; the codes of a GGUF file, which take a second to repack, from the file
+        unless they are on disk.
 
         Parameters
         ----------
-        placement : Placement
+        on_disk : bool
+            Whether any weights are placed on disk.
         seed : int
             Of dummy weights.
         weight_cache : str, path or None
@@ -137,33 +168,64 @@ class Source:
             checkpoint = DummyCheckpoint(shapes, self.dtype, seed)
             names = {name: name for name in specs}
         else:
-            checkpoint, names = self._resolve(self.folder, specs)
+            checkpoint, names = self._resolve(specs, self.folder)
         if self.bits != 16:
-            checkpoint = self._quantized(checkpoint, names, weight_cache, progress)
+            checkpoint = QuantizingCheckpoint(checkpoint, names, self.form)
+            if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
+                checkpoint = cached(checkpoint, self._files, keep=_weight_cache(weight_cache),
+                                    title=self._title, progress=progress)
             return checkpoint, {name: name for name in specs}
         if self.dummy:
             return checkpoint, names
-        if placement.disk > 0 and not all(self._direct(checkpoint, n) for n in names.values()):
+        if on_disk and not all(self._direct(checkpoint, n) for n in names.values()):
             checkpoint.close()
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
                                       views=_views(self.config))
-            checkpoint, names = self._resolve(folder, specs)
+            checkpoint, names = self._resolve(specs, folder)
         return checkpoint, names
 
-    def _quantized(self, checkpoint: Checkpoint, names: dict[str, str],
-                   weight_cache: str | os.PathLike | None, progress: ByteProgress) -> Checkpoint:
-        """The checkpoint in `form`, by canonical names: from the cache, or quantized when read."""
-        quantizing = QuantizingCheckpoint(checkpoint, names, self.form,
-                                          gguf=self.gguf if self._keeps_groups else None)
-        if self.dummy or weight_cache is None:
-            return quantizing
-        sources = [*weight_files(self.folder), *([self.gguf] if self.gguf else [])]
-        return cached(quantizing, sources, keep=_weight_cache(weight_cache),
-                      title=self.folder.name, progress=progress)
+    @property
+    def _files(self) -> list[Path]:
+        """The files that the weights come from."""
+        return weight_files(self.folder) if self.gguf is None else list(self.gguf.files)
 
-    def _resolve(self, folder: Path, specs) -> tuple[Checkpoint, dict[str, str]]:
-        checkpoint = unstacked(open_checkpoint(folder), _views(self.config))
+    @property
+    def _title(self) -> str:
+        """What folders of the weight cache are called after."""
+        return self.folder.name if self.gguf is None else self.gguf.source.stem
+
+    def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
+                       weight_cache: str | os.PathLike | None) -> np.ndarray:
+        """Return constants of the model that take a run of it to measure, from the weight cache if
+        they are there.
+
+        Parameters
+        ----------
+        measure : callable () -> array
+        what : str
+            Their name, which stands for how they are measured, too.
+        weight_cache : str, path or None
+            As of `open`.
+        """
+        if weight_cache is None:
+            return measure()
+        dtype = str(self.dtype).removeprefix("torch.")
+        form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
+        place = self._files, form, self._title
+        keep = _weight_cache(weight_cache)
+        with suppress(OSError, ValueError):  # not there, or damaged
+            return np.load(kept_folder(*place, keep) / "constants.npy", allow_pickle=False)
+        began = time.perf_counter()
+        constants = measure()
+        if time.perf_counter() - began > LEAST_KEPT_SECONDS:
+            with suppress(UserError):  # a folder that cannot be written is no reason not to run
+                build_once(*place, lambda folder: np.save(
+                    folder / "constants.npy", constants, allow_pickle=False), keep=keep)
+        return constants
+
+    def _resolve(self, specs, folder: Path) -> tuple[Checkpoint, dict[str, str]]:
+        checkpoint = unstacked(_opened(folder, self.gguf), _views(self.config))
         try:
             return checkpoint, resolve(checkpoint, specs.values(), family(self.config).aliases)
         except BaseException:
@@ -182,7 +244,12 @@ def _weight_cache(chosen: str | os.PathLike) -> Keep:
     return Keep(root, advice)
 
 
-def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, device: Device,
+def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
+    """The checkpoint of a folder, or of a GGUF file that the folder describes."""
+    return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
+
+
+def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str, device: Device,
          progress: ByteProgress, activation_bits: int = 16) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
@@ -195,8 +262,11 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
     dtype : str
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
         checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
-    bits, activation_bits : int
-        Of the weights: 16 (as `dtype` says), 12, 8 or 4. Of what meets quantized ones: 16 or 8.
+    bits : int or "auto"
+        Of the weights: 16 (as `dtype` says), 12, 8 or 4; "auto" keeps the codes of a GGUF file, and
+        is 16 for other models.
+    activation_bits : int
+        Of what meets quantized weights: 16 or 8.
 
     Raises
     ------
@@ -204,31 +274,47 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int, d
         The model is unknown or not to be had, its architecture is not supported, or there are no
         weights of so many bits, or no products.
     """
-    _check_bits(bits, activation_bits, device)
     path = None if path is None else os.fspath(path)
     dummy = path == DUMMY
     config = published(model) if dummy else None
     name = model if path is None or dummy else path
-    folder = gguf = None
+    folder, file = None, None if config is not None else gguf_of(name)
+    gguf = None if file is None or bits == 16 else read_header(file)
+    if bits == AUTO and (gguf is None or not _has_codes(gguf)):
+        bits = 16
+    _check_bits(bits, activation_bits, device)
     stored = published_quantization(model) if dummy else None
     if config is None:
         wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
         wanted = "bfloat16" if wanted == "auto" else wanted
-        gguf = gguf_of(name)
-        folder = checkpoint_folder(name, dtype=wanted, progress=progress)
+        if gguf is None or bits == 16:
+            gguf = None
+            folder = checkpoint_folder(name, dtype=wanted, progress=progress)
+        else:
+            folder = describe_gguf(gguf)
         given = read_config(folder)
         config, stored = from_transformers(given, model), quantization(given, model)
-    weights = family(config).weights(config) if dummy else _weights(config, folder)
+    codes = WeightOptions()
+    if dummy:
+        weights = family(config).weights(config)
+    else:
+        weights, codes = _weights(config, _opened(folder, gguf))
     return Source(config, weights, _dtype(dtype, config, device), folder, dummy,
-                  _end_tokens(config, folder), gguf, bits, activation_bits, stored)
+                  _end_tokens(config, folder), gguf, bits, activation_bits, stored, codes)
 
 
-def _check_bits(bits: int, activation_bits: int, device: Device) -> None:
-    if bits not in WEIGHT_BITS:
-        raise UserError(f"weight_bits must be 16, 12, 8 or 4, got {bits!r}")
+def _has_codes(gguf: GgufHeader) -> bool:
+    """True if a GGUF file has matrices of codes."""
+    return any(tensor.kind.bits != 16 and len(tensor.shape) > 1
+               for tensor in gguf.tensors.values())
+
+
+def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
+    if bits not in (AUTO, *WEIGHT_BITS):
+        raise UserError(f"weight_bits must be auto, 16, 12, 8 or 4, got {bits!r}")
     if activation_bits not in (8, 16):
         raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
-    if activation_bits == 8 and bits not in CODED_BITS:
+    if activation_bits == 8 and bits not in (AUTO, *CODED_BITS):
         raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if activation_bits == 8 and device.torch.type != "cpu":
@@ -236,14 +322,15 @@ def _check_bits(bits: int, activation_bits: int, device: Device) -> None:
                         "the device cpu")
 
 
-def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
-    """A model's tensors, of which the checkpoint has each in its shape, and no layers beyond.
+def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:
+    """A model's tensors, of which the checkpoint has each in its shape, and no layers beyond; and
+    the options that keep its codes. The checkpoint is closed.
 
     Raises `UserError` where config.json does not belong to the checkpoint, before anything that
     grows with its numbers is planned or made.
     """
     kind = family(config)
-    with open_checkpoint(folder) as plain:
+    with plain:
         names = plain.names()
         if config.num_layers > len(names):  # each has a tensor at least
             raise UserError(f"{plain.source} has {len(names)} tensors, but config.json calls "
@@ -251,7 +338,7 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
         checkpoint = unstacked(plain, _views(config))
         names = checkpoint.names()
         weights = kind.weights(config)
-        resolve(checkpoint, _specs(weights).values(), kind.aliases)
+        own = resolve(checkpoint, _specs(weights).values(), kind.aliases)
         longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
@@ -260,7 +347,22 @@ def _weights(config: ModelConfig, folder: Path) -> ModelWeights:
                             f"{config.num_layers} layers; do the two belong together?")
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
-    return weights
+        return weights, _kept(config, weights, {
+            name: checkpoint.kept_layout(own[name]) for name in _specs(weights)})
+
+
+def _kept(config: ModelConfig, weights: ModelWeights,
+          layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
+    """The options that give each matrix the layout of its own codes, or the run's dtype."""
+    kept = {name: layout for name, layout in layouts.items() if layout is not None}
+    for specs in chain.from_iterable(weights.experts):
+        make_alike(kept, specs["gate"].name, specs["up"].name)
+    exact = frozenset(config.exact_shapes)
+    kept = {name: layout for name, layout in kept.items()
+            if (layout.outputs, layout.inputs) not in exact}
+    plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
+                  if len(spec.shape) == 2 and name not in kept and spec.shape not in exact)
+    return WeightOptions(kept=kept, plain=plain) if kept else WeightOptions()
 
 
 def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:

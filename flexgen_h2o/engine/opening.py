@@ -46,7 +46,7 @@ class OpenedModel:
 
 
 def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str,
-               weight_bits: int) -> OpenedModel:
+               weight_bits: int | str) -> OpenedModel:
     """Find a model, open its device, and hold it against the options of an `LLM`.
 
     Parameters
@@ -54,7 +54,7 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     given : RunnerSettings
         As the user set them.
     orders : Orders
-    device, dtype, weight_bits : str, str, int
+    device, dtype, weight_bits : str, str, int or str
         As of `LLM`.
 
     Raises

@@ -53,7 +53,7 @@ class Pack:
               aligned: bool = False) -> dict[str, Weight]:
         """Local name to tensor, as views of `buffer`; `aligned`: which begins with `after_lead`."""
         lead = self.lead if aligned else 0
-        return {name: form.view(buffer, place - lead, specs[name].shape)
+        return {name: form.view(buffer, place - lead, specs[name])
                 for name, place in self.places.items()}
 
 

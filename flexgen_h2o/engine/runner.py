@@ -12,7 +12,7 @@ import torch
 
 from flexgen_h2o.cache.placed import recalls_in_place
 from flexgen_h2o.cache.shape import CacheShape, evicting_layers
-from flexgen_h2o.cache.stand_ins import ProbedCache
+from flexgen_h2o.cache.stand_ins import KeySampler, ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.policy import Policy, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage
@@ -28,11 +28,12 @@ from flexgen_h2o.engine.loader import ByteProgress, Source
 from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.schedule import LayerStep
-from flexgen_h2o.engine.sinks import Sink
+from flexgen_h2o.engine.sinks import Forcing, Sink
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
-from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize
+from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.shape_caches import bound_shape_caches
 from flexgen_h2o.kernels.spinning import Spinning
@@ -47,6 +48,12 @@ from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
 Block = Sequence[Batch]
+
+SAMPLED_TOKENS = 512
+"""Random tokens whose keys are measured before a cache quantizes keys."""
+
+SAMPLED_POSITIONS = 4096
+"""Positions over which the keys of these tokens are spread, or the model's if it has fewer."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,7 @@ class Runner:
         self._spinning = Spinning()
         self._transfers: Transfers | None = None
         self._experts: ExpertSlots | None = None
+        self._smoothing: tuple[LayerSmoothing, ...] = ()
         self.loaded_bytes = 0  # resident, of the process, when the weights had come
         self.load_seconds = 0.0  # until everything was ready: set by its opener
 
@@ -157,9 +165,11 @@ class Runner:
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
         placement, choices = settings.policy.weights, settings.policy.expert_choices
+        experts = settings.policy.experts
+        on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=options.no_bars) as bar:
-            checkpoint, names = source.open(placement, seed=options.seed,
+            checkpoint, names = source.open(on_disk=on_disk, seed=options.seed,
                                             weight_cache=options.weight_cache,
                                             progress=self._noted(bar))
         opened.callback(checkpoint.close)
@@ -169,7 +179,7 @@ class Runner:
         self.weights = WeightStore(
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=options.verify),
-            self._transfers, placement=placement, experts=settings.policy.experts,
+            self._transfers, placement=placement, experts=experts,
             choices=choices and choices.part(self.stage.first, self.stage.last),
             pin=settings.policy.pin_weight, read_ahead=self._read_ahead(settings.policy))
 
@@ -182,6 +192,7 @@ class Runner:
             self.weights.load(run_folder, self._noted(bar),
                               kept=source.kept(options.seed, options.weight_cache))
         self._load_experts()
+        self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
 
     def _read_ahead(self, policy: Policy) -> bool | None:
@@ -197,6 +208,35 @@ class Runner:
             self.weights, self._transfers, experts, given=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
             host_computes=policy.cpu_expert_compute)
+
+    def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
+        """Return the constants by which each layer's keys are smoothed before they are quantized;
+        none where nothing quantizes keys."""
+        cache, source, own = self.settings.cache, self.source, self.own
+        if not cache.quantizes_keys:
+            return ()
+        device, shape = self._device.torch, (own.num_kv_heads, own.head_dim)
+        if source.dummy:  # keys of random weights have no outliers
+            constants = KeySmoothing.rotation(*shape, device)
+            return (LayerSmoothing(constants, constants),) * own.num_layers
+        if self.seat is not None:  # ranks compute together, whatever each has kept
+            return self._sampled_keys()
+        constants = source.kept_constants(
+            lambda: torch.stack([layer.stacked() for layer in self._sampled_keys()]).cpu().numpy(),
+            "keys1", self.settings.load.weight_cache)
+        return tuple(LayerSmoothing.unstacked(each)
+                     for each in torch.from_numpy(constants).to(device))
+
+    def _sampled_keys(self) -> tuple[LayerSmoothing, ...]:
+        """Measure the keys of a prompt of random tokens."""
+        own = self.own
+        longest = min(context(self.config, None), SAMPLED_POSITIONS)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
+                               generator=generator).tolist()
+        sampler = KeySampler(own.form, rotation_of(own), longest)
+        self._run_prompts([Request(0, tokens)], sampler, Forcing({0: tokens[:1]}), [])
+        return tuple(sampler.layers[layer] for layer in range(own.num_layers))
 
     def _noted(self, bar: ByteProgress) -> ByteProgress:
         """A callback that shows progress, and tells the other ranks of it."""
@@ -219,7 +259,8 @@ class Runner:
         settings = self.settings
         return Workspace(self.own, self._cache_shape(), size, policy=settings.policy,
                          h2o=settings.cache.h2o, transfers=self._transfers,
-                         offload_dir=settings.offload_dir, cache=cache)
+                         offload_dir=settings.offload_dir, cache=cache,
+                         smoothing=self._smoothing)
 
     def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
               ) -> BlockQueue:
@@ -245,9 +286,14 @@ class Runner:
               ) -> RunStats:
         """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
         self._note_lengths(requests, 0)
-        queue = BlockQueue(requests, 0, BlockSize(1, 1))
         numbers: list[int] = []
-        cache = ProbedCache(attend, numbers)
+        return self._run_prompts(requests, ProbedCache(attend, numbers), sink, numbers)
+
+    def _run_prompts(self, requests: Sequence[Request], cache: BlockCache, sink: Sink,
+                     numbers: list[int]) -> RunStats:
+        """Run prompts one by one and whole with a cache of their own, which finds the key of each
+        in `numbers`."""
+        queue = BlockQueue(requests, 0, BlockSize(1, 1))
         size = WorkspaceSize.of(queue, None, self.config.num_layers)
         # Nothing follows a prompt here: the stand-in has no more than prompts need.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
@@ -347,4 +393,5 @@ class Runner:
     def _cache_shape(self) -> CacheShape:
         config, cache = self.own, self.settings.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
-                          self.source.dtype, cache.bits, cache.attn_sparsity, config.attention)
+                          self.source.dtype, cache.layout(config.head_dim), cache.attn_sparsity,
+                          config.attention)

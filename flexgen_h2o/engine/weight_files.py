@@ -62,7 +62,7 @@ class WeightFiles:
         if spec.name in self._spill:
             return self._spill[spec.name]
         info = self._checkpoint.info(self._names[spec.name])
-        dtype, _ = self.form.stored(spec.shape)
+        dtype, _ = self.form.stored(spec)
         if info.extent is None or info.dtype != dtype:
             return None
         # A file with an odd header length would put elements astride their alignment.
@@ -84,7 +84,7 @@ class WeightFiles:
         missing = {spec.name: spec for spec in specs if self.extent(spec) is None}
         if not missing:
             return
-        sizes = {name: self.form.nbytes(spec.shape) for name, spec in missing.items()}
+        sizes = {name: self.form.nbytes(spec) for name, spec in missing.items()}
         with (kept.writing(sizes) if kept is not None
               else nullcontext(spill_of_run(run_folder(), sizes))) as spill:
             self._spill.update(spill.extents)
@@ -115,7 +115,7 @@ class WeightFiles:
         pack = Pack()
         for name, spec in wanted.items():
             pack.places[name] = pack.nbytes
-            pack.nbytes += round_up(self.form.nbytes(spec.shape), ALIGN)
+            pack.nbytes += round_up(self.form.nbytes(spec), ALIGN)
         return pack
 
     def fill(self, pack: Pack, wanted: Mapping[str, TensorSpec], buffer: torch.Tensor) -> None:
@@ -140,16 +140,16 @@ class WeightFiles:
 
     def _read(self, spec: TensorSpec, buffer: torch.Tensor, place: int) -> None:
         """Read a tensor to its place in a buffer, converting or quantizing it."""
-        dtype, shape = self.form.stored(spec.shape)
+        dtype, shape = self.form.stored(spec)
         self._checkpoint.read(self._names[spec.name], typed(buffer, place, shape, dtype))
 
     def strips(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
         """The strips of a table on disk that hold the rows `index`, int64 on the host, and the
         rows' places in them."""
         rows, columns = spec.shape
-        layout = self.form.layout(spec.shape)
+        layout = self.form.layout(spec)
         height = 1 if layout is None else MATRIX_TILE  # rows that lie together
-        nbytes = self.form.nbytes(spec.shape) // rows if layout is None else layout.tile_bytes
+        nbytes = self.form.nbytes(spec) // rows if layout is None else layout.tile_bytes
         strips, inverse = (index // height).unique(return_inverse=True)
         whole = self.extent(spec)
         extents = [Extent(whole.path, whole.offset + strip * nbytes, nbytes)
@@ -161,5 +161,5 @@ class WeightFiles:
             for extent in extents:
                 self.checksums.read(extent, buffer[places[extent] : places[extent] + nbytes])
         held = torch.cat([buffer[places[e] : places[e] + nbytes] for e in extents])
-        return (self.form.view(held, 0, (len(extents) * height, columns)),
+        return (self.form.view(held, 0, TensorSpec(spec.name, (len(extents) * height, columns))),
                 inverse * height + index % height)

@@ -144,7 +144,7 @@ class WeightStore:
         return {spec.name for short, spec in self.units[0].specs.items() if short in self.tables}
 
     def _bytes(self, spec: TensorSpec) -> int:
-        return self._form.nbytes(spec.shape)
+        return self._form.nbytes(spec)
 
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None, *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.block_queue import BlockQueue
 from flexgen_h2o.engine.hidden import HiddenStates
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.rope import rope_tables
@@ -93,6 +94,18 @@ class BlockCache(Protocol):
         """Bytes of what is cached."""
 
 
+def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
+    """Return the function (x, positions, layer) that rotates x [heads, tokens, head_dim] as a layer
+    does, to positions [heads or 1, tokens]."""
+    def rotate(x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
+        if not config.ropes:
+            return x
+        own = config.ropes[config.rope_number(layer)]
+        return rotated_to(x, positions, partial(rope_tables, own, dtype=torch.float32))
+
+    return rotate
+
+
 class Workspace:
     """Cache and hidden states for blocks up to `size`; one call after the other can use them.
 
@@ -110,6 +123,8 @@ class Workspace:
     offload_dir : str
     cache : BlockCache, optional
         Stands in for the one of `policy` and `h2o`.
+    smoothing : sequence of LayerSmoothing
+        As of `KVCache`.
 
     Attributes
     ----------
@@ -120,7 +135,7 @@ class Workspace:
     def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,
                  policy: Policy,
                  h2o: H2OConfig | None, transfers: Transfers, offload_dir: str,
-                 cache: BlockCache | None = None):
+                 cache: BlockCache | None = None, smoothing: Sequence[LayerSmoothing] = ()):
         self.size = size
         self.dtype = shape.dtype
         self.operations = Operations(transfers.device.torch)
@@ -132,21 +147,16 @@ class Workspace:
             return None if config.rope is None else rope_tables(config.rope, positions,
                                                                 torch.float32)
 
-        def rotate(x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
-            if not config.ropes:
-                return x
-            own = config.ropes[config.rope_number(layer)]
-            return rotated_to(x, positions, partial(rope_tables, own, dtype=torch.float32))
-
         with ExitStack() as opened:
             self._opened = opened
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
-                self.cache = SimulatedBlockCache(h2o, rotate, shape.form)
+                self.cache = SimulatedBlockCache(h2o, rotation_of(config), shape.form, smoothing)
             else:
                 self.cache = KVCache(shape, size.cache, policy, h2o=h2o, rope=rope,
-                                     transfers=transfers, run_folder=self._run_folder)
+                                     transfers=transfers, run_folder=self._run_folder,
+                                     smoothing=smoothing)
             self.hidden = HiddenStates(
                 size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)

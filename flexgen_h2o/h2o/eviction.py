@@ -15,6 +15,7 @@ import torch
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import EMPTY
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.h2o.policies import PolicyState, ScorePolicy, policy_named
 
 
@@ -159,6 +160,8 @@ class EvictionState:
         unrotated, and a key's position is its rank. None: keys are cached rotated.
     rope : two float32 Tensors [positions, rotary_dim / 2], or None
         Cosines and sines by rank, the new token's included. With `ranks`.
+    smoothing : KeySmoothing or None
+        By which cached keys are smoothed. With `ranks`, the operations smooth and restore them.
     """
 
     eviction: Eviction
@@ -166,6 +169,7 @@ class EvictionState:
     positions: torch.Tensor
     ranks: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] | None = None
+    smoothing: KeySmoothing | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -185,7 +189,7 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
 
 def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
               rope: tuple[torch.Tensor, torch.Tensor] | None,
-              device: torch.device) -> EvictionState:
+              device: torch.device, smoothing: KeySmoothing | None = None) -> EvictionState:
     """An eviction state of [sequences, kv_heads, slots], all empty.
 
     It is exact whatever the cache's dtype, and small beside keys and values, so it stays where
@@ -194,7 +198,7 @@ def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
     scores = torch.zeros(shape, dtype=torch.float32, device=device)
     positions = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
     ranks = None if rope is None else torch.zeros_like(positions)
-    return EvictionState(eviction, scores, positions, ranks, rope)
+    return EvictionState(eviction, scores, positions, ranks, rope, smoothing)
 
 
 def narrowed(state: EvictionState, sequences: slice) -> EvictionState:

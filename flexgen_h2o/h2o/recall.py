@@ -76,7 +76,8 @@ def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
 
 
 def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hidden: Tensor,
-                  form: AttentionForm, sinks: Tensor | None) -> Tensor:
+                  form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
+                  ) -> Tensor:
     """The weights that the query heads of a group together give to each cached token.
 
     Parameters
@@ -94,6 +95,8 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
         Without a window.
     sinks : Tensor that broadcasts to [..., kv_heads, group, 1], or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [..., kv_heads, group, 1], or None
+        Added to the products of the queries with all keys.
 
     Returns
     -------
@@ -101,8 +104,11 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
     """
     logits = torch.einsum("...hgd,...htd->...hgt", rounded_queries(q, layout), keys.float())
     own = torch.einsum("...hgd,...hd->...hg", q.float(), k.float())[..., None]
+    products = torch.cat((logits, own), dim=-1)
+    if offsets is not None:
+        products = products + offsets
     weights = attention_weights(
-        torch.cat((logits, own), dim=-1), torch.nn.functional.pad(hidden, (0, 1)),
+        products, torch.nn.functional.pad(hidden, (0, 1)),
         dim=q.shape[-1], form=form, sinks=sinks)
     return weights[..., :-1].sum(-2)
 

@@ -19,6 +19,7 @@ from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget, recalled
+from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.h2o.policies import PolicyState, policy_named
 from flexgen_h2o.h2o.recall import choose, index_weights, indexed
 
@@ -55,10 +56,14 @@ class SimulatedCache:
         where the model has no rotary positions.
     form : callable (layer) -> AttentionForm, optional
         None: all layers have the default form.
+    smoothing : sequence of LayerSmoothing
+        By which recall's index holds the keys of each layer; empty: as they are.
     """
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
-                 form: Callable[[int], AttentionForm] | None = None):
+                 form: Callable[[int], AttentionForm] | None = None,
+                 smoothing: Sequence[LayerSmoothing] = ()):
+        self._smoothing = smoothing
         self._h2o = h2o
         self._rotate = rotate
         self._form = form or (lambda layer: DEFAULT_FORM)
@@ -167,9 +172,17 @@ class SimulatedCache:
         if count is None or count >= cached:
             return seen
         layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
+        queries, offsets, form = queries[:, :, 0], None, self._form(layer)
+        if self._smoothing:
+            smoothing = self._smoothing[layer].rotated
+            if form.softcap or form.sinks:
+                offsets = smoothing.queries.offsets(queries.flatten(0, 1))
+                offsets = offsets.view(len(keys), -1, 1)
+            queries = smoothing.queries(queries.flatten(0, 1)).unflatten(0, (len(keys), -1))
+            keys = smoothing.keys(keys.transpose(0, 1)).transpose(0, 1)
         weights = index_weights(
-            queries[:, :, 0], keys[:, -1], indexed(keys[:, :-1], layout), layout=layout,
-            hidden=~seen[:, :, :-1], form=self._form(layer),
+            queries, keys[:, -1], indexed(keys[:, :-1], layout), layout=layout,
+            hidden=~seen[:, :, :-1], form=form, offsets=offsets,
             sinks=None if sinks is None else sinks[..., 0])
         count, cached = torch.tensor([count, cached], device=keys.device)
         seen[:, 0, :-1] = choose(weights, count, cached=cached)

@@ -20,9 +20,10 @@ STRUCTS = MappingProxyType({
     # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
     # activation_bits is 8 where products round what they multiply it with, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
-    # arguments.FormArguments: sinks [heads] or null; a scale of 0 is 1 / sqrt(head_dim), a softcap
-    # or a window of 0 is none. Of a window decode attention reads nothing: see Decode.
-    "Form": "const float*: sinks; double: scale softcap; int64_t: window",
+    # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
+    # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Of a window decode attention reads
+    # nothing: see Decode.
+    "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
     # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
     "Prefill": """const void*: q k v; void*: out; float*: scores;
@@ -31,19 +32,22 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head scores_head threads;
         double: decay; Form: form""",
     # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
-    # null, cuts [sequences, 3], slots [2, sequences, kv_heads, num_slots, width]; kept_scores,
-    # positions and ranks [sequences, kv_heads, num_slots] are contiguous.
+    # null, cuts [sequences, 3], slots of config/formats.py (CacheLayout), whose values begin
+    # slots_kind elements behind their keys; kept_scores, positions and ranks [sequences, kv_heads,
+    # num_slots] are contiguous.
     "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;
-        float*: kept_scores; int32_t*: positions ranks; Layout: layout;
+        float*: kept_scores; int32_t*: positions ranks; Layout: key_layout value_layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
                  k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
     # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
     # head_dim], out contiguous as q, metadata [4, sequences] contiguous; attention score and
     # positions both or neither null; cos and sin [rope_rows, half_rotary]; a window other than 0
-    # hides what is cached at positions outside of it.
+    # hides what is cached at positions outside of it; factor and shift [kv_heads, head_dim] with
+    # ranks, of the keys' smoothing, or null.
     "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
-        int32_t*: positions ranks; const float*: cos sin; int64_t*: taken; Layout: layout;
+        int32_t*: positions ranks; const float*: cos sin factor shift; int64_t*: taken;
+        Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
@@ -61,7 +65,7 @@ STRUCTS = MappingProxyType({
         Form: form""",
     # reference_recall.attend_recalled: as Decode, and chosen as of Choose.
     "Recalled": """const void*: q k v; void*: out slots; const int32_t*: chosen metadata;
-        int64_t*: taken; Layout: layout;
+        int64_t*: taken; Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots most
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
@@ -95,13 +99,19 @@ STRUCTS = MappingProxyType({
     # reference_matrix.quantize_matrix: weight [outputs, inputs].
     "Quantize": """const void*: weight; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
+    # reference_blocks.repack: blocks [.., row_bytes] of a GGUF type's number `kind`; rows [outputs]
+    # are their places there, or null where they come in order; broken: counts what is not finite.
+    "Repack": """const void*: blocks; const int64_t*: rows; Matrix: matrix; int64_t*: broken;
+        int64_t: kind row_bytes threads""",
     # reference_layer.norm: x and out [rows, width], which may be the same, weight and bias [width]
     # or null; not centred: the root mean square alone.
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centred threads; double: eps""",
-    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous.
-    "Rotate": """void*: x; const float*: cos sin;
-        int64_t: dtype rows heads half x_row x_head threads""",
+    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
+    # where half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
+    # null; offsets [rows, heads] with mean.
+    "Rotate": """void*: x; const float*: cos sin factor shift mean; float*: offsets;
+        int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
     # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.eviction import EvictionState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -22,7 +22,9 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class EvictionArguments(NamedTuple):
     """An `EvictionState` in the kernels' types; without tensors, nothing is evicted.
 
-    The custom ops of `library` take its fields one by one, in this order.
+    `factor` and `shift` [kv_heads, head_dim] are those of the keys' smoothing where positions roll
+    (`BasisChange`), else None. The custom ops of `library` take its fields one by one, in this
+    order.
     """
 
     scores: Tensor | None = None
@@ -34,6 +36,8 @@ class EvictionArguments(NamedTuple):
     decay: float = 1.0
     sinks: int = 0
     window: int = 0
+    factor: Tensor | None = None
+    shift: Tensor | None = None
 
     @classmethod
     def of(cls, state: EvictionState | None) -> EvictionArguments:
@@ -42,29 +46,36 @@ class EvictionArguments(NamedTuple):
             return cls()
         rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
         eviction = state.eviction
+        rolls = state.smoothing is not None and state.ranks is not None
+        change = state.smoothing.keys if rolls else None
         return cls(state.scores, state.positions, state.ranks, *rope, mean=eviction.mean,
-                   decay=eviction.decay, sinks=eviction.sinks, window=eviction.window)
+                   decay=eviction.decay, sinks=eviction.sinks, window=eviction.window,
+                   factor=change and change.factor, shift=change and change.shift)
 
 
 class FormArguments(NamedTuple):
     """An `AttentionForm` in the kernels' types, with the learned logits that belong to it.
 
     A scale of 0 is that of the default form; a softcap or a window of 0 is none. `sink_logits` are
-    float32 [heads], or None. The custom ops of `library` take its fields one by one, in this order.
+    float32 [heads], or None. `offsets`, float32 [sequences, heads] or None, are added to the
+    products of a new token's queries with all keys: what smoothed keys lack. The custom ops of
+    `library` take its fields one by one, in this order.
     """
 
     scale: float = 0.0
     softcap: float = 0.0
     window: int = 0
     sink_logits: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, form: AttentionForm, sinks: Tensor | None) -> FormArguments:
+    def of(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
+           ) -> FormArguments:
         """A form's arguments; `sinks` [heads] of any floating dtype, or None."""
         if form == DEFAULT_FORM:
             return DEFAULT_ARGUMENTS
         return cls(form.scale or 0.0, form.softcap, form.window or 0,
-                   sinks.float().contiguous() if form.sinks else None)
+                   sinks.float().contiguous() if form.sinks else None, offsets)
 
 
 DEFAULT_ARGUMENTS = FormArguments()
@@ -118,14 +129,15 @@ def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
     return dtype
 
 
-def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, bits: int) -> None:
-    """slots [2, sequences, kv_heads, n, width] hold vectors like k's, or records of `bits`."""
-    if bits not in (4, 8, 16) or slots.dim() != 5:
-        raise ValueError(f"{name}: slots must have 5 dimensions and 16, 8 or 4 bits, got "
-                         f"{list(slots.shape)} and {bits}")
-    width = k.shape[2] if bits == 16 else GroupLayout(k.shape[2], bits).nbytes
-    expect(name, k.dtype if bits == 16 else torch.uint8,
-           slots=(slots, (2, sequences, k.shape[1], slots.shape[3], width)))
+def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, layout: CacheLayout | None
+                ) -> None:
+    """slots [kinds, sequences, kv_heads, n, width] hold vectors like k's, or records."""
+    need(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
+    need(layout is None or k.shape[2] == layout.keys.length == layout.values.length, name,
+         f"records of other vectors than of {k.shape[2]} elements")
+    kinds, width = (2, k.shape[2]) if layout is None else (layout.kinds, layout.width)
+    expect(name, k.dtype if layout is None else torch.uint8,
+           slots=(slots, (kinds, sequences, k.shape[1], slots.shape[3], width)))
     lines(name, slots=slots)
 
 
@@ -139,10 +151,11 @@ def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) 
     contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
 
 
-def check_form(name: str, form: FormArguments, heads: int) -> None:
-    """Sinks are float32 [heads], contiguous."""
-    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)))
-    contiguous(name, sinks=form.sink_logits)
+def check_form(name: str, form: FormArguments, heads: int, sequences: int = 0) -> None:
+    """Sinks are float32 [heads], offsets [sequences, heads], contiguous."""
+    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)),
+           offsets=(form.offsets, (sequences, heads)))
+    contiguous(name, sinks=form.sink_logits, offsets=form.offsets)
 
 
 def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.cpu_library import STRUCTS
 
@@ -22,12 +23,12 @@ def integers(values: Sequence[int]) -> ctypes.Array:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def record_layout(length: int, bits: int, width: int):
-    """The struct of records of vectors of `length` elements, `width` wide in memory."""
-    if bits == 16:
+def record_layout(layout: GroupLayout | None, width: int):
+    """The struct of records; without a layout, of plain vectors that are `width` wide."""
+    if layout is None:
         return STRUCTS["Layout"](16, 0, 0, 0, width)
-    layout = GroupLayout(length, bits)
-    return STRUCTS["Layout"](bits, layout.groups, layout.group, layout.code_bytes, layout.nbytes)
+    return STRUCTS["Layout"](layout.bits, layout.groups, layout.group, layout.code_bytes,
+                             layout.nbytes)
 
 
 def address(x: Tensor | None) -> int | None:
@@ -42,12 +43,17 @@ def strides(k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def form_struct(form: FormArguments) -> ctypes.Structure:
-    """The struct of a form; the caller keeps the sinks."""
-    return STRUCTS["Form"](address(form.sink_logits), form.scale, form.softcap, form.window)
+    """The struct of a form; the caller keeps the sinks and offsets."""
+    return STRUCTS["Form"](address(form.sink_logits), address(form.offsets), form.scale,
+                           form.softcap, form.window)
 
 
-def slot_strides(slots: Tensor) -> dict[str, int]:
-    """Strides of slots [keys and values, sequences, kv_heads, slots, width], whose last is 1."""
+def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
+    """Layouts and strides of slots of `CacheLayout`, whose last stride is 1."""
     kind, sequence, head, slot, _ = slots.stride()
-    return {"slots_kind": kind, "slots_sequence": sequence, "slots_head": head,
+    keys = values = record_layout(layout and layout.keys, slots.shape[-1])
+    if layout is not None and layout.mixed:  # the value is behind the key
+        kind, values = layout.keys.nbytes, record_layout(layout.values, slots.shape[-1])
+    return {"key_layout": keys, "value_layout": values,
+            "slots_kind": kind, "slots_sequence": sequence, "slots_head": head,
             "slots_slot": slot}

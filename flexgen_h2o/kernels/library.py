@@ -1,9 +1,9 @@
 """The operations as PyTorch's custom ops: C++ on the CPU, Triton on a GPU, shapes alone under meta.
 
 What `native` and the Triton modules offer has the names and arguments of the functions here; `ops`
-has the same in the engine's words. `cuts` has three integers a prompt (`Cut`); `bits` is 16 for
-plain vectors, else 8 or 4. PyTorch's schemas know no structs: an op that takes one has a twin whose
-arguments are flat.
+has the same in the engine's words. `cuts` has three integers a prompt (`Cut`). PyTorch's schemas
+know no structs: an op that takes one has a twin whose arguments are flat. There a layout is the
+bits of keys and of values: 16 for plain vectors, else 8 or 4.
 """
 
 # No `from __future__ import annotations` here: PyTorch reads the schemas off the annotations.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.kernels import native, triton_ops
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -28,7 +28,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
                       form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
     """See `reference.prefill_attention`."""
-    return flat_prefill_attention(q, k, v, lengths, key_lengths, scores, decay, *form)
+    return flat_prefill_attention(q, k, v, lengths, key_lengths, scores, decay, *form[:4])
 
 
 @torch.library.custom_op(f"{NAMESPACE}::prefill_attention", mutates_args=("scores",),
@@ -54,70 +54,85 @@ def _(q, k, v, lengths, key_lengths, scores, decay, *form):
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
-                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+                         slots: Tensor, layout: CacheLayout | None,
+                         eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`."""
     kept, positions, ranks, _, _, mean, _, sinks, _ = eviction
-    flat_select_heavy_hitters(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks)
+    flat_select_heavy_hitters(k, v, scores, cuts, slots, *_bits(layout), kept, positions,
+                              ranks, mean, sinks)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::select_heavy_hitters",
                          mutates_args=("slots", "kept", "positions", "ranks"), device_types="cpu")
 def flat_select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, cuts: Sequence[int],
-                              slots: Tensor, bits: int, kept: Tensor, positions: Tensor,
-                              ranks: Tensor | None, mean: bool, sinks: int) -> None:
+                              slots: Tensor, key_bits: int, value_bits: int, kept: Tensor,
+                              positions: Tensor, ranks: Tensor | None, mean: bool, sinks: int
+                              ) -> None:
     """`select_heavy_hitters` as a custom op."""
     native.select_heavy_hitters(
-        k, v, scores, cuts=cuts, slots=slots, bits=bits,
+        k, v, scores, cuts=cuts, slots=slots,
+        layout=CacheLayout.of(k.shape[-1], key_bits, value_bits),
         eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
 
 
 @flat_select_heavy_hitters.register_kernel("cuda")
-def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
+def _(k, v, scores, cuts, slots, key_bits, value_bits, kept, positions, ranks, mean, sinks):
     triton_ops.select_heavy_hitters(
-        k, v, scores, cuts=cuts, slots=slots, bits=bits,
+        k, v, scores, cuts=cuts, slots=slots,
+        layout=CacheLayout.of(k.shape[-1], key_bits, value_bits),
         eviction=EvictionArguments(kept, positions, ranks, mean=mean, sinks=sinks))
 
 
 @flat_select_heavy_hitters.register_fake
-def _(k, v, scores, cuts, slots, bits, kept, positions, ranks, mean, sinks):
+def _(k, v, scores, cuts, slots, key_bits, value_bits, kept, positions, ranks, mean, sinks):
     return None
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments,
+                     layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`."""
-    scale, softcap, _, sink_logits = form
-    return flat_decode_attention(q, k, v, slots, metadata, bits, *eviction, scale, softcap,
-                                 sink_logits)
+    scale, softcap, _, sink_logits, offsets = form
+    return flat_decode_attention(q, k, v, slots, metadata, *_bits(layout), *eviction, scale,
+                                 softcap, sink_logits, offsets)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::decode_attention",
                          mutates_args=("slots", "scores", "positions", "ranks"), device_types="cpu")
 def flat_decode_attention(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, metadata: Tensor,
-                          bits: int, scores: Tensor | None, positions: Tensor | None,
-                          ranks: Tensor | None, cos: Tensor | None, sin: Tensor | None,
-                          mean: bool, decay: float, sinks: int, window: int, scale: float,
-                          softcap: float, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+                          key_bits: int, value_bits: int, scores: Tensor | None,
+                          positions: Tensor | None, ranks: Tensor | None, cos: Tensor | None,
+                          sin: Tensor | None, mean: bool, decay: float, sinks: int, window: int,
+                          factor: Tensor | None, shift: Tensor | None, scale: float,
+                          softcap: float, sink_logits: Tensor | None, offsets: Tensor | None
+                          ) -> tuple[Tensor, Tensor]:
     """`decode_attention` as a custom op."""
     return native.decode_attention(
-        q, k, v, slots=slots, metadata=metadata, bits=bits,
-        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window),
-        form=FormArguments(scale, softcap, sink_logits=sink_logits))
+        q, k, v, slots=slots, metadata=metadata,
+        layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
+        eviction=EvictionArguments(scores, positions, ranks, cos, sin, mean, decay, sinks, window,
+                                   factor, shift),
+        form=FormArguments(scale, softcap, 0, sink_logits, offsets))
 
 
 @flat_decode_attention.register_kernel("cuda")
-def _(q, k, v, slots, metadata, bits, *others):
-    *eviction, scale, softcap, sink_logits = others
+def _(q, k, v, slots, metadata, key_bits, value_bits, *others):
+    *eviction, scale, softcap, sink_logits, offsets = others
     return triton_ops.decode_attention(
-        q, k, v, slots=slots, metadata=metadata, bits=bits,
+        q, k, v, slots=slots, metadata=metadata,
+        layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
         eviction=EvictionArguments(*eviction),
-        form=FormArguments(scale, softcap, sink_logits=sink_logits))
+        form=FormArguments(scale, softcap, 0, sink_logits, offsets))
 
 
 @flat_decode_attention.register_fake
-def _(q, k, v, slots, metadata, bits, *others):
+def _(q, k, v, slots, metadata, key_bits, value_bits, *others):
     return q.new_empty(q.shape), q.new_empty(k.shape[:2], dtype=torch.int64)
+
+
+def _bits(layout: CacheLayout | None) -> tuple[int, int]:
+    """Bits of keys and of values."""
+    return (16, 16) if layout is None else (layout.keys.bits, layout.values.bits)
 
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize_groups", mutates_args=(), device_types="cpu")

@@ -10,11 +10,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CODED_BITS, GroupLayout
+from flexgen_h2o.config.block_types import BlockType
+from flexgen_h2o.config.formats import CODED_BITS, CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -38,7 +41,7 @@ from flexgen_h2o.kernels.fields import (
     form_struct,
     integers,
     record_layout,
-    slot_strides,
+    slot_fields,
     strides,
     unit_stride,
 )
@@ -74,12 +77,13 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
-                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+                         slots: Tensor, layout: CacheLayout | None,
+                         eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`; the tables of rotations are not used."""
     name = "select_heavy_hitters"
     dtype = head_shapes(name, k, k, v)
     sequences, sinks = len(cuts) // 3, eviction.sinks
-    check_slots(name, slots, sequences, k, bits)
+    check_slots(name, slots, sequences, k, layout)
     state = tuple(slots.shape[1:4])
     need(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
           and all(min(length, heavy + recent + sinks) <= state[2]
@@ -96,25 +100,25 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
          k=k.data_ptr(), v=v.data_ptr(), scores=address(scores), cuts=ctypes.addressof(cuts),
          slots=slots.data_ptr(), kept_scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
-         layout=record_layout(k.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
-         sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2], num_slots=state[2],
+         dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
+         num_slots=state[2],
          **strides(k, v), scores_head=0 if scores is None else scores.stride(0),
-         **slot_strides(slots), mean=eviction.mean, sinks=sinks)
+         **slot_fields(slots, layout), mean=eviction.mean, sinks=sinks)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments,
+                     layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                      steps: Steps | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
     name = "decode_attention"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
-    check_slots(name, slots, sequences, k, bits)
+    check_slots(name, slots, sequences, k, layout)
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
     expect(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     need(not eviction.window or eviction.positions is not None, name,
          "a window needs the positions of what is cached")
     rope = (0, 0)
@@ -124,23 +128,28 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
               "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
         expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
+    factor, shift, constants = eviction.factor, eviction.shift, tuple(k.shape[1:])
+    need((factor is None) == (shift is None) and (factor is None or rope[0] > 0), name,
+         "smoothed keys are restored with ranks alone, by factor and shift")
+    expect(name, torch.float32, factor=(factor, constants), shift=(shift, constants))
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
-    contiguous(name, metadata=metadata, cos=cos, sin=sin, out=out)
+    contiguous(name, metadata=metadata, cos=cos, sin=sin, factor=factor, shift=shift, out=out)
     if steps is not None:
         lines(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Decode", steps=steps,
-         tensors=(q, k, v, out, slots, metadata, *eviction[:5], taken, form.sink_logits),
+         tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, taken,
+                  form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
-         cos=address(cos), sin=address(sin), taken=taken.data_ptr(),
-         layout=record_layout(q.shape[2], bits, slots.shape[-1]), dtype=DTYPES[dtype],
+         cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
+         taken=taken.data_ptr(), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
-         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_strides(slots),
+         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
          decay=eviction.decay, form=form_struct(form))
     return out, taken
@@ -170,7 +179,7 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
 
 def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
     call(name, "Groups", x=x.data_ptr(), records=records.data_ptr(),
-         layout=record_layout(layout.length, layout.bits, layout.nbytes), dtype=DTYPES[x.dtype],
+         layout=record_layout(layout, layout.nbytes), dtype=DTYPES[x.dtype],
          rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 
@@ -240,6 +249,25 @@ def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search:
          dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
 
 
+def repack(blocks: np.ndarray, order: Tensor | None, kind: BlockType, data: Tensor, outputs: int,
+           inputs: int, bits: int, group: int) -> bool:
+    """See `ops.repack`; the matrix is of the type's own layout."""
+    row_bytes = inputs // kind.elements * kind.nbytes
+    held = matrix("repack", data, outputs, inputs, bits, group)
+    need(blocks.dtype == np.uint8 and blocks.flags.c_contiguous and blocks.ndim == 2
+         and (order is not None or len(blocks) == outputs) and blocks.shape[1] == row_bytes,
+         "repack", f"takes contiguous bytes of {outputs} rows, got {blocks.shape}")
+    expect("repack", torch.int64, order=(order, (outputs,)))
+    if order is not None:
+        contiguous("repack", order=order)
+        need(int(order.min()) >= 0 and int(order.max()) < len(blocks), "repack",
+             "rows out of range")
+    broken = ctypes.c_int64()
+    call("repack", "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=held,
+         broken=ctypes.addressof(broken), kind=kind.number, row_bytes=row_bytes)
+    return not broken.value
+
+
 def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
                 dtype: torch.dtype) -> Tensor:
     """See `library.unpack_rows`."""
@@ -283,18 +311,31 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, 
          centred=centred, eps=eps)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, steps: Steps | None = None) -> None:
+def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None,
+           offsets: Tensor | None = None, *, steps: Steps | None = None) -> None:
     """See `reference_layer.rotate`."""
-    dtype, tables = floats("rotate", x, 3), (len(x), cos.shape[-1])
+    dtype, half = floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
+    tables = (len(x), half)
     expect("rotate", dtype, x=(x, x.shape))
     expect("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
-    need(2 * tables[1] <= x.shape[2], "rotate", f"tables of {tables[1]} turn more than "
+    need(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
          f"{x.shape[2]} elements")
+    factor, shift, mean = (None, None, None) if change is None else (
+        change.factor, change.shift, None if offsets is None else change.mean)
+    kv_heads = x.shape[1] if factor is None else len(factor)
+    need(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
+         f"{x.shape[1]} heads are no multiple of {kv_heads} KV heads")
+    constants = (kv_heads, x.shape[2])
+    expect("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants),
+           mean=(mean, constants), offsets=(offsets, tuple(x.shape[:2])))
+    need(offsets is None or mean is not None, "rotate", "offsets take the mean of keys")
     lines("rotate", x=x)
-    contiguous("rotate", cos=cos, sin=sin)
-    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin), x=x.data_ptr(),
-         cos=cos.data_ptr(), sin=sin.data_ptr(), dtype=DTYPES[dtype], rows=len(x),
-         heads=x.shape[1], half=tables[1], x_row=x.stride(0), x_head=x.stride(1))
+    contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift, mean=mean, offsets=offsets)
+    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin, factor, shift, mean, offsets),
+         x=x.data_ptr(), cos=address(cos), sin=address(sin), factor=address(factor),
+         shift=address(shift), mean=address(mean), offsets=address(offsets),
+         dtype=DTYPES[dtype], rows=len(x), heads=x.shape[1], kv_heads=kv_heads,
+         head_dim=x.shape[2], half=half, x_row=x.stride(0), x_head=x.stride(1))
 
 
 def activate(x: Tensor, function: str, factor: Tensor | None = None, *,

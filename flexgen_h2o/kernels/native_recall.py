@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.kernels.arguments import (
@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.fields import (
     address,
     form_struct,
     record_layout,
-    slot_strides,
+    slot_fields,
     strides,
     unit_stride,
 )
@@ -44,13 +44,13 @@ def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[in
             "index_head": index.stride(1)}
 
 
-def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout, bits: int,
-               steps: Steps | None = None) -> None:
-    """See `reference_recall.index_keys`; `bits` are those of records, 16 of plain vectors."""
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
+               records: GroupLayout | None, steps: Steps | None = None) -> None:
+    """See `reference_recall.index_keys`."""
     name = "index_keys"
-    width = layout.length if bits == 16 else GroupLayout(layout.length, bits).nbytes
+    width = layout.length if records is None else records.nbytes
     need(keys.dim() == 4 and keys.is_cpu and keys.shape[3] == width and (
-        keys.dtype == torch.uint8 if bits != 16 else keys.dtype in DTYPES), name,
+        keys.dtype == torch.uint8 if records is not None else keys.dtype in DTYPES), name,
         f"keys must be [sequences, kv_heads, n, {width}] on the CPU, got {keys.dtype} "
         f"{list(keys.shape)}")
     sequences = len(keys)
@@ -60,7 +60,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     sequence, head, slot, _ = keys.stride()
     call(name, "IndexKeys", steps=steps, tensors=(keys, index, spans),
          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
-         layout=record_layout(layout.length, bits, keys.shape[-1]),
+         layout=record_layout(records, keys.shape[-1]),
          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
          num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
          **_index_fields(name, index, layout, keys.shape[:2]))
@@ -77,7 +77,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
          f"{len(k)} new keys for {sequences} queries, or not of {layout.length} elements")
     expect(name, torch.int32, metadata=(metadata, (2, sequences)))
     contiguous(name, metadata=metadata)
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     tokens = 0
     if log_weights is not None:
         tokens = log_weights.shape[-1]
@@ -91,7 +91,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         lines(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
     call(name, "Choose", steps=steps,
-         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits),
+         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
          chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=most, tokens=tokens,
@@ -102,17 +102,18 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
-                    metadata: Tensor, bits: int, form: FormArguments = DEFAULT_ARGUMENTS,
+                    metadata: Tensor, layout: CacheLayout | None,
+                    form: FormArguments = DEFAULT_ARGUMENTS,
                     out: Tensor | None = None, steps: Steps | None = None
                     ) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; out is [sequences, heads, head_dim], contiguous."""
     name = "attend_recalled"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
     need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
-    check_slots(name, slots, sequences, k, bits)
+    check_slots(name, slots, sequences, k, layout)
     expect(name, torch.int32, metadata=(metadata, (2, sequences)),
            chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
-    check_form(name, form, q.shape[1])
+    check_form(name, form, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
     contiguous(name, metadata=metadata, chosen=chosen, out=out)
@@ -121,13 +122,12 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Recalled", steps=steps,
-         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits),
+         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
-         taken=address(taken), layout=record_layout(q.shape[2], bits, slots.shape[-1]),
-         dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1],
-         head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
-         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_strides(slots),
+         taken=address(taken), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
+         kv_heads=k.shape[1], head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
+         q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          form=form_struct(form))
     return out, taken
 

@@ -15,16 +15,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.block_types import BlockType
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.page_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
+from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import (
     cpu_library,
     dispatch,
@@ -32,6 +35,8 @@ from flexgen_h2o.kernels import (
     native,
     native_recall,
     reference,
+    reference_blocks,
+    reference_layer,
     reference_matrix,
     reference_recall,
     reference_sparse,
@@ -42,12 +47,12 @@ from flexgen_h2o.kernels import (
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
-__all__ = ["attend_chosen", "attend_recalled", "choose_keys", "choose_values", "claim_slots",
-           "copy_tokens", "decode_attention", "dequantize_groups", "fetch_tokens", "flat",
-           "index_keys", "linear_choice",
+__all__ = ["attend_chosen", "attend_recalled", "cache_records", "cache_vectors", "choose_keys",
+           "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
+           "fetch_tokens", "flat", "index_keys", "linear_choice",
            "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
-           "prefill_attention", "quantize_groups", "quantize_matrix", "select_heavy_hitters",
-           "take_slots", "unpack_rows"]
+           "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
+           "select_heavy_hitters", "take_slots", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
 """Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
@@ -123,40 +128,42 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
                          slots: Tensor, state: EvictionState,
-                         layout: GroupLayout | None = None) -> None:
+                         layout: CacheLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
     if plain_torch(k.device.type) or _unknown(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
     _backend(k).select_heavy_hitters(k, v, scores, cuts=list(chain.from_iterable(cuts)),
-                                     slots=slots, bits=_bits(layout),
+                                     slots=slots, layout=layout,
                                      eviction=EvictionArguments.of(state))
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     layout: GroupLayout | None = None, state: EvictionState | None = None,
-                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
-                     ) -> tuple[Tensor, Tensor]:
+                     layout: CacheLayout | None = None, state: EvictionState | None = None,
+                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                     offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
-    if plain_torch(q.device.type) or _unknown(state):
+    restores = state is not None and state.ranks is not None and state.smoothing is not None
+    if plain_torch(q.device.type) or _unknown(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                                          state=state, form=form, sinks=sinks)
+                                          state=state, form=form, sinks=sinks, offsets=offsets)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
-                                        bits=_bits(layout), eviction=EvictionArguments.of(state),
-                                        form=FormArguments.of(form, sinks))
+                                        layout=layout, eviction=EvictionArguments.of(state),
+                                        form=FormArguments.of(form, sinks, offsets))
 
 
 def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
-                  layout: GroupLayout | None = None, form: AttentionForm = DEFAULT_FORM,
-                  sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                  layout: CacheLayout | None = None, form: AttentionForm = DEFAULT_FORM,
+                  sinks: Tensor | None = None, offsets: Tensor | None = None
+                  ) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.choose_values`; plain PyTorch on every device."""
     return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
-                                          layout=layout, form=form, sinks=sinks)
+                                          layout=layout, form=form, sinks=sinks, offsets=offsets)
 
 
 def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
-                  metadata: Tensor, layout: GroupLayout | None = None) -> tuple[Tensor, Tensor]:
+                  metadata: Tensor, layout: CacheLayout | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
     return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
                                           metadata=metadata, layout=layout)
@@ -184,33 +191,33 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     if kernel is None:
         reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
         return
-    kernel(keys, index, spans, layout=layout, bits=_bits(records))
+    kernel(keys, index, spans, layout=layout, records=records)
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
-                sinks: Tensor | None = None) -> Tensor:
+                sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
     some = {"index": index, "metadata": metadata, "layout": layout, "most": most,
             "log_weights": log_weights}
     kernel = _recall(q, "choose_keys")
     if kernel is None:
-        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks)
-    return kernel(q, k, **some, form=FormArguments.of(form, sinks))
+        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks, offsets=offsets)
+    return kernel(q, k, **some, form=FormArguments.of(form, sinks, offsets))
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
-                    metadata: Tensor, layout: GroupLayout | None = None,
-                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None
-                    ) -> tuple[Tensor, Tensor]:
+                    metadata: Tensor, layout: CacheLayout | None = None,
+                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                    offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; slots that are not chosen are not read. Beside
     queries on a GPU slots may be in page-locked host memory."""
-    some = {"slots": slots, "chosen": chosen, "metadata": metadata}
+    some = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
     kernel = _recall(q, "attend_recalled")
     if kernel is None:
-        return reference_recall.attend_recalled(q, k, v, **some, layout=layout, form=form,
-                                                sinks=sinks)
-    return kernel(q, k, v, **some, bits=_bits(layout), form=FormArguments.of(form, sinks))
+        return reference_recall.attend_recalled(q, k, v, **some, form=form, sinks=sinks,
+                                                offsets=offsets)
+    return kernel(q, k, v, **some, form=FormArguments.of(form, sinks, offsets))
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
@@ -245,12 +252,21 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
                               layout=layout, landing=landing)
 
 
-def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """See `rotary.apply_rope_`; the tables are of `table_dtype`."""
+def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,
+            offsets: Tensor | None = None) -> None:
+    """Rotate heads x [rows, heads, head_dim] in place, then change their basis.
+
+    `rope` are cosines and sines of `table_dtype` as of `rotary.apply_rope_`, None for no rotation;
+    see `reference_layer.rotate`.
+    """
+    if rope is None and change is None:
+        return
     if natively(x):
-        native.rotate(x, cos, sin)
+        native.rotate(x, *(rope or (None, None)), change, offsets)
+    elif change is None:
+        rotary.apply_rope_(x, *rope)
     else:
-        rotary.apply_rope_(x, cos, sin)
+        reference_layer.rotate(x, *(rope or (None, None)), change, offsets)
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
@@ -271,6 +287,16 @@ def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     if plain_torch(records.device.type):
         return reference.dequantize_groups(records, layout)
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
+
+
+def cache_records(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.cache_records`."""
+    return reference.cache_records(vectors, layout, quantize=quantize_groups)
+
+
+def cache_vectors(records: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.cache_vectors`."""
+    return reference.cache_vectors(records, layout, dequantize=dequantize_groups)
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:
@@ -316,6 +342,36 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
     weight = weight.float() if weight.dtype == torch.float64 else weight
     _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
     return out
+
+
+def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tensor,
+           order: Tensor | None = None) -> bool:
+    """Write a matrix of GGUF blocks into `out`: see `reference_blocks.repack`.
+
+    Parameters
+    ----------
+    blocks : uint8 array [rows, bytes]
+        Contiguous; it may be mapped from a file.
+    kind : BlockType
+    layout : MatrixLayout
+        One that `kind.fits`.
+    out : uint8 Tensor [layout.nbytes]
+        On the host.
+    order : int64 Tensor [outputs], optional
+        The row of `blocks` that is row i of the matrix; None: all of them in order.
+
+    Returns
+    -------
+    bool
+        False where a scale or a zero point is not finite in float16; `out` is then undefined.
+    """
+    if not plain_torch("cpu") and layout == kind.layout(layout.outputs, layout.inputs):
+        return native.repack(blocks, order, kind, *flat(QuantizedMatrix(out, layout)))
+    chosen = slice(None) if order is None else order.numpy()
+    found = reference_blocks.repack(torch.from_numpy(np.array(blocks[chosen])), kind, layout)
+    if found is not None:
+        out.copy_(found)
+    return found is not None
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -375,6 +431,3 @@ def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
     group = 0 if layout.mxfp4 else layout.group
     return matrix.data, layout.outputs, layout.inputs, layout.bits, group
 
-
-def _bits(layout: GroupLayout | None) -> int:
-    return 16 if layout is None else layout.bits

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.formats import split_slots
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.rotary import rotated
@@ -101,12 +102,12 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
         Of every key, all queries done. None: 0, for where no score decides.
     cuts : sequence of Cut
         One for each prompt; their lengths sum to rows.
-    slots : Tensor [2, sequences, kv_heads, slots, width]
-        head_dim floats of k's dtype, or uint8 records of `layout`; written in place. May be
+    slots : Tensor [kinds, sequences, kv_heads, slots, width]
+        Keys and values, of k's dtype, or uint8 records of `layout`; written in place. May be
         strided, contiguous in the last dimension.
     state : EvictionState
         Of the same sequences and slots; what it says afterwards is all new.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     """
     lengths = [cut.length for cut in cuts]
@@ -118,12 +119,16 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
     for sequence, (cut, keys, values, of_prompt) in enumerate(zip(
             cuts, k.split(lengths), v.split(lengths), all_scores.split(lengths, dim=1),
             strict=True)):
-        vectors = torch.stack((keys, values)).transpose(1, 2) if state.eviction.needs else None
+        vectors = None
+        if state.eviction.needs:
+            vectors = torch.stack((keys, values)).transpose(1, 2)
+            if state.smoothing is not None:  # a policy is told of the true keys
+                vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
         index = state.eviction.select(of_prompt, cut, vectors=vectors)
         kept = index.shape[1]
-        for held, x in zip(slots[:, sequence], (keys, values), strict=True):
-            x = x.transpose(0, 1).gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
-            held[:, :kept] = x if layout is None else quantize_groups(x, layout)
+        place = index[..., None].expand(-1, -1, k.shape[-1])
+        stay = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
+        slots[:, sequence, :, :kept] = cache_records(stay, layout)
         state.scores[sequence, :, :kept] = of_prompt.gather(1, index)
         state.positions[sequence, :, :kept] = index.to(torch.int32)
         if state.ranks is not None:
@@ -131,7 +136,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
 
 
 def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
-                     sinks=None):
+                     sinks=None, offsets=None):
     """Attention of one new token of each sequence over its slots and itself; then it is cached.
 
     With an eviction state, what each slot received is added to its score, and a new token for which
@@ -142,15 +147,16 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's. With rolling positions (`state.ranks`) q and k come unrotated.
-    slots : Tensor [2, sequences, kv_heads, slots, width]
+        The new token's. With rolling positions (`state.ranks`) q and k come unrotated, and k before
+        the smoothing (`state.smoothing`) of the cached keys; else both after it.
+    slots : Tensor [kinds, sequences, kv_heads, slots, width]
         Cached keys and values: head_dim floats of k's dtype, or uint8 records of `layout`; one
         slot per head is written. May be strided, contiguous in the last dimension.
     metadata : int32 Tensor [4, sequences]
         Of each sequence: how many slots hold a token (the first ones; whatever is in the others,
         NaN too, has no effect); all its tokens so far, the new and the evicted ones included; how
         many of the newest are safe from eviction; 1 if the new one needs a victim, else 0.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     state : EvictionState, optional
         Updated in place. None: nothing is scored and no sequence needs a victim. A token that is
@@ -160,6 +166,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         state says.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        Added to the products of the queries with all keys.
 
     Returns
     -------
@@ -170,17 +178,23 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     cached, tokens, recent, full = metadata.long()
     kv_heads, n = slots.shape[2:4]
     filled = (torch.arange(n, device=q.device) < cached[:, None])[:, None]  # of every head
-    keys, values = (x.float() for x in
-                    (slots if layout is None else dequantize_groups(slots, layout)))
+    keys, values = (x.float() for x in cache_vectors(slots, layout))
     query, key, value = q.float(), k.float(), v.float()
-    held = (keys, values)  # before rotation, if that is by rank
-    if state is not None and state.ranks is not None:
+    smoothing = None if state is None else state.smoothing
+    rolls = state is not None and state.ranks is not None
+    true_keys = keys if smoothing is None else smoothing.restored(keys)
+    if rolls:
+        keys = true_keys
+    held = (true_keys, values)  # before rotation, if that is by rank
+    if rolls:
         old = [table[state.ranks.where(filled, 0)] for table in state.rope]
         new = [table[cached][:, None] for table in state.rope]
         query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
     keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
                     for x, own in ((keys, key), (values, value)))
     products = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = ~filled
     if state is not None and state.eviction.window:
         last = tokens[:, None, None] - 1 - state.eviction.window
@@ -194,10 +208,15 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     if state is not None:
         received = probabilities.sum(2)
         state.scores.mul_(state.eviction.decay).add_(received[..., :n])
+        new_key = k
+        if smoothing is not None and not rolls:
+            new_key = smoothing.restored(k[:, :, None])[:, :, 0]
         victims = _victims(state, metadata.long(), received[..., n:], held,
-                           torch.stack((k, v)).float())
+                           torch.stack((new_key.float(), v.float())))
         taken = torch.where(full[:, None] == 1, victims, taken)
         _note(state, metadata.long(), taken[..., None], received[..., n:])
+    if rolls and smoothing is not None:
+        k = smoothing.keys(k).to(k.dtype)
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken.contiguous()
 
@@ -224,8 +243,7 @@ def _victims(state, metadata, own, held, new):
 
 def cache_token(k, v, *, slots, taken, layout):
     """Put a new token's key and value into the slots that it takes: see `decode_attention`."""
-    fresh = torch.stack((k, v))
-    fresh = fresh if layout is None else quantize_groups(fresh, layout)
+    fresh = cache_records(torch.stack((k, v)), layout)
     sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
     # Not scatter_, which copies all slots of 16-bit floats.
     slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
@@ -320,6 +338,38 @@ def dequantize_groups(records, layout):
     scales, zeros = halves.view(torch.float16).float()[..., None].chunk(2, dim=-2)
     codes = codes.float().unflatten(-1, (layout.groups, layout.group))
     return (zeros + scales * codes).flatten(-2)
+
+
+def cache_records(vectors, layout, *, quantize=quantize_groups):
+    """Turn keys and values into what slots hold.
+
+    Parameters
+    ----------
+    vectors : Tensor [2, ..., length]
+    layout : CacheLayout or None
+    quantize : callable
+        `quantize_groups`, or what does the same.
+
+    Returns
+    -------
+    Tensor [kinds, ..., width]
+    """
+    if layout is None:
+        return vectors
+    if not layout.mixed:
+        return quantize(vectors, layout.keys)
+    keys, values = vectors
+    return torch.cat((quantize(keys, layout.keys), quantize(values, layout.values)), dim=-1)[None]
+
+
+def cache_vectors(records, layout, *, dequantize=dequantize_groups):
+    """Turn what slots hold into keys and values, [2, ..., length]: see `cache_records`."""
+    if layout is None:
+        return records
+    if not layout.mixed:
+        return dequantize(records, layout.keys)
+    keys, values = split_slots(records, layout)
+    return torch.stack((dequantize(keys, layout.keys), dequantize(values, layout.values)))
 
 
 def linear_skinny(x, weight, bias, out, *, add=False):

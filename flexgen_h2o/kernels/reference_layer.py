@@ -40,16 +40,24 @@ def norm(x, weight, bias, out, *, eps, centred):
     out.copy_(result)
 
 
-def rotate(x, cos, sin):
-    """Turn the leading dimensions of each head in place: see `kernels.rotary`.
+def rotate(x, cos, sin, change=None, offsets=None):
+    """Rotate the leading dimensions of each head in place, then change the basis of the heads.
 
     Parameters
     ----------
     x : Tensor [rows, heads, head_dim]
-    cos, sin : float32 Tensor [rows, half]
-        half is at most head_dim / 2.
+    cos, sin : float32 Tensor [rows, half] or None
+        half is at most head_dim / 2: see `kernels.rotary`. None: no rotation.
+    change : h2o.key_smoothing.BasisChange or None
+    offsets : float32 Tensor [rows, heads] or None
+        Written in place: the products of the rotated heads with `change.mean`.
     """
-    x.copy_(rotated(x, cos[:, None], sin[:, None]))
+    result = x.float()
+    if cos is not None:
+        result = rotated(result, cos[:, None].float(), sin[:, None].float())
+    if offsets is not None:
+        offsets.copy_(change.offsets(result))
+    x.copy_(result if change is None else change(result))
 
 
 def activate(x, function, factor=None):

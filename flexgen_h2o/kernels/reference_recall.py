@@ -13,7 +13,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.recall import choose, index_codes, index_weights
-from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
+from flexgen_h2o.kernels.reference import cache_token, cache_vectors, dequantize_groups
 
 
 def index_keys(keys, index, spans, *, layout, records=None):
@@ -67,7 +67,7 @@ def indexed_keys(index, layout):
 
 
 def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=DEFAULT_FORM,
-                sinks=None):
+                sinks=None, offsets=None):
     """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
 
     Parameters
@@ -89,6 +89,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
         Without a window.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -103,7 +105,8 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
     keys = keys.where(filled[..., None], 0)  # NaN too, has no effect
     weights = index_weights(
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
-        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
+        offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
     chosen = choose(weights, counts, cached=cached)
     if log_weights is not None:
         note_weights(weights, log_weights, cached)
@@ -135,7 +138,7 @@ def note_weights(weights, log_weights, cached):
 
 
 def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
-                    sinks=None):
+                    sinks=None, offsets=None):
     """Attention of one new token of each sequence over chosen slots and itself; then it is cached.
 
     Parameters
@@ -143,18 +146,20 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
         The new token's.
-    slots : Tensor [2, sequences, kv_heads, slots, width]
+    slots : Tensor [kinds, sequences, kv_heads, slots, width]
         As of `reference.decode_attention`; one slot per head is written.
     chosen : int32 Tensor [sequences, kv_heads, most]
         Slots, the first of each sequence's number of them.
     metadata : int32 Tensor [2, sequences]
         Of each sequence: the slot that its new token takes; how many slots are chosen.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     form : AttentionForm
         Without a window.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -165,13 +170,15 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     place, counts = metadata.long()
     kv_heads, most = chosen.shape[1:]
     filled = (torch.arange(most, device=q.device) < counts[:, None])[:, None]
-    at = chosen.long().where(filled, 0)[None, ..., None].expand(2, -1, -1, -1, slots.shape[-1])
-    held = slots.gather(3, at)
-    held = held if layout is None else dequantize_groups(held, layout)
+    at = chosen.long().where(filled, 0)[None, ..., None].expand(
+        len(slots), -1, -1, -1, slots.shape[-1])
+    held = cache_vectors(slots.gather(3, at), layout)
     keys, values = (
         torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
         for x, own in zip(held, (k, v), strict=True))
     products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     hidden = torch.nn.functional.pad(~filled, (0, 1))[:, :, None]
     weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,
                                 sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
@@ -274,7 +281,7 @@ def copy_tokens(source, target, moves, counts):
 
     Parameters
     ----------
-    source, target : Tensors [2, sequences, kv_heads, slots, width]
+    source, target : Tensors [kinds, sequences, kv_heads, slots, width]
         Of one dtype, their last two dimensions contiguous; `target` is written in place.
     moves : int32 Tensor [2, sequences, kv_heads, n], contiguous
         Of each head, slots of the source and where they go: the first `counts`.
@@ -294,7 +301,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
     missing : int64 Tensor [3, n]
         Head, token and slot of each. Neighbours in the file should be neighbours here: they come
         by one read.
-    slots : Tensor [..., slots, 2, width], contiguous
+    slots : Tensor [..., slots, kinds, width], contiguous
         Those of all heads, of `layout.token_bytes` each. Written in place.
     file : int
         The descriptor of an open file.

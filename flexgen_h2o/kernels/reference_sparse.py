@@ -15,7 +15,8 @@ from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.kernels.reference import cache_token, dequantize_groups
 
 
-def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None):
+def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
+                  offsets=None):
     """Whose values one new token of each sequence reads, and with what weights.
 
     The weights are those of attention over everything that is cached and the new token itself. Of
@@ -36,12 +37,14 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         needs a victim.
     sparsity : float
         Over 0, at most 1.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records that the slots hold. None: they hold plain vectors.
     form : AttentionForm
         Without a window that is shorter than what is cached.
     sinks : Tensor [heads] or None
         The logits that `form.sinks` asks for.
+    offsets : float32 Tensor [sequences, heads] or None
+        As of `reference.decode_attention`.
 
     Returns
     -------
@@ -56,11 +59,14 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
     number = torch.arange(slots, device=q.device)
     filled = (number < cached[:, None])[:, None]  # of every head
     query = q.float().unflatten(1, (kv_heads, -1))
-    keys = keys if layout is None else dequantize_groups(keys, layout)
+    keys = keys if layout is None else dequantize_groups(keys, layout.keys)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
     own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
+    products = torch.cat([logits, own], dim=-1)
+    if offsets is not None:
+        products = products + offsets.view(len(q), kv_heads, -1, 1)
     weights = attention_weights(
-        torch.cat([logits, own], dim=-1), F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
+        products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     weights, own = weights.split([slots, 1], dim=-1)
     # Floats that are not negative are in the order of their bits. Of equal ones the slot decides.
@@ -90,7 +96,7 @@ def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
         From `choose_values`.
     metadata : int32 Tensor [4, sequences]
         As of `choose_values`.
-    layout : GroupLayout, optional
+    layout : CacheLayout, optional
         Of the records. None: they are plain vectors of v's dtype.
 
     Returns
@@ -100,7 +106,7 @@ def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
         The slot that each new token got: the next free one.
     """
     kv_heads = v.shape[1]
-    values = values if layout is None else dequantize_groups(values, layout)
+    values = values if layout is None else dequantize_groups(values, layout.values)
     values = torch.cat([values.float(), v.float()[:, :, None]], dim=2)
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("skgt,sktd->skgd", grouped, values).flatten(1, 2).to(v.dtype)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.kernels.triton_common import configs, soft_capped
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -34,10 +35,11 @@ EXACT = 0x4B000000
 kernel, since a constant mask and a constant OR would be two instructions, not one."""
 
 
-def reads_codes(slots: Tensor, unit: int, length: int, group: int, bits: int, rotary: int) -> bool:
+def reads_codes(slots: Tensor, unit: int, length: int, layout: CacheLayout | None, rotary: int
+                ) -> bool:
     """True if `read_codes` can read a cache whose strides are multiples of `unit` bytes."""
-    return (bits < 16 and rotary == 0 and unit % 4 == 0 and slots.data_ptr() % 4 == 0
-            and length % 8 == 0 and length <= 2 * group)
+    return (layout is not None and rotary == 0 and unit % 4 == 0 and slots.data_ptr() % 4 == 0
+            and length % 8 == 0 and length <= 2 * min(layout.keys.group, layout.values.group))
 
 
 @triton.jit
@@ -113,12 +115,13 @@ def _query(query, word, scale, ELEMENT: tl.constexpr, HALF: tl.constexpr):
 @triton.autotune(
     configs({"TURNS": 2, "BLOCK": 4}, ({"TURNS": 8, "BLOCK": 4}, 1, 1),
             ({"TURNS": 4, "BLOCK": 4}, 1, 2), ({"TURNS": 4, "BLOCK": 16}, 4, 1)),
-    key=["LENGTH", "BITS", "LONG"], cache_results=True)
+    key=["LENGTH", "BITS", "VALUE_BITS", "LONG"], cache_results=True)
 @triton.jit
 def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, b_row, b_head,
                logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions, window,
                exact, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARERS: tl.constexpr,
-               LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+               LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+               VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WORDS: tl.constexpr,
                UNIT: tl.constexpr, LONG: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr):
     """The same as `triton_decode._read`, for one query head a program and without rotation.
 
@@ -162,8 +165,8 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
         values = keys + s_kind * UNIT
         k_low, k_high = _words(keys, word, live, HALF, BITS)
         s0, s1, z0, z1 = _scales(keys, live, LENGTH, GROUP, BITS)
-        v_low, v_high = _words(values, word, live, HALF, BITS)
-        t0, t1, y0, y1 = _scales(values, live, LENGTH, GROUP, BITS)
+        v_low, v_high = _words(values, word, live, HALF, VALUE_BITS)
+        t0, t1, y0, y1 = _scales(values, live, LENGTH, VALUE_GROUP, VALUE_BITS)
         x0, x1, x2, x3, x4, x5, x6, x7 = _eight(k_low, k_high, exact, BITS)
         lower = x0 * q0 + x1 * q1 + x2 * q2 + x3 * q3
         upper = x4 * q4 + x5 * q5 + x6 * q6 + x7 * q7
@@ -190,7 +193,7 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
         zero_low = zero_low * shrink + tl.sum(p * y0, axis=1)
         zero_high = zero_high * shrink + tl.sum(p * y1, axis=1)
         p0, p1, less = (p * t0)[:, :, None], (p * t1)[:, :, None], shrink[:, None]
-        x0, x1, x2, x3, x4, x5, x6, x7 = _eight(v_low, v_high, exact, BITS)
+        x0, x1, x2, x3, x4, x5, x6, x7 = _eight(v_low, v_high, exact, VALUE_BITS)
         a0 = a0 * less + tl.sum(p0 * x0, axis=1)
         a1 = a1 * less + tl.sum(p0 * x1, axis=1)
         a2 = a2 * less + tl.sum(p0 * x2, axis=1)
@@ -211,7 +214,7 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
     a0, a1, a2, a3, a4, a5, a6, a7 = _divided(
         tl.sum(a0 * weight, axis=0), tl.sum(a1 * weight, axis=0), tl.sum(a2 * weight, axis=0),
         tl.sum(a3 * weight, axis=0), tl.sum(a4 * weight, axis=0), tl.sum(a5 * weight, axis=0),
-        tl.sum(a6 * weight, axis=0), tl.sum(a7 * weight, axis=0), BITS)
+        tl.sum(a6 * weight, axis=0), tl.sum(a7 * weight, axis=0), VALUE_BITS)
     there = word < HALF // 4
     out = parts + place * LENGTH + word * 4
     tl.store(out, a0 + zero_low, mask=there)

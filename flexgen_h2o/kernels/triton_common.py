@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from flexgen_h2o.config import limits
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.gpus import gpu_of
 
@@ -96,10 +97,28 @@ def in_units(x: torch.Tensor) -> tuple[int, list[int]]:
     Where one does not fit into 32 bits they come in ones, whatever is read by bytes then: in units
     it might fit, and the kernel's product with the unit would not.
     """
-    strides = x.stride()[:-1]
+    return _in_units(x.stride()[:-1])
+
+
+def slots_in_units(slots: torch.Tensor, layout: CacheLayout | None) -> tuple[int, list[int]]:
+    """The same of slots of `CacheLayout`, the first stride being that from a key to its value."""
+    kind, *others = slots.stride()[:-1]
+    return _in_units([layout.keys.nbytes if layout is not None and layout.mixed else kind, *others])
+
+
+def _in_units(strides: Sequence[int]) -> tuple[int, list[int]]:
     unit = functools.reduce(int.__or__, strides, 16)
     unit = unit & -unit if max(strides) < 2**31 else 1
     return unit, [stride // unit for stride in strides]
+
+
+def record_shape(length: int, layout: CacheLayout | None) -> dict[str, int]:
+    """Constants of the kernels that read or write slots: bits and groups of keys and values."""
+    if layout is None:
+        return {"BITS": 16, "GROUP": length, "VALUE_BITS": 16, "VALUE_GROUP": length}
+    keys, values = layout.keys, layout.values
+    return {"BITS": keys.bits, "GROUP": keys.group, "VALUE_BITS": values.bits,
+            "VALUE_GROUP": values.group}
 
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:

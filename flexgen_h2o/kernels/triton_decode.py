@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
@@ -36,13 +36,14 @@ from flexgen_h2o.kernels.triton_common import (
     FEWEST,
     ceil_div,
     configs,
-    in_units,
     interpreted,
     load_halves,
     load_rotated,
     multiprocessors,
     one_layout,
     power_of_2,
+    record_shape,
+    slots_in_units,
     soft_capped,
     unit_stride,
 )
@@ -119,15 +120,16 @@ def _fitting(tuned, named_args, **constants):
 @triton.autotune(
     configs({"BLOCK": 16}, ({"BLOCK": 16}, 2, 2), ({"BLOCK": 16}, 4, 3), ({"BLOCK": 32}, 4, 2),
             ({"BLOCK": 32}, 4, 3), ({"BLOCK": 64}, 8, 2)),
-    key=["HEADS", "LENGTH", "BITS", "ROTARY", "LONG"],
+    key=["HEADS", "LENGTH", "BITS", "VALUE_BITS", "ROTARY", "LONG"],
     prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
 @triton.jit
 def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
           cos, sin, logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions,
           window, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
           SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
-          BITS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr,
-          LONG: tl.constexpr, BLOCK: tl.constexpr):
+          BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
+          WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
+          BLOCK: tl.constexpr):
     """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
 
     One program a split of the slots of one sequence's KV head, for HEADS query heads; SHARERS
@@ -167,7 +169,8 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
             places = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
         k_low, k_high = load_rotated(place, live, places, cos, sin, ROTARY, LENGTH, GROUP, BITS,
                                      WIDTH)
-        v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
+        v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, VALUE_GROUP, VALUE_BITS,
+                                    WIDTH)
         seen = live
         if WINDOWED:
             tokens = tl.load(metadata + tl.num_programs(0) // (kv_heads * SHARERS) + sequence)
@@ -210,18 +213,18 @@ def _split(n: int, programs: int, device: torch.device) -> int:
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
-                     bits: int, eviction: EvictionArguments,
+                     layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; it never waits for the device."""
     with one_layout(eviction) as eviction:
-        return attend_slots(q, k, v, slots=slots, metadata=metadata, bits=bits, form=form,
+        return attend_slots(q, k, v, slots=slots, metadata=metadata, layout=layout, form=form,
                             eviction=eviction)
 
 
-def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor, bits: int,
-                 form: FormArguments, eviction: EvictionArguments = NO_EVICTION,
-                 chosen: Tensor | None = None, places: Tensor | None = None
-                 ) -> tuple[Tensor, Tensor]:
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                 layout: CacheLayout | None, form: FormArguments,
+                 eviction: EvictionArguments = NO_EVICTION, chosen: Tensor | None = None,
+                 places: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention over cached slots, or `chosen` ones alone.
 
     Of the arguments that `decode_attention` has not: `eviction` has scores, positions and ranks of
@@ -243,9 +246,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
                             for size in (0 if scores is None else n, splits * length, splits * 2))
     logits = None if scores is None else logits
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
-    unit, strides = in_units(slots)
-    layout = length if bits == 16 else GroupLayout(length, bits).group
-    shape = {"UNIT": unit, "LENGTH": length, "BITS": bits, "GROUP": layout,
+    unit, strides = slots_in_units(slots, layout)
+    shape = {"UNIT": unit, "LENGTH": length, **record_shape(length, layout),
              "CAPPED": form.softcap > 0, "WINDOWED": eviction.window > 0}
     # A group goes to `tl.dot` together, or head by head: then the cache is read once for each, but
     # at the same time, and so mostly from the second-level cache.
@@ -256,7 +258,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
     apart = {"SHARERS": group // heads, "LONG": n >= 512}
     grid = (pairs * (group // heads), splits)
-    if heads == 1 and reads_codes(slots, unit, length, layout, bits, rotary):
+    if heads == 1 and reads_codes(slots, unit, length, layout, rotary):
         read_codes[grid](
             q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, chosen,
             kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
@@ -269,4 +271,4 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
             TALL=max(least, power_of_2(heads)),
             WIDTH=max(least, power_of_2(length // 2)))
     return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,
-                  metadata=metadata, bits=bits, form=form, eviction=eviction, places=places)
+                  metadata=metadata, layout=layout, form=form, eviction=eviction, places=places)

@@ -114,8 +114,9 @@ def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places,
 
 @triton.jit
 def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins, places, counts,
-          kv_heads, most, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Copy ROWS of one KV head's keys and values to their places; strides in elements."""
+          kv_heads, most, KINDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Copy ROWS of one KV head's keys and values to their places; strides in elements. With one
+    kind a row holds both."""
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // kv_heads, pair % kv_heads
     number = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -127,9 +128,10 @@ def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins,
     source += sequence * s_row + head * s_head
     target += sequence * t_row + head * t_head
     keys = tl.load(source + origin[:, None] + lane, mask=mask)
-    values = tl.load(source + s_kind + origin[:, None] + lane, mask=mask)
+    if KINDS == 2:
+        values = tl.load(source + s_kind + origin[:, None] + lane, mask=mask)
+        tl.store(target + t_kind + place[:, None] + lane, values, mask=mask)
     tl.store(target + place[:, None] + lane, keys, mask=mask)
-    tl.store(target + t_kind + place[:, None] + lane, values, mask=mask)
 
 
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
@@ -159,4 +161,4 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
     if moves.numel():
         _copy[(counts.numel(), ceil_div(most, rows))](
             source, *source.stride()[:3], target, *target.stride()[:3], *moves, counts,
-            counts.shape[1], most, WIDTH=width, ROWS=rows)
+            counts.shape[1], most, KINDS=len(source), WIDTH=width, ROWS=rows)

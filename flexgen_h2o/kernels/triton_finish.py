@@ -14,17 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.triton_codes import LOG2_E, LOWEST
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     ceil_div,
-    in_units,
     interpreted,
     load_rotated,
     multiprocessors,
     power_of_2,
+    record_shape,
+    slots_in_units,
     soft_capped,
     store_records,
 )
@@ -238,7 +239,8 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
             parts, stats, lowest, victims, taken, given, kv_heads, n, split, splits, part,
             score_parts, scale, cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr,
             CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TALL: tl.constexpr,
-            LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+            LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+            VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr,
             ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr, SPLITS: tl.constexpr,
             PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     """Output, eviction state and slot of one sequence's KV head: all that changes in place changes
@@ -288,7 +290,7 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
         tl.store(values + lane, tl.load(v + lane, mask=lane < LENGTH), mask=lane < LENGTH)
     else:
         store_records(k + one, slots + one, one == 0, LENGTH, GROUP, BITS)
-        store_records(v + one, values + one, one == 0, LENGTH, GROUP, BITS)
+        store_records(v + one, values + one, one == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
 def _score_slots(n: int, programs: int, device: torch.device) -> int:
@@ -305,8 +307,8 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
 
 
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
-           metadata: Tensor, bits: int, form: FormArguments, eviction: EvictionArguments,
-           places: Tensor | None) -> tuple[Tensor, Tensor]:
+           metadata: Tensor, layout: CacheLayout | None, form: FormArguments,
+           eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
     """Output and taken slots of `reference.decode_attention`, from what was read.
 
     `places` and the layout of the eviction state are as in `triton_decode.attend_slots`.
@@ -318,7 +320,7 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     splits = max(1, ceil_div(n, read.split))
     tall, wide = power_of_2(group), power_of_2(length)
     stride = (0, 0) if scores is None else scores.stride()[:2]
-    unit, strides = in_units(slots)
+    unit, strides = slots_in_units(slots, layout)
     part = max(1, n if scores is None else _score_slots(n, pairs, q.device))
     score_parts, lowest, victims = max(1, ceil_div(n, part)), None, None
     softmax = {"HEADS": group, "TALL": tall, "LENGTH": length, "MEAN": mean,
@@ -345,7 +347,7 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots, *strides, metadata,
         scores, positions, ranks, *stride, cos, sin, read.logits, read.parts, read.stats, lowest,
         victims, taken, places, kv_heads, n, read.split, splits, part, score_parts, read.scale,
-        form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit, BITS=bits,
-        GROUP=length if bits == 16 else GroupLayout(length, bits).group,
-        PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block, num_warps=warps)
+        form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit,
+        **record_shape(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block,
+        num_warps=warps)
     return out, taken

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config import limits
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels import triton_decode
@@ -312,8 +312,8 @@ def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
         tl.store(chosen + place, -1, mask=(place >= count) & (place < most))
 
 
-def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout, bits: int
-               ) -> None:
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
+               records: GroupLayout | None) -> None:
     """See `reference_recall.index_keys`; the same bytes. Keys may be in page-locked host memory."""
     keys = unit_stride(keys)
     _, kv_heads, _, _ = keys.shape
@@ -327,7 +327,8 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     told = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
     _index[(ceil_div(max(counts), rows), len(counts), kv_heads)](
         keys, *strides, index, *index.stride()[:2], told, LENGTH=length,
-        RECORD=length if bits == 16 else GroupLayout(length, bits).group, BITS=bits, UNIT=unit,
+        RECORD=length if records is None else records.group,
+        BITS=16 if records is None else records.bits, UNIT=unit,
         GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)
 
 
@@ -372,9 +373,10 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
-                    metadata: Tensor, bits: int, form: FormArguments) -> tuple[Tensor, Tensor]:
+                    metadata: Tensor, layout: CacheLayout | None, form: FormArguments
+                    ) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; slots may be in page-locked host memory, of which
     those that are chosen are read."""
     places, counts = metadata.contiguous()
-    return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, bits=bits, form=form,
-                                      chosen=chosen.contiguous(), places=places)
+    return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
+                                      form=form, chosen=chosen.contiguous(), places=places)

@@ -15,16 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.triton_common import (
     EMPTY,
     ceil_div,
     device_ints,
-    in_units,
     interpreted,
     one_layout,
     power_of_2,
+    record_shape,
+    slots_in_units,
     starts,
     store_records,
     unit_stride,
@@ -160,7 +161,8 @@ def _fill(kept_scores, positions, ranks, state, kept, slots, MASSLESS: tl.conste
 @triton.jit
 def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, slots, s_kind,
             s_row, s_head, s_slot, sinks, LENGTH: tl.constexpr, GROUP: tl.constexpr,
-            BITS: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr):
+            BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
+            UNIT: tl.constexpr, ROWS: tl.constexpr):
     """Copy, or quantize, ROWS of the keys and values that stay into their slots."""
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -185,7 +187,7 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
         tl.store(values[:, None] + lane, value, mask=mask)
     else:
         store_records(k, place, live, LENGTH, GROUP, BITS)
-        store_records(v, values, live, LENGTH, GROUP, BITS)
+        store_records(v, values, live, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
 def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
@@ -207,14 +209,17 @@ def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, 
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
-                         slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+                         slots: Tensor, layout: CacheLayout | None,
+                         eviction: EvictionArguments) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
     with one_layout(eviction) as eviction:
-        _select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, bits=bits, eviction=eviction)
+        _select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, layout=layout,
+                              eviction=eviction)
 
 
 def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
-                          slots: Tensor, bits: int, eviction: EvictionArguments) -> None:
+                          slots: Tensor, layout: CacheLayout | None,
+                          eviction: EvictionArguments) -> None:
     kept_scores, positions, ranks, _, _, mean, _, sinks, _ = eviction
     lengths, heavy, recent = cuts[::3], cuts[1::3], cuts[2::3]
     if not kept_scores.numel():
@@ -230,10 +235,9 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, **shape)
-    group = length if bits == 16 else GroupLayout(length, bits).group
     rows = max(1, 4096 // power_of_2(length))
     kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
-    unit, strides = in_units(slots)
+    unit, strides = slots_in_units(slots, layout)
     _gather[(ceil_div(kept, rows), len(lengths), kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *state, slots,
-        *strides, sinks, LENGTH=length, GROUP=group, BITS=bits, UNIT=unit, ROWS=rows)
+        *strides, sinks, LENGTH=length, **record_shape(length, layout), UNIT=unit, ROWS=rows)

@@ -27,7 +27,8 @@ class RunStats:
     of the largest block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or
     compressed, and
     `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
-    at rest, their matrices in `weight_bits` (16: as `dtype` says). `links` is
+    at rest, their matrices in `weight_bits` (16: as `dtype` says; "auto":
+    a GGUF file's own codes). `links` is
     `LinkStats.totals`. `sent_bytes` are those that this rank of a pipeline has sent to the others:
     hidden states to the next one, or from the last one tokens to all. `projected` says that decode
     was extrapolated. `predicted_prefill_seconds` and `predicted_decode_seconds` are what a plan
@@ -66,7 +67,7 @@ class RunStats:
     full_kv_cache_bytes: int = 0
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
-    weight_bits: int = 16
+    weight_bits: int | str = 16
     links: dict[str, tuple[int, float]] = field(default_factory=dict)
     sent_bytes: int = 0
     projected: bool = False

@@ -68,6 +68,8 @@ def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
 
 def _of_the_weights(stats: RunStats) -> str:
     quantized = f", matrices in {stats.weight_bits} bits" if stats.weight_bits != 16 else ""
+    if isinstance(stats.weight_bits, str):
+        quantized = ", matrices as the GGUF file quantizes them"
     return f"{stats.weight_bytes / GB:.3f} GB{quantized}"
 
 

@@ -131,6 +131,11 @@ class Checkpoint(ABC):
                 "use a checkpoint in float32, float16 or bfloat16"
             )
 
+    def kept_layout(self, name: str) -> MatrixLayout | None:
+        """Return the layout in which `keep` writes a matrix without loss; None for tensors that
+        are not stored as codes."""
+        return None
+
     def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
              rows: range | None = None) -> bool:
         """Write a matrix into `out` by the codes that it is stored as, with no second rounding.

@@ -144,8 +144,8 @@ def build_once(
         If it cannot be written there, or the sources have changed meanwhile.
     """
     root, key = keep.root, _key(sources, form)
-    name = f"{re.sub(r'[^A-Za-z0-9._-]', '_', title)[:60]}-{form}-{key}"
-    target = root / name
+    target = kept_folder(sources, form, title, keep)
+    name = target.name
     if os.path.isdir(target):  # which, other than Path.is_dir, does not raise an error
         return target
 
@@ -166,6 +166,12 @@ def build_once(
             f"free space there or {keep.advice}"
         ) from error
     return target
+
+
+def kept_folder(sources: Sequence[Path], form: str, title: str, keep: Keep) -> Path:
+    """Return where `build_once` puts what it builds, whether it is there or not."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", title)[:60]
+    return keep.root / f"{name}-{form}-{_key(sources, form)}"
 
 
 def write_weights(

@@ -17,12 +17,11 @@ from flexgen_h2o.models.convert import (
     torch_dtype,
     write_weights,
 )
-from flexgen_h2o.models.gguf_config import MXFP4, config_of
-from flexgen_h2o.models.gguf_header import GgufHeader
+from flexgen_h2o.models.gguf_config import MXFP4, config_of, has_mxfp4_experts
+from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.gguf_tokenizer import save_tokenizer
 
-_TYPES = "gguf_types.json"
 _GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -37,7 +36,7 @@ def convert_gguf(source: Path, dtype: str | None = None,
     Parameters
     ----------
     source : Path
-        A `.gguf` file of one of `gguf_architectures.ARCHITECTURES`.
+        A `.gguf` file of one of `gguf_architectures.ARCHITECTURES`, or the first of several.
     dtype : str, optional
         "float32" (the default, exactly the values of the GGUF), "float16" or "bfloat16".
     progress : callable, optional
@@ -71,18 +70,30 @@ def convert_gguf(source: Path, dtype: str | None = None,
         save_tokenizer(header, folder)
         write_weights(folder, layout, chunks, keep=converted(), progress=progress)
 
-    return build_once([source], dtype, source.stem, build, keep=converted())
+    return build_once(read_header(source).files, dtype, source.stem, build, keep=converted())
 
 
-def _write_config(folder: Path, header: GgufHeader, dtype: str, more: Mapping[str, Any]) -> None:
+def describe_gguf(header: GgufHeader) -> Path:
+    """Return a folder with the configuration and the tokenizer of a GGUF file, and no weights.
+
+    It is made in the user's cache once: transformers takes seconds for the tokenizer.
+
+    Raises
+    ------
+    UserError
+        If the file is of another architecture, or the cache cannot be written.
+    """
+    def build(folder: Path) -> None:
+        _write_config(folder, header, None, {"quantization_config": MXFP4}
+                      if has_mxfp4_experts(header) else {})
+        save_tokenizer(header, folder)
+
+    return build_once(header.files, "description", header.source.stem, build, keep=converted())
+
+
+def _write_config(folder: Path, header: GgufHeader, dtype: str | None, more: Mapping[str, Any]
+                  ) -> None:
     config = {**config_of(header, dtype), **more}
     generation = {name: config[name] for name in _GENERATION if config[name] is not None}
-    kinds = sorted({tensor.kind.name for tensor in header.tensors.values()})
-    for name, content in (("config.json", config), ("generation_config.json", generation),
-                          (_TYPES, kinds)):
+    for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2))
-
-
-def gguf_types(folder: Path) -> frozenset[str]:
-    """The GGUF types, such as "Q4_1", of what `convert_gguf` made a folder from."""
-    return frozenset(json.loads((folder / _TYPES).read_text(encoding="utf-8")))

@@ -38,6 +38,9 @@ _EXPERTS = _table(_ATTENTION, ffn_norm="post_attention_layernorm", ffn_gate_inp=
                   ffn_gate_exps="mlp.experts.{}.gate_proj", ffn_up_exps="mlp.experts.{}.up_proj",
                   ffn_down_exps="mlp.experts.{}.down_proj")
 
+FUSED_EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+"""Tensors that become `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` in gpt-oss."""
+
 _SIZES = _table(max_position_embeddings="context_length", hidden_size="embedding_length",
                 num_hidden_layers="block_count", num_attention_heads="attention.head_count",
                 intermediate_size="feed_forward_length")
@@ -270,12 +273,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
                       num_local_experts="expert_count", num_experts_per_tok="expert_used_count"),
         fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0},
         layer=_table(_ATTENTION, post_attention_norm="post_attention_layernorm",
-                     attn_sinks="self_attn.sinks", ffn_gate_inp="mlp.router")),
+                     attn_sinks="self_attn.sinks", ffn_gate_inp="mlp.router",
+                     **{name: _EXPERTS[name] for name in FUSED_EXPERTS})),
 })
 """By `general.architecture`."""
-
-FUSED_EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
-"""Tensors of gpt-oss that become `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`."""
 
 _MIXTRAL = replace(
     _LLAMA, model_type="mixtral", class_name="MixtralForCausalLM", more=lambda meta, head_dim: {},

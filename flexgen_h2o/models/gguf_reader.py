@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,23 +27,37 @@ Tensors = dict[str, GgufTensor | FusedExperts]
 
 
 def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
-    """The header of a GGUF file, and its tensors by Hugging Face name, mapped and not yet read.
+    """Return the header of a GGUF file, and its tensors by Hugging Face name: see `mapped`."""
+    header = read_header(source)
+    return header, mapped(header)
+
+
+def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
+    """Return the tensors of a GGUF file by Hugging Face name, mapped and not yet read.
+
+    Parameters
+    ----------
+    header : GgufHeader
+    fuse_experts : bool
+        Give one tensor for all experts of a layer where the hub has such (gpt-oss); otherwise each
+        expert has its own, named as `families.gpt_oss` does.
 
     Raises
     ------
     UserError
         If the file is damaged or of another architecture.
     """
-    header = read_header(source)
     meta, kind = architecture_of(header)
-    file = np.memmap(source, dtype=np.uint8, mode="r")
+    fuses = fuse_experts and kind.model_type == "gpt_oss"
+    files = {path: _mapped(path) for path in header.files}
     found: Tensors = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match = _LAYER.fullmatch(name)
         if name in ROPE_TENSORS:  # part of the configuration
             continue
-        if kind.model_type == "gpt_oss" and match and match[2] in FUSED_EXPERTS:
+        file = files[stored.source]
+        if fuses and match and match[2] in FUSED_EXPERTS:
             part = GgufTensor(file, stored.kind, stored.shape, stored.offset)
             parts.setdefault(f"{kind.layers}.{match[1]}.mlp.experts.", {})[
                 f"{match[2]}.{match[3]}"] = part
@@ -51,10 +66,15 @@ def read_gguf(source: Path) -> tuple[GgufHeader, Tensors]:
         tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
         found.update(_named(meta, kind, name, match, tensor))
         if len(found) > _MOST_TENSORS:
-            raise UserError(f"{source} has more tensors than any model")
+            raise UserError(f"{header.source} has more tensors than any model")
     for prefix, several in parts.items():
         found.update(fused_experts(header.source, prefix, several))
-    return header, found
+    return found
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None,

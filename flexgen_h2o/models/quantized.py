@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.models.checkpoint import Checkpoint, SafetensorsCheckpoint
 from flexgen_h2o.models.checkpoint_base import TensorInfo
 from flexgen_h2o.models.convert import ByteProgress, Keep, build_once, natural_key, write_weights
-from flexgen_h2o.models.gguf_blocks import GgufBlocks
+from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import Disk, plan_reads
 from flexgen_h2o.storage.tiers import Device, typed
@@ -39,17 +40,11 @@ class QuantizingCheckpoint(Checkpoint):
         Canonical names, which this checkpoint goes by, to those of `inner`.
     form : WeightFormat
         What it gives; an attribute, too.
-    gguf : Path, optional
-        A file with matrices of so many bits in groups of as many inputs: they are taken as they
-        are. It is opened when the first one is read.
     """
 
-    def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat, *,
-                 gguf: Path | None = None):
+    def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat):
         self.source, self.form = inner.source, form
-        self._inner, self._names, self._gguf = inner, dict(names), gguf
-        self._blocks: GgufBlocks | None = None
-        self._lock = threading.Lock()
+        self._inner, self._names = inner, dict(names)
         self._mine = threading.local()
         self._disk = Disk()
 
@@ -58,18 +53,17 @@ class QuantizingCheckpoint(Checkpoint):
 
     def info(self, name: str) -> TensorInfo:
         info = self._inner.info(self._names[name])
-        if self.form.layout(info.shape) is None:
+        spec = TensorSpec(name, info.shape)
+        if self.form.layout(spec) is None:
             return info
-        return TensorInfo(*self.form.stored(info.shape), None)
+        return TensorInfo(*self.form.stored(spec), None)
 
     def _fill(self, name: str, info: TensorInfo, out: Tensor) -> None:
         own = self._names[name]
         inner = self._inner.info(own)
-        layout = self.form.layout(inner.shape)
+        layout = self.form.layout(TensorSpec(name, inner.shape))
         if layout is None:
             self._inner.read(own, out)
-        elif self._gguf is not None and name in self._opened().names:
-            self._opened().read(name, layout, out)
         elif not self._inner.keep(own, layout, out):
             # The same size, and a perplexity closer to the original's: see benchmarks/results.
             ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out)
@@ -90,12 +84,6 @@ class QuantizingCheckpoint(Checkpoint):
             buffer = self._mine.buffer = Device().host_empty(nbytes)
         self._disk.read(reads, buffer)
         return typed(buffer, places[extent], info.shape, info.dtype)
-
-    def _opened(self) -> GgufBlocks:
-        with self._lock:
-            if self._blocks is None:
-                self._blocks = GgufBlocks(self._gguf, self.form.bits)
-            return self._blocks
 
     def close(self) -> None:
         self._disk.close()
@@ -134,7 +122,8 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
     form = checkpoint.form
     dtype = str(form.dtype).removeprefix("torch.")
     kept = "-mxfp4" if form.options.mxfp4 else ""
-    tag = f"{form.bits}bit-{form.options.group}{kept}-{dtype}-v{_VERSION}"
+    bits = f"{form.options.bits}bit-{form.options.group}{kept}"
+    tag = f"{AUTO if form.options.kept else bits}-{dtype}-v{_VERSION}"
     with checkpoint:
         folder = build_once(sources, tag, title, build, keep=keep)
     try:

@@ -157,6 +157,15 @@ class StackedCheckpoint(Checkpoint):
             self._inner.read_part(tensor, place.start + rows[0] * place.width, part)
             out[first : first + len(rows)] = part[::skip]
 
+    def kept_layout(self, name: str) -> MatrixLayout | None:
+        if name not in self._views:
+            return self._inner.kept_layout(name)
+        view, place = self._views[name], self._place(name)
+        layout = self._inner.kept_layout(view.tensor)
+        if layout is None or view.transposed or len(place.shape) != 2:
+            return None
+        return replace(layout, outputs=place.shape[0])
+
     def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
              rows: range | None = None) -> bool:
         if name not in self._views:

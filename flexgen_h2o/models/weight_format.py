@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.storage.tiers import typed
 
 
@@ -32,30 +33,28 @@ class WeightFormat:
     options: WeightOptions = WeightOptions()
     exact: frozenset[tuple[int, ...]] = frozenset()
 
-    @property
-    def bits(self) -> int:
-        """Bits of an element of a matrix: 16 (dtype as it is), 12, 8 or 4."""
-        return self.options.bits
-
-    def layout(self, shape: tuple[int, ...]) -> MatrixLayout | None:
-        """The layout of a tensor that is quantized; None for one that is not."""
+    def layout(self, spec: TensorSpec) -> MatrixLayout | None:
+        """Return the layout of a tensor, or of some outputs of it; None if it is not quantized."""
+        shape = spec.shape
         if len(shape) != 2 or tuple(shape) in self.exact:
             return None
-        return self.options.layout((shape[0], shape[1]))
+        return self.options.layout((shape[0], shape[1]), spec.name)
 
-    def stored(self, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-        """dtype and shape by which a checkpoint in this format knows a tensor of `shape`."""
-        layout = self.layout(shape)
-        return (self.dtype, tuple(shape)) if layout is None else (torch.uint8, (layout.nbytes,))
+    def stored(self, spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return dtype and shape by which a checkpoint in this format knows a tensor."""
+        layout = self.layout(spec)
+        if layout is None:
+            return self.dtype, tuple(spec.shape)
+        return torch.uint8, (layout.nbytes,)
 
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor of `shape`."""
-        dtype, stored = self.stored(shape)
+    def nbytes(self, spec: TensorSpec) -> int:
+        """Return the bytes of a tensor."""
+        dtype, stored = self.stored(spec)
         return math.prod(stored) * dtype.itemsize
 
-    def view(self, buffer: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor | QuantizedMatrix:
-        """The tensor of `shape` that starts `offset` bytes into the uint8 tensor `buffer`."""
-        dtype, stored = self.stored(shape)
-        data, layout = typed(buffer, offset, stored, dtype), self.layout(shape)
+    def view(self, buffer: Tensor, offset: int, spec: TensorSpec) -> Tensor | QuantizedMatrix:
+        """Return the tensor that starts `offset` bytes into the uint8 tensor `buffer`."""
+        dtype, stored = self.stored(spec)
+        data, layout = typed(buffer, offset, stored, dtype), self.layout(spec)
         return data if layout is None else QuantizedMatrix(
             data, layout, self.options.activation_bits)

@@ -51,8 +51,9 @@ class CacheCosts:
         """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
         run, passes = self._run, self._run.passes
         if not run.attends_on_host:
-            each = self._hardware.compute.caching.get(run.cache.bits, 0.0) / 1e9
-            kept = self._sequences * self._slots(self._prompt) * 2 * run.model.kv_size
+            each = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
+                       for bits in run.cache.kind_bits)
+            kept = self._sequences * self._slots(self._prompt) * run.model.kv_size
             tally.add(COMPUTE, kept * each / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + GROWTH) * self._record

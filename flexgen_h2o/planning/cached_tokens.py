@@ -14,6 +14,7 @@ from flexgen_h2o.planning.recall_cost import (
     missing_tokens,
     recall_seconds,
     recalled_reads,
+    seconds_per_byte,
 )
 
 
@@ -40,10 +41,10 @@ class CachedTokens:
             if tokens is not None:
                 index = IndexLayout(model.head_dim, run.cache.h2o.index_bits)
                 total += recall_seconds(rates, self._recall, tokens, index=index,
-                                        bits=run.cache.bits)
+                                        cache=run.cache)
                 continue
             read = self._attended(layer) * self._record
-            total += (read / rates.decode_attention[run.cache.bits]
+            total += (read * seconds_per_byte(rates, run.cache)
                       + model.num_kv_heads * rates.head_seconds)
         return total / model.num_layers
 

@@ -319,8 +319,10 @@ class _Costs:
 
     def _products(self, rows: float, weights: float) -> float:
         """Seconds of products of so many rows with so many weights."""
-        table = self._compute.products(self._run.weights)
-        return weights / 1e9 * interpolate(table, rows)
+        options = self._run.weights
+        return weights / 1e9 * sum(
+            share * interpolate(self._compute.products(bits, options.activation_bits), rows)
+            for bits, share in options.shares.items())
 
 def interpolate(table: Mapping[int, float], rows: float) -> float:
     """Seconds at so many rows: log-log between two points, constant below the first of them, and

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.kernels.implementations import Winners
 
 
@@ -68,12 +67,12 @@ class Compute:
     query_seconds: Mapping[str, float] = field(default_factory=dict)
     caching: Mapping[int, float] = field(default_factory=dict)
 
-    def products(self, weights: WeightOptions) -> Mapping[int, float]:
+    def products(self, bits: int, activation_bits: int = 16) -> Mapping[int, float]:
         """Seconds of products with a billion weights by rows; rounding costs nothing where it was
         not measured, and 12 bits then cost as much as 16."""
-        plain = self.linear.get(weights.bits, self.linear[16])
-        rounded = self.rounded_linear if weights.activation_bits == 8 else {}
-        return rounded.get(weights.bits, plain)
+        plain = self.linear.get(bits, self.linear[16])
+        rounded = self.rounded_linear if activation_bits == 8 else {}
+        return rounded.get(bits, plain)
 
 
 @dataclass(frozen=True)

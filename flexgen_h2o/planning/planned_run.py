@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.formats import CacheOptions, GroupLayout, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.limits import CHUNK_ROWS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
@@ -50,6 +50,7 @@ class PlannedRun:
         policy = replace(self.policy, expert_choices=choices and choices.part(
             stage.first, stage.last))
         return replace(self, stage=stage, policy=policy,
+                       weights=self.weights.part(stage.first, stage.last),
                        groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.part(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
@@ -137,7 +138,10 @@ class PlannedRun:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot: of three matrices, which may lie anywhere in a page at both ends."""
-        return self.expert_bytes + 6 * mmap.PAGESIZE
+        if self.model.experts is None:
+            return 0
+        largest = part_bytes(self.weights.widest, self.model.expert_shapes(), self.itemsize)
+        return largest + 6 * mmap.PAGESIZE
 
     @property
     def cuts_weights(self) -> bool:
@@ -223,10 +227,11 @@ def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
 def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
     """Bytes at rest of one token's key and value in one layer, all KV heads together."""
     # A simulation is exact: it keeps float32.
-    vector = model.head_dim * (4 if options.simulated else itemsize)
-    if options.bits != 16:
-        vector = GroupLayout(length=model.head_dim, bits=options.bits).nbytes
-    return 2 * model.num_kv_heads * vector
+    record = 2 * model.head_dim * (4 if options.simulated else itemsize)
+    layout = options.layout(model.head_dim)
+    if layout is not None:
+        record = layout.kinds * layout.width
+    return model.num_kv_heads * record
 
 
 def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout, WeightOptions
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, WeightOptions
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.choice import likeliest
@@ -27,7 +27,7 @@ from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.families import opt
 from flexgen_h2o.models.layers import Operations, linear
 from flexgen_h2o.models.recording import Recording
-from flexgen_h2o.models.spec import ModelConfig, from_transformers
+from flexgen_h2o.models.spec import ModelConfig, TensorSpec, from_transformers
 from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.planning.clock import LEAST_SECONDS, Clock
 from flexgen_h2o.planning.hardware_file import BILLION, BITS, ROWS
@@ -178,10 +178,11 @@ class Rates:
                 ) -> Iterator[Tensor | QuantizedMatrix]:
         """A matrix in this form, again and again in other memory."""
         form = WeightFormat(self._dtype, options)
-        layout = form.layout(weight.shape)
+        spec = TensorSpec("", tuple(weight.shape))
+        layout = form.layout(spec)
         rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)
-        return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, weight.shape)
+        return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, spec)
                                 for _ in range(self._rounds(rest.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
@@ -221,7 +222,7 @@ class Rates:
             state = EvictionState(Eviction(), *(
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
                 for dtype in (torch.float32, torch.int32)))
-            layout = None if bits == 16 else GroupLayout(sizes.head_dim, bits)
+            layout = CacheLayout.of(sizes.head_dim, bits)
             took = self._clock.seconds(lambda slots=slots, state=state, layout=layout: (
                 ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                          layout=layout)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
 from flexgen_h2o.config.page_layout import PageLayout
@@ -42,7 +43,7 @@ class RecalledTokens:
 
 
 def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
-                   tokens: RecalledTokens, *, index: IndexLayout, bits: int) -> float:
+                   tokens: RecalledTokens, *, index: IndexLayout, cache: CacheOptions) -> float:
     """Seconds of a new token's attention by recall, for one sequence in one layer, on a CPU.
 
     Parameters
@@ -52,15 +53,20 @@ def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
     tokens : RecalledTokens
     index : IndexLayout
         Of one KV head.
-    bits : int
-        Of a cached number: 16, 8 or 4.
+    cache : CacheOptions
     """
     heads, in_order = tokens.kv_heads, rates.decode_attention[16]
     scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
     chosen = tokens.chosen * tokens.record
     return (recall.calls * heads * rates.head_seconds
             + (scanned + (recall.apart - 1) * chosen) / in_order
-            + chosen / rates.decode_attention[bits])
+            + chosen * seconds_per_byte(rates, cache))
+
+
+def seconds_per_byte(rates: Compute | HostAttentionRates, cache: CacheOptions) -> float:
+    """Seconds of decode attention for a byte of a cache, keys and values in proportion."""
+    bits = cache.kind_bits
+    return sum(each / rates.decode_attention[each] for each in bits) / sum(bits)
 
 
 def fitted(rates: Compute | HostAttentionRates,
@@ -87,7 +93,7 @@ def fitted(rates: Compute | HostAttentionRates,
     scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
     scan = (second - first) * in_order - apart * (long.chosen - short.chosen) * long.record
     found = RecallRates(index_work=_sensible(scan / scanned), apart=apart, calls=0)
-    rest = first - recall_seconds(rates, found, short, index=index, bits=16)
+    rest = first - recall_seconds(rates, found, short, index=index, cache=CacheOptions())
     return replace(found, calls=_sensible(rest / (short.kv_heads * rates.head_seconds)))
 
 

@@ -40,7 +40,7 @@ class _RandomCache:
         slots = typed(device.empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
         index = typed(device.empty(torch.Size(shape).numel()), 0, shape, torch.uint8)
         native_recall.index_keys(slots[0], index, _spans(sequences, 0, tokens), layout=layout,
-                                 bits=16)
+                                 records=None)
         return cls(slots, index)
 
     def bound(self, cached: int, chosen: int) -> Program:
@@ -53,9 +53,9 @@ class _RandomCache:
         slots = native_recall.choose_keys(q, k, index=self.index, metadata=metadata, layout=layout,
                                           most=chosen, steps=program)
         native_recall.attend_recalled(q, k, v, slots=self.slots, chosen=slots, metadata=metadata,
-                                      bits=16, steps=program)
+                                      layout=None, steps=program)
         native_recall.index_keys(self.slots[0], self.index, _spans(sequences, cached, 1),
-                                 layout=layout, bits=16, steps=program)
+                                 layout=layout, records=None, steps=program)
         return program
 
 

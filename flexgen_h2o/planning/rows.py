@@ -74,18 +74,19 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
             gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
-    buffers = 0
+    buffers, options = 0, run.weights.widest
     if run.cuts_weights and away > 0:
         buffers = CHUNK_BUFFERS * _chunk_bytes(run, head=not kept)
     elif away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
         # head's matrix is there or it is not.
-        tensor = max(run.weights.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
+        tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
                      for shape in model.layer_shapes(layer).matrices)
         halves = run.policy.sep_layer or model.experts is not None
         parts = (model.half_shapes(layer) if halves else (model.layer_shapes(layer),)
                  for layer in model.layer_kinds)
-        largest = max(map(at_rest, chain.from_iterable(parts)))
+        largest = max(part_bytes(options, part, run.itemsize)
+                      for part in chain.from_iterable(parts))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
                                        0 if kept else head)
     yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
@@ -95,7 +96,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
 
 def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
     """Bytes of a buffer for some outputs of a layer's matrices, and of the head's if it comes."""
-    model, options = run.model, run.weights
+    model, options = run.model, run.weights.widest
     layer = part_bytes(options, model.layer_shapes(), run.itemsize)
     shapes = {*model.layer_shapes().matrices}
     if head and run.heads:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.eviction import Eviction, EvictionState
 from flexgen_h2o.kernels import native, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
@@ -29,7 +29,7 @@ class DecodeStep:
 
     def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
         self._slots = slots
-        self._layout = None if bits == 16 else GroupLayout(head_dim, bits)
+        self._layout = CacheLayout.of(head_dim, bits)
         shape, count = slots.shape[1:4], slots.shape[3]
         order = torch.rand(shape, device=slots.device).argsort(-1)
         self._state = EvictionState(Eviction(), torch.rand(shape, device=slots.device),
@@ -45,10 +45,9 @@ class DecodeStep:
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, *, steps: Program) -> Tensor:
         """Note a call among the steps of a program; the result is what these write."""
-        bits = 16 if self._layout is None else self._layout.bits
         return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
-                                       bits=bits, eviction=EvictionArguments.of(self._state),
-                                       steps=steps)[0]
+                                       layout=self._layout, steps=steps,
+                                       eviction=EvictionArguments.of(self._state))[0]
 
 
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,

@@ -76,7 +76,7 @@ class PlanRequest:
     num_gpu_batches: int | None = None
     weights: tuple[WeightOptions, ...] = (WeightOptions(),)
     caches: tuple[CacheOptions, ...] = (CacheOptions(),)
-    written_bits: frozenset[int] = frozenset()
+    written_bits: frozenset[int | str] = frozenset()
     goal: str = "throughput"
     groups: int = 1
 
@@ -182,7 +182,7 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
             for host in on_host:
                 policy = replace(request.policy, cpu_cache_compute=host)
                 yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
-                                 weights.bits in request.written_bits, cache, weights)
+                                 weights.asked_bits in request.written_bits, cache, weights)
 
 
 def _likely(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlannedRun]:
@@ -270,6 +270,7 @@ def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None
 
 
 _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
+    # A file's own codes count as 16 bits: nothing is rounded.
     ("keeps more bits", lambda run: -(run.weights.bits + run.cache.bits)),
     ("attends where all else is computed", lambda run: run.policy.cpu_cache_compute),
     ("has a smaller block",

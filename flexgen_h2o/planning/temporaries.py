@@ -9,7 +9,6 @@ from flexgen_h2o.config.limits import (
     EXPERT_ROUND,
     FEWEST_TASKS,
     LOGIT_ROWS,
-    MXFP4_GROUP,
     PRODUCT_DEPTH,
     PRODUCT_ROWS,
     QUERY_LANES,
@@ -123,15 +122,15 @@ def _own_products(run: PlannedRun) -> int:
     which are most; or what is unpacked."""
     model, options = run.model, run.weights
     if run.has_gpu:
-        return UNPACKED_BYTES if options.bits < 16 else 0
-    if options.bits == 16 and run.itemsize != 2:
+        return UNPACKED_BYTES if options.quantizes else 0
+    if not options.quantizes and run.itemsize != 2:
         return 0  # PyTorch's
     parts = [model.embed_shapes(), *map(model.layer_shapes, model.layer_kinds), model.head_shapes()]
     if model.experts is not None:
         parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
-    filled = max(-(-widest // size) * size for size in (options.group, PRODUCT_DEPTH))
-    least = min(options.group, MXFP4_GROUP) if options.mxfp4 else options.group
+    filled = max(-(-widest // size) * size for size in (*options.groups, PRODUCT_DEPTH))
+    least = min(options.groups)
     panel = PRODUCT_ROWS * (filled + filled // least)
     thread = TILED_OUTPUTS * (TILED_ROWS + max(math.lcm(least, 32), TILED_INPUTS) // 2)
     return 4 * (panel + (os.cpu_count() or 1) * thread)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
@@ -104,7 +104,8 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
         itemsize=source.dtype.itemsize, has_gpu=has_gpu,
         writes_weights=source.writes_weights(arguments.get("weight_cache", "auto")),
         cache=CacheOptions(arguments.get("h2o"), arguments.get("cache_bits", 16),
-                           arguments.get("attn_sparsity", 1.0)),
+                           arguments.get("attn_sparsity", 1.0), arguments.get("key_bits"),
+                           arguments.get("value_bits")),
         weights=source.form.options)
     return plan.total("cpu")
 
@@ -118,5 +119,5 @@ def _found(arguments: Mapping[str, Any]) -> Source:
 
     with byte_bar("converting", off=None) as bar:
         return find(str(arguments["model"]), path=arguments.get("path"),
-                    dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", 16),
+                    dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", AUTO),
                     device=open_device("cpu"), progress=bar)

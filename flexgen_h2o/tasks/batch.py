@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexgen_h2o.cli.command import command
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results
 from flexgen_h2o.cli.result_rows import append_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.signals import Ending
 from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import check_writable, writing

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.expert_counts import check_counting, write_expert_counts
-from flexgen_h2o.cli.flags import AUTO, WARM_UP
+from flexgen_h2o.cli.flags import WARM_UP
 from flexgen_h2o.cli.input_files import synthetic_prompts, workload
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.result_files import check_results
@@ -24,7 +24,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.cli.warm_up import warm_up
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import writing
 from flexgen_h2o.files.terminal import show
@@ -160,8 +160,7 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
         return "not known: flexgen-h2o plan, with the same --offload-dir, measures this machine"
     found = PlannedRun(
         llm.model_config, llm.policy, workload(config, ()), measured.itemsize, device.separate,
-        False, CacheOptions(config.h2o(), config.resolved_cache_bits, config.attn_sparsity),
-        llm.weight_options)
+        False, config.cache(), llm.weight_options)
     return roofline(hardware, found, config.num_prompts)
 
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.expert_counts import check_counting
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.input_files import read_prompts, synthetic_prompts, workload
 from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.warm_up import warm_up
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics import breakdown, run_table
 from flexgen_h2o.metrics.trace import Trace

@@ -57,7 +57,7 @@ def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, co
     assert torch.equal(held, expected)
 
 
-@pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4)])
+@pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4), (5, (8, 4))])
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
     """In step with the write-back log of what is on disk, and out of step."""
     monkeypatch.setattr(fetched, "GROWTH", growth)

@@ -38,7 +38,8 @@ def loaded(monkeypatch) -> list:
                                                               "fast_set": 0.7}])
 @pytest.mark.parametrize("options", [
     {}, {"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
-    {"cache_bits": 4}, {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}])
+    {"cache_bits": 4}, {"cache_bits": (8, 4)},
+    {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}])
 def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options, fast):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)

@@ -14,10 +14,10 @@ from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
-from flexgen_h2o.kernels.reference import dequantize_groups, quantize_groups
+from flexgen_h2o.kernels.reference import cache_records, cache_vectors
 
 # The operation
 
@@ -45,14 +45,13 @@ def naive(q, keys, values, alive):
 @settings(max_examples=60)
 @given(chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5), heavy=st.integers(0, 6),
        recent=st.integers(1, 6), sinks=st.integers(0, 2), mean=st.booleans(),
-       bits=st.sampled_from([16, 8]), shuffle=st.booleans())
+       bits=st.sampled_from([(16, 16), (8, 8), (8, 4)]), shuffle=st.booleans())
 def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
     """Attention, what stays, its scores and its records, whatever order the slots are in."""
     kv_heads, budget = 2, heavy + recent + sinks
-    layout = None if bits == 16 else GroupLayout(16, bits)
-    width = 16 if layout is None else layout.nbytes
-    held = torch.full((2, kv_heads, budget, width), float("nan")) if layout is None else (
-        torch.full((2, kv_heads, budget, width), 255, dtype=torch.uint8))
+    layout = CacheLayout.of(16, *bits)
+    held = torch.full((2, kv_heads, budget, 16), float("nan")) if layout is None else (
+        torch.full((layout.kinds, kv_heads, budget, layout.width), 255, dtype=torch.uint8))
     state = new_state((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,
                       device=torch.device("cpu"))
     k, v = draw(0, kv_heads, 0), draw(0, kv_heads, 0)
@@ -77,9 +76,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
         scores = torch.cat((scores, torch.zeros(kv_heads, rows)), dim=1) + received
         if heavy == 0:
             scores.zero_()
-        if layout is not None:
-            new_k, new_v = (dequantize_groups(quantize_groups(x, layout), layout)
-                            for x in (new_k, new_v))
+        new_k, new_v = cache_vectors(cache_records(torch.stack((new_k, new_v)), layout), layout)
         k, v = torch.cat((k, new_k)), torch.cat((v, new_v))
         total = len(k)
         for head in range(kv_heads):
@@ -92,7 +89,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
             stay = [p for p in range(total) if alive[p, head]]
             assert state.positions[0, head, : len(stay)].tolist() == stay
             assert torch.allclose(state.scores[0, head, : len(stay)], scores[head, stay], atol=1e-5)
-            found = held if layout is None else dequantize_groups(held, layout)
+            found = cache_vectors(held, layout)
             assert torch.equal(found[0, head, : len(stay)], k[stay, head])
             assert torch.equal(found[1, head, : len(stay)], v[stay, head])
 
@@ -142,7 +139,8 @@ def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
     assert tokens(tiny, prompts, replace(h2o, prompt_chunk=60)) == tokens(tiny, prompts, h2o)
 
 
-@pytest.mark.parametrize("key, positions, bits", [("opt", "original", 16), ("llama", "rolling", 4)])
+@pytest.mark.parametrize("key, positions, bits", [
+    ("opt", "original", 16), ("llama", "rolling", 4), ("llama", "original", (8, 4))])
 def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

@@ -49,7 +49,8 @@ def test_records_fill_pages_and_keep_their_tokens():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"cache_bits": 4, "prefill_chunk": 16}, {"prefill_chunk": 16, "overlap": False},
+    {}, {"cache_bits": 4, "prefill_chunk": 16}, {"cache_bits": (8, 4)},
+    {"prefill_chunk": 16, "overlap": False},
     {"cache": SOME, "gpu_batch_size": 2}, {"fast_set": 0.4}, {"fast_set": 0.4, "overlap": False}])
 def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records, options):
     tiny = tiny_model("llama")

@@ -702,6 +702,7 @@ def test_the_saved_config_repeats_the_run_in_another_process(model, here, capfd)
     (), ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
     ("--num-window-length", "16", "--eviction", "sink-window", "--compress-cache"),
     ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
+    ("--hh-ratio", "0.1", "--key-bits", "8", "--value-bits", "4"),
 ])
 def test_the_plan_counts_what_is_cached(model, here, argv):
     argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",
@@ -710,7 +711,7 @@ def test_the_plan_counts_what_is_cached(model, here, argv):
     (row,) = read_csv(here / "r.csv")
     config = parser.parse_args(argv)
     sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
-    cache = CacheOptions(config.h2o(), config.resolved_cache_bits)
+    cache = config.cache()
     plan = memory_plan(sizes, config.policy(), Workload(40, 9, 2, 1), itemsize=4, cache=cache)
     (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
     assert int(row["kv_cache_bytes"]) == planned

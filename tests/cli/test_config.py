@@ -303,7 +303,11 @@ def test_run_config_refusals(values, match):
     ({}, 16), ({"compress_weight": True}, 4), ({"weight_bits": 8}, 8), ({"weight_bits": 4}, 4),
     ({"compress_weight": True, "weight_bits": 8}, 8), ({"weight_bits": 16}, 16),
     ({"compress_weight": True, "weight_bits": 4}, 4), ({"compress_weight": False}, 16),
-    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16),
+    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16), ({"weight_bits": "auto"}, 16),
+    ({"model": "a/b-Q4_K_M.GGUF"}, "auto"), ({"model": "opt-125m", "path": "m.gguf"}, "auto"),
+    ({"model": "m.gguf", "path": "folder"}, 16), ({"model": "m.gguf", "weight_bits": 16}, 16),
+    ({"model": "smollm2-135m", "weight_bits": "auto", "activation_bits": 8}, "auto"),
+    ({"model": "m.gguf", "compress_weight": True}, 4),
 ])
 def test_weight_bits(values, bits):
     assert RunConfig(**values).resolved_weight_bits == bits
@@ -325,8 +329,8 @@ def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
 
 
 @pytest.mark.parametrize(("values", "match"), [
-    ({"weight_bits": 5}, "--weight-bits must be one of 16, 12, 8, 4, got 5"),
-    ({"weight_bits": "4"}, "--weight-bits must be a whole number"),
+    ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
+    ({"weight_bits": "4"}, "--weight-bits must be one of auto, 16, 12, 8, 4, got"),
     ({"weight_bits": True}, "--weight-bits must be a whole number"),
     ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
     ({"compress_weight": True, "weight_bits": 16},
@@ -356,6 +360,7 @@ def test_what_weights_that_are_not_quantized_have_no_use_for_is_refused(plain, v
 @pytest.mark.parametrize("values", [
     {}, {"hh_ratio": 1}, {"hh_ratio": [1, 1.0]}, {"eviction": "full"}, {"hh_all": True},
     {"sink_tokens": 0}, {"score": "sum"}, {"cache_bits": 4}, {"compress_cache": True},
+    {"key_bits": 8, "value_bits": 4},
 ])
 def test_the_cache_is_full_unless_asked_for_less(values):
     assert RunConfig(**values).h2o() is None
@@ -577,7 +582,16 @@ def test_a_result_does_not_replace_the_ratio_file(tmp_path):
     ({"compress_cache": True, "cache_bits": 8}, 8), ({"cache_bits": 16}, 16),
 ])
 def test_cache_bits(values, bits):
-    assert RunConfig(**values).resolved_cache_bits == bits
+    config = RunConfig(**values)
+    assert config.resolved_cache_bits == bits and config.cache().kind_bits == (bits, bits)
+
+
+@pytest.mark.parametrize(("values", "bits"), [
+    ({"key_bits": 8, "value_bits": 4}, (8, 4)), ({"compress_cache": True, "key_bits": 8}, (8, 4)),
+    ({"cache_bits": 8, "value_bits": 4}, (8, 4)), ({"cache_bits": 8, "key_bits": 4}, (4, 8)),
+    ({"key_bits": 8, "value_bits": 8}, (8, 8))])
+def test_bits_of_keys_and_values(values, bits):
+    assert RunConfig(**values).cache().kind_bits == bits
 
 
 def test_unknown_keys_get_a_suggestion():

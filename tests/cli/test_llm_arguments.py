@@ -37,6 +37,8 @@ FIELDS = [
     ({"weight_bits": 4, "weight_cache": "kept"}, "weight_cache", "kept"),
     ({"weight_bits": 4, "no_weight_cache": True}, "weight_cache", None),
     ({"cache_bits": 4}, "cache_bits", 4),
+    ({"cache_bits": 4, "key_bits": 8}, "key_bits", 8),
+    ({"cache_bits": 8, "value_bits": 4}, "value_bits", 4),
     ({"attn_sparsity": 0.25}, "attn_sparsity", 0.25),
     ({"offload_dir": "there"}, "offload_dir", "there"),
     ({"verify": True, "percent": (0, 0, 100, 0, 100, 0)}, "verify", True),

@@ -354,6 +354,8 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
     config = parser.parse_args(shlex.split(flags(run)))
     assert config.policy() == run.policy
     assert (config.resolved_weight_bits, config.resolved_cache_bits) == bits
+    mixed = replace(run, cache=CacheOptions(key_bits=8, value_bits=4))
+    assert parser.parse_args(shlex.split(flags(mixed))).cache() == mixed.cache
 
 
 def test_the_plan_says_what_binds_and_what_is_next_best():
@@ -611,6 +613,14 @@ def test_prompts_bound_the_block(here, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_given_bits_of_keys_and_values_are_kept(here):
+    argv = ["--key-bits", "8", "--value-bits", "4", "--no-log", "--allow-compression",
+            "--memory-limit", "2GB"]
+    assert generate.main([*RUN, *argv]) == 0
+    (llm,) = FakeLLM.made
+    assert (llm.options["key_bits"], llm.options["value_bits"]) == (8, 4)
+
+
 def test_given_batch_sizes_and_bits_are_kept(here):
     argv = ["--gpu-batch-size", "5", "--num-gpu-batches", "3", "--no-log", "--cache-bits", "8",
             "--allow-compression", "--memory-limit", "2GB"]
@@ -684,6 +694,10 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", "--weight-bits", "8")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout
+    for more, shown in (([], False), (["--weight-bits", "16"], True)):
+        done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", *more)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert ("--weight-bits" in done.stdout) == shown  # what is printed runs the same
     done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
     assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
     done = elsewhere(*plan, "--model", "someone/unknown")

@@ -84,6 +84,7 @@ CASES = {
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.2)},
     "ratios by layer": {"h2o": H2OConfig(heavy_ratio=(1, 0.1, 0.3))},
     "compressed cache": {"cache_bits": 4, "h2o": H2OConfig(heavy_tokens=3)},
+    "8 and 4 bits": {"key_bits": 8, "value_bits": 4},
     "weights on disk": {"policy": small(weights=DISK, activations=Placement(0, 50, 50))},
     "cache on disk": {"policy": small(cache=DISK, weights=Placement(0, 0, 100))},
     "no overlap": {"policy": small(overlap=False, weights=DISK, num_gpu_batches=2)},

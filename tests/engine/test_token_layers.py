@@ -27,6 +27,9 @@ OPTIONS = {
     "recall, budgets by layer": {"h2o": H2OConfig(
         heavy_ratio=(0.1, 1.0, 0.2), recent_ratio=(0.1, 1.0, 0.2), recall=True, index_bits=2)},
     "4 bits": {"weight_bits": 4, "cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.2)},
+    "8 and 4 bits": {"key_bits": 8, "value_bits": 4, "h2o": H2OConfig(heavy_ratio=0.2)},
+    "recall, 8 and 4 bits": {"key_bits": 8, "value_bits": 4,
+                             "h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
     "cache on disk": {"policy": Policy(gpu_batch_size=5, cache=Placement(50, 0, 50))},
     "h2o on disk": {"policy": Policy(gpu_batch_size=2, num_gpu_batches=3,
                                      cache=Placement(0, 0, 100)),

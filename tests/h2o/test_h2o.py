@@ -25,11 +25,18 @@ MODES = [("opt", "original"), ("opt_350m_style", "original"), ("llama", "origina
          ("neox", "original"), ("neox", "rolling"), ("neox_linear_rope", "rolling")]
 
 
+def bits_of(bits) -> dict[str, int]:
+    """Arguments of `LLM` for the bits of the cache, or of (keys, values)."""
+    if isinstance(bits, int):
+        return {"cache_bits": bits}
+    return dict(zip(("key_bits", "value_bits"), bits, strict=True))
+
+
 def run(tiny, prompts, h2o, *, new=NEW, cache_bits=16, **policy):
     """Tokens of every prompt, and the engine's figures."""
     policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
-    with LLM(str(tiny.folder), policy=policy, h2o=h2o, cache_bits=cache_bits, dtype="float32",
-             progress=False) as llm:
+    with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", progress=False,
+             **bits_of(cache_bits)) as llm:
         outputs = llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
         return [out.token_ids for out in outputs], llm.stats
 
@@ -59,7 +66,7 @@ def test_dropping_equals_the_simulation(tiny_model, key, positions, share):
 
 @pytest.mark.parametrize("key, positions", [("opt", "original"), ("llama", "rolling"),
                                             ("neox", "original")])
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, 4, (8, 4)])
 def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, key, positions, bits):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
@@ -227,7 +234,8 @@ def test_opt_stops_at_its_table_unless_positions_are_dropped(tiny_model):
 @pytest.mark.parametrize(("bits", "h2o"), [
     (8, None), (4, {"heavy_ratio": 0.1}), (8, {"heavy_ratio": 0.1, "positions": "rolling"}),
     (4, {"heavy_tokens": 0, "recent_ratio": 0.2}),
-    (8, {"heavy_ratio": 0.1, "evict_generated": False})])
+    (8, {"heavy_ratio": 0.1, "evict_generated": False}), ((8, 4), None),
+    ((8, 4), {"heavy_ratio": 0.1, "positions": "rolling"}), ((4, 8), {"heavy_ratio": 0.1})])
 def test_a_compressed_cache_is_the_same_on_every_tier(tiny_model, device, bits, h2o):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -236,7 +244,8 @@ def test_a_compressed_cache_is_the_same_on_every_tier(tiny_model, device, bits, 
     for place, options in in_turn([{}, {"prefill_chunk": 16}, {"cpu_cache_compute": True}]):
         got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place, **options)
         assert got == expected, (place, options)
-    assert stats.kv_bytes_per_token == 3 * 2 * 2 * (8 * bits // 8 + 4)  # layers, k and v, kv heads
+    keys, values = (bits, bits) if isinstance(bits, int) else bits
+    assert stats.kv_bytes_per_token == 3 * 2 * (keys + 4 + values + 4)  # layers, KV heads
 
 
 def test_eight_bits_change_little_and_four_more(tiny_model):
@@ -245,13 +254,14 @@ def test_eight_bits_change_little_and_four_more(tiny_model):
     pairs = [(text[:30], text[30:]) for text in texts]
 
     def score(bits):
-        with LLM(str(tiny.folder), h2o=H2OConfig(heavy_ratio=0.2), cache_bits=bits,
-                 dtype="float32") as llm:
+        with LLM(str(tiny.folder), h2o=H2OConfig(heavy_ratio=0.2), dtype="float32",
+                 **bits_of(bits)) as llm:
             return torch.tensor(sum(llm.loglikelihood(pairs), []))
 
-    exact, eight, four = (score(bits) for bits in (16, 8, 4))
+    exact, eight, mixed, four = (score(bits) for bits in (16, 8, (8, 4), 4))
     assert 0 < (eight - exact).abs().mean() < 0.03
     assert (eight - exact).abs().mean() < (four - exact).abs().mean() < 0.3
+    assert (eight - exact).abs().mean() < (mixed - exact).abs().mean() < 0.3
 
 
 # Memory and traffic
@@ -311,6 +321,11 @@ def test_attention_on_the_host_moves_no_cache(tiny_model, monkeypatch):
 @pytest.mark.parametrize("options, words", [
     ({"h2o": H2OConfig(heavy_ratio=[0.1, 0.2])}, "3 decoder layers"),
     ({"cache_bits": 5}, "16, 8 or 4"),
+    ({"key_bits": 2, "value_bits": 4}, "key_bits must be 16, 8 or 4, got 2"),
+    ({"key_bits": 8}, "key_bits 8 with value_bits 16 is not supported: use 16 for both"),
+    ({"cache_bits": 4, "value_bits": 16}, "key_bits 4 with value_bits 16 is not supported"),
+    ({"cache_bits": 4, "key_bits": 8, "attn_sparsity": 0.5},
+     "attn_sparsity reads keys without their values"),
     ({"h2o": H2OConfig(heavy_ratio=0.1, simulate=True), "cache_bits": 4}, "exact cache"),
 ])
 def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):

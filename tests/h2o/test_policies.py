@@ -103,7 +103,7 @@ def test_a_policy_of_ones_own(tiny_model, positions):
     assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"}), new=20) == plain
 
 
-@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("bits", [16, 4, (8, 4)])
 def test_caote_on_mixed_tiers_and_in_windows(tiny_model, bits):
     for key in ("llama", "mistral"):
         tiny = tiny_model(key)

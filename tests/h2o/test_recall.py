@@ -68,7 +68,7 @@ def test_a_budget_of_everything_is_the_full_cache(tiny_model):
     assert tokens(tiny, prompts, everything, new=16) == tokens(tiny, prompts, None, new=16)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, (8, 4), (4, 8)])
 def test_a_compressed_cache_is_indexed_as_it_is(tiny_model, bits):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [40, 23])

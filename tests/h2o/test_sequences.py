@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from definition import Definition, by_hand
+from kernel_cases import MIXED, of_form
 
-from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.scores import KERNELS
 from flexgen_h2o.h2o.budget import budget, slots
@@ -31,12 +31,11 @@ class Heads:
     h2o: H2OConfig
     prompts: tuple[int, ...]
     new: int
-    form: torch.dtype | int
+    form: Any
     group: int
 
     def __post_init__(self) -> None:
-        self.layout = GroupLayout(DIM, self.form) if isinstance(self.form, int) else None
-        self.dtype = torch.bfloat16 if self.layout else self.form
+        self.dtype, self.layout = of_form(self.form, DIM)
         eviction = eviction_of(self.h2o)
         n = max(slots(self.h2o, 0, length, self.new) for length in self.prompts)
         rope = None
@@ -44,8 +43,10 @@ class Heads:
             rope = torch.ones(n + 1, DIM // 2), torch.zeros(n + 1, DIM // 2)
         shape = (len(self.prompts), HEADS, n)
         self.state = new_state(shape, eviction, rope=rope, device=torch.device("cpu"))
-        width, dtype = (self.layout.nbytes, torch.uint8) if self.layout else (DIM, self.dtype)
-        self.slots = torch.full((2, *shape, width), 255).to(dtype)
+        kinds, width, dtype = 2, DIM, self.dtype
+        if self.layout:
+            kinds, width, dtype = self.layout.kinds, self.layout.width, torch.uint8
+        self.slots = torch.full((kinds, *shape, width), 255).to(dtype)
 
     def prefill(self, q, k, v) -> None:
         scores = torch.zeros(HEADS, len(k))
@@ -67,8 +68,7 @@ class Heads:
 
     def hold_to(self, definitions: list[list[Definition]], keys: torch.Tensor) -> None:
         """keys [sequences, HEADS, tokens, DIM]: each slot has the key of the position it says."""
-        found = self.slots[0] if self.layout is None else (
-            reference.dequantize_groups(self.slots[0], self.layout))
+        found = reference.cache_vectors(self.slots, self.layout)[0]
         for s, heads in enumerate(definitions):
             for head, one in enumerate(heads):
                 positions, count = self.state.positions[s, head], len(one.held)
@@ -135,7 +135,7 @@ def test_operations_keep_what_the_definition_keeps(module, score, policy):
 
 
 @pytest.mark.parametrize("module", [ops, reference])
-@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, 8, 4])
+@pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, 8, 4, *MIXED])
 def test_whatever_the_cache_holds(module, form):
     """The same tokens stay where keys are exact in every form."""
     for policy in POLICIES[1], POLICIES[4]:

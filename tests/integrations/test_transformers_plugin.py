@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from h2o.test_h2o import bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import slots_of
@@ -72,13 +73,13 @@ def plain(model, prompts, *, new=NEW, **options):
 
 
 def tokens(model, prompts, h2o, *, cache_bits=16, **options):
-    with enable_h2o(model, h2o, cache_bits=cache_bits):
+    with enable_h2o(model, h2o, **bits_of(cache_bits)):
         return plain(model, prompts, **options)
 
 
 def llm_tokens(tiny, prompts, h2o, *, cache_bits=16):
-    with LLM(str(tiny.folder), h2o=h2o, cache_bits=cache_bits, dtype="float32",
-             progress=False) as llm:
+    with LLM(str(tiny.folder), h2o=h2o, dtype="float32", progress=False,
+             **bits_of(cache_bits)) as llm:
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         return [out.token_ids for out in outputs]
 
@@ -129,7 +130,7 @@ def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model,
     assert tokens(tiny.model, prompts, replace(h2o, simulate=True)) == expected
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, (8, 4)])
 @pytest.mark.parametrize("key", ["opt", "llama"])
 def test_quantized_caches_give_the_tokens_of_llm(tiny_model, key, bits):
     tiny = tiny_model(key)

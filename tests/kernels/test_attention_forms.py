@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import FORMS, check_decode, check_prefill, decode_case, prefill_case
+from kernel_cases import FORMS, MIXED, check_decode, check_prefill, decode_case, prefill_case
 
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.errors import UserError
@@ -83,11 +83,12 @@ def test_sdpa(lengths, window):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("stored", FORMS)
+@pytest.mark.parametrize("stored", [*FORMS, *MIXED])
 @pytest.mark.parametrize("form", [form for form in COMBINATIONS if form.window is None], ids=str)
 def test_decode(isa, form, stored):
-    check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
-                                     attention=form))
+    for offsets in (False, form.softcap > 0 or form.sinks):
+        check_decode(DECODE, decode_case([1, 0, 70, 33], form=stored, group=3, dim=16,
+                                         attention=form, offsets=offsets))
     check_decode(DECODE, decode_case([9, 40, 33], form=stored, group=2, dim=16, full=[1, 2],
                                      eviction=Eviction(), rotary=8, attention=form))
 
@@ -107,17 +108,18 @@ def test_decode_does_not_see_what_has_left_the_window(isa, window, eviction):
 @pytest.mark.parametrize("group", [4, 8])
 @pytest.mark.parametrize("form", [AttentionForm(0.3, 2.0), AttentionForm(window=200, sinks=True)],
                          ids=str)
-def test_decode_of_grouped_queries_over_many_records(isa, form, group):
+@pytest.mark.parametrize("stored", [4, *MIXED])
+def test_decode_of_grouped_queries_over_many_records(isa, stored, form, group):
     eviction = Eviction(window=form.window or 0)
     for dim, cached in ((64, [300, 192]), (128, [600])):
-        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], form=4,
-                                         eviction=eviction, attention=form))
+        check_decode(DECODE, decode_case(cached, group=group, dim=dim, full=[0], form=stored,
+                                         eviction=eviction, attention=form, offsets=True))
 
 
 @settings(max_examples=25, deadline=None)
 @given(cached=st.lists(st.integers(3, 80), min_size=1, max_size=3), window=st.integers(0, 90),
-       cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(), stored=st.sampled_from(FORMS),
-       group=st.integers(1, 5))
+       cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(),
+       stored=st.sampled_from([*FORMS, *MIXED]), group=st.integers(1, 5))
 def test_any_decode(cached, window, cap, sinks, stored, group):
     form = AttentionForm(softcap=cap, sinks=sinks)
     check_decode([ops.decode_attention], decode_case(
@@ -145,7 +147,7 @@ def test_arguments_are_checked():
         native.decode_attention(**{
             name: x for name, x in decode_case([4]).items() if name in ("q", "k", "v", "slots",
                                                                         "metadata")},
-            bits=16, eviction=ops.EvictionArguments(window=3))
+            layout=None, eviction=ops.EvictionArguments(window=3))
 
 
 @pytest.mark.parametrize(("options", "words"), [

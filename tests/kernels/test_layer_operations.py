@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, threads, using
 
 from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
 from flexgen_h2o.kernels import abi, native, ops, reference_layer
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.program import Program
@@ -85,6 +86,41 @@ def test_rotations(way, dtype, rows, heads, half, rest, seed):
     near(heads_of_x, expected, ROUNDING[dtype])
     x.unflatten(1, (heads, dim + 2))[..., :dim] = kept
     assert torch.equal(whole.nan_to_num(7.0), untouched.nan_to_num(7.0))
+
+
+@given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),
+       st.sampled_from([2, 6, 20, 24, 64, 80, 96, 128, 256]), st.integers(0, 12), st.booleans(),
+       st.integers(0, 2**31))
+@settings(deadline=None, max_examples=150)
+def test_rotation_and_smoothing(way, dtype, rows, kv_heads, group, dim, half, shifted, seed):
+    half = min(half, dim // 2)
+    x, whole = wide(rows, kv_heads * group * (dim + 2), dtype, seed=seed)
+    heads = x.unflatten(1, (kv_heads * group, dim + 2))
+    beside = heads[..., dim:].clone()
+    given = heads[..., :dim].double()
+    generator = torch.Generator().manual_seed(seed)
+    angles = torch.randn(rows, half, generator=generator)
+    factor = torch.rand(kv_heads, dim, generator=generator) + 0.5
+    shift = torch.randn(kv_heads, dim, generator=generator) if shifted else None
+    tables = (angles.cos(), angles.sin()) if half else (None, None)
+    mean, offsets = torch.randn(kv_heads, dim, generator=generator), torch.full(
+        (rows, kv_heads * group), float("nan"))
+    run(way, "rotate", heads[..., :dim], *tables, BasisChange(factor, shift, mean), offsets)
+    if half:
+        c, s = (table.double()[:, None] for table in tables)
+        first, second, passed = given.split([half, half, dim - 2 * half], -1)
+        given = torch.cat([first * c - second * s, second * c + first * s, passed], -1)
+    grouped = given.unflatten(1, (kv_heads, group))
+    products = (grouped * mean.double()[:, None]).sum(-1).flatten(1)
+    assert ((offsets - products).abs() <= 1e-5 * (1 + grouped.abs().sum(-1).flatten(1) * 4)).all()
+    grouped = grouped * factor.double()[:, None]
+    grouped = grouped + (0 if shift is None else shift.double()[:, None])
+    size = block_size(dim)
+    matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)]
+                           for i in range(size)], dtype=torch.float64) / size**0.5
+    expected = (grouped.unflatten(-1, (-1, size)) @ matrix).flatten(-2).flatten(1, 2)
+    near(heads[..., :dim], expected, ROUNDING[dtype], beside=10)
+    assert torch.equal(heads[..., dim:], beside) and whole[:, x.shape[1]:].isnan().all()
 
 
 @given(WAYS, DTYPES, st.sampled_from(abi.ACTIVATIONS), st.integers(1, 4), st.integers(1, 100),
@@ -198,8 +234,8 @@ def test_a_program_keeps_its_tensors_and_ends_where_a_step_fails():
     x, q = torch.full((1, 8), -1.0), torch.ones(1, 1, 8)
     metadata = torch.tensor([[3], [4], [1], [0]], dtype=torch.int32)  # of slots there are two
     failing = Program()
-    native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata, bits=16,
-                            eviction=native.EvictionArguments(), steps=failing)
+    native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata,
+                            layout=None, eviction=native.EvictionArguments(), steps=failing)
     native.activate(x, "relu", steps=failing)
     with pytest.raises(ValueError, match="decode_attention"):
         failing.run()

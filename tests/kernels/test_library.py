@@ -4,6 +4,7 @@ import pytest
 import torch
 from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import cpu_library, library, reference
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
@@ -20,25 +21,26 @@ def arguments(form=torch.float32, *, state=True, rolls=True):
     eviction = EvictionArguments.of(kept if state else None)
     cut = select_case([Cut(9, 2, 3), Cut(2, 1, 1)], form=form, rolls=rolls)
     prompt = prefill_case([5, 2], [7, 2], dtype=dtype)
-    bits = 16 if layout is None else layout.bits
+    bits = (16, 16) if layout is None else (layout.keys.bits, layout.values.bits)
     yield library.flat_prefill_attention, (
         prompt["q"], prompt["k"], prompt["v"], [5, 2], [7, 2], prompt["scores"] if state else None,
         0.9, 0.3, 2.0, 3, torch.zeros(prompt["q"].shape[1]))
     yield library.flat_select_heavy_hitters, (
         cut["k"], cut["v"], cut["scores"] if state else None, [9, 2, 3, 2, 1, 1], cut["slots"],
-        bits, cut["state"].scores, cut["state"].positions, cut["state"].ranks, True, 1)
+        *bits, cut["state"].scores, cut["state"].positions, cut["state"].ranks, True, 1)
     yield library.flat_decode_attention, (
         case["q"], case["k"], case["v"], case["slots"], case["metadata"] if state else
         case["metadata"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
-        bits, *eviction, 0.3, 2.0, torch.zeros(case["q"].shape[1]))
+        *bits, *eviction, 0.3, 2.0, torch.zeros(case["q"].shape[1]))
     if layout is not None:
-        yield library.quantize_groups, (prompt["q"], bits)
-        records = reference.quantize_groups(prompt["q"], layout)
-        yield library.dequantize_groups, (records, bits, 16)
+        yield library.quantize_groups, (prompt["q"], bits[0])
+        records = reference.quantize_groups(prompt["q"], layout.keys)
+        yield library.dequantize_groups, (records, bits[0], 16)
 
 
 @pytest.mark.parametrize(("form", "state", "rolls"), [
-    (torch.float32, True, True), (torch.bfloat16, False, False), (4, True, False)])
+    (torch.float32, True, True), (torch.bfloat16, False, False), (4, True, False),
+    ((8, 4), True, True)])
 def test_pytorch_checks_the_ops(form, state, rolls):
     for op, args in arguments(form, state=state, rolls=rolls):
         torch.library.opcheck(op, args)
@@ -55,14 +57,15 @@ def test_meta_tensors_have_the_right_shapes():
                                      and one.dtype == other.dtype)
 
 
-def decode_with_a_struct(q, k, v, slots, metadata, bits, *others):
+def decode_with_a_struct(q, k, v, slots, metadata, key_bits, value_bits, *others):
     *eviction, scale, softcap, sink_logits = others
-    return library.decode_attention(q, k, v, slots=slots, metadata=metadata, bits=bits,
+    return library.decode_attention(q, k, v, slots=slots, metadata=metadata,
+                                    layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
                                     eviction=EvictionArguments(*eviction),
                                     form=FormArguments(scale, softcap, sink_logits=sink_logits))
 
 
-@pytest.mark.parametrize("form", [torch.bfloat16, 4])
+@pytest.mark.parametrize("form", [torch.bfloat16, 4, (8, 4)])
 def test_compiled_graphs_hold_the_ops_whole(form):
     torch.compiler.reset()
     for op, args in arguments(form):

@@ -24,7 +24,7 @@ EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 # Outputs, inputs, group: neither, either or both fill up their tiles and groups.
 SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
-          (7, 72, 24)]
+          (40, 96, 16), (7, 72, 24)]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from kernel_cases import (
     BOUND,
     BUILT,
     FORMS,
+    MIXED,
     SETS,
     check_decode,
     check_prefill,
@@ -33,7 +34,7 @@ from kernel_cases import (
     using,
 )
 
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, cpu_library, library, native, ops, reference, reference_matrix
@@ -94,7 +95,7 @@ def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
 
 @pytest.mark.source("decode")
 @BUILT
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (2, 128), (5, 256),
                                             (7, 130), (1, 6), (4, 148)])
 def test_decode(isa, form, group, dim):
@@ -107,7 +108,7 @@ def test_decode(isa, form, group, dim):
 
 @pytest.mark.source("decode")
 @BUILT
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("cached", [[257], [513, 0], [2000]], ids=str)
 def test_decode_in_parts(isa, form, cached):
     for group in (1, 6):
@@ -129,7 +130,7 @@ def test_of_equal_scores_the_oldest_goes(isa, mean):
 @pytest.mark.source("select")
 @BUILT
 @pytest.mark.parametrize("draw", [torch.randn, tied, None])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 def test_select(isa, draw, form):
     cuts = [Cut(5, 1, 1), Cut(64, 20, 3), Cut(333, 100, 0), Cut(7, 9, 9)]
     check_select([ops.select_heavy_hitters],
@@ -216,12 +217,13 @@ def calls():
     state = cut["state"]
     yield by_fields(native.select_heavy_hitters), dict(
         k=cut["k"], v=cut["v"], scores=cut["scores"], cuts=[9, 2, 3, 2, 1, 1], slots=cut["slots"],
-        bits=16, kept_scores=state.scores, positions=state.positions, ranks=state.ranks, sinks=1)
+        layout=None, kept_scores=state.scores, positions=state.positions, ranks=state.ranks,
+        sinks=1)
     case = decode_case([9, 3], full=(0,), eviction=Eviction(), rotary=8)
     state = case["state"]
     yield by_fields(native.decode_attention), dict(
         q=case["q"], k=case["k"], v=case["v"], slots=case["slots"], metadata=case["metadata"],
-        bits=16, kept_scores=state.scores, positions=state.positions, ranks=state.ranks,
+        layout=None, kept_scores=state.scores, positions=state.positions, ranks=state.ranks,
         cos=state.rope[0], sin=state.rope[1], decay=0.9, sinks=1)
     layout = MatrixLayout(20, 64, 4)
     weight = torch.randn(20, 64)
@@ -285,7 +287,9 @@ def test_wrong_calls_raise_and_write_nothing():
     ("select_heavy_hitters", dict(cuts=[9, 2, 3, 2, 1])),
     ("select_heavy_hitters", dict(cuts=[9, 99, 3, 2, 1, 1], sinks=0)),
     ("select_heavy_hitters", dict(cuts=[9, -2, 3, 2, 1, 1])),
-    ("select_heavy_hitters", dict(bits=5)), ("decode_attention", dict(bits=4)),
+    ("select_heavy_hitters", dict(layout=CacheLayout.of(16, 8))),
+    ("decode_attention", dict(layout=CacheLayout.of(16, 8, 4))),
+    ("decode_attention", dict(layout=CacheLayout.of(18, 4))),
     ("decode_attention", dict(positions=None)), ("decode_attention", dict(cos=None)),
     ("quantize_matrix", dict(weight=torch.randn(33, 64))), ("linear_quantized", dict(inputs=128)),
     ("linear_quantized", dict(outputs=40)),
@@ -348,14 +352,14 @@ CALLS = [
           ([1100],), ([9, 1, 150, 33],), ([100], [400]))],
     *[(ops.decode_attention, decode_case(cached, full=(0,), form=form, rotary=rotary, kv_heads=1,
                                          eviction=Eviction(decay=0.9), n=1100, group=3))
-      for form in FORMS for rotary in (0, 8) for cached in ([1000], [70, 300, 5])],
+      for form in (*FORMS, *MIXED) for rotary in (0, 8) for cached in ([1000], [70, 300, 5])],
     *[(ops.decode_attention, decode_case([2000, 300], form=form, n=2100, kv_heads=heads, dim=12,
                                          eviction=Eviction()))
       for form in (torch.float32, 8) for heads in (5, 16)],
     *[(ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, form=form)) for form in (
         torch.bfloat16, 4)],
     *[(ops.select_heavy_hitters, select_case([Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)],
-                                             form=form, rolls=True)) for form in FORMS],
+                                             form=form, rolls=True)) for form in (*FORMS, *MIXED)],
     *[(ops.quantize_groups, {"x": torch.randn(999, 96), "layout": GroupLayout(96, bits)})
       for bits in (4, 8)],
 ]
@@ -432,12 +436,12 @@ def test_no_memory_for_a_call():
                     native.prefill_attention(q, k, k, [1], [rows], given, 1.0)
             with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
                 native.select_heavy_hitters(
-                    k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], bits=16,
+                    k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], layout=None,
                     eviction=EvictionArguments.of(state))
             with pytest.raises(MemoryError, match="workspace of decode_attention"):
                 native.decode_attention(
                     wide["q"], wide["k"], wide["v"], slots=wide["slots"],
-                    metadata=wide["metadata"], bits=16, eviction=EvictionArguments())
+                    metadata=wide["metadata"], layout=None, eviction=EvictionArguments())
         assert same(before.scores, state.scores)
         check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
 

@@ -12,6 +12,7 @@ from kernel_cases import (
     BOUND,
     BUILT,
     FORMS,
+    MIXED,
     check_decode,
     check_prefill,
     check_select,
@@ -198,10 +199,10 @@ def test_select(draw, eviction, form):
 
 
 @pytest.mark.source("select")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("dim", [5, *DIMS])
 def test_select_of_every_form(form, dim):
-    if isinstance(form, int) and dim % 2:
+    if not isinstance(form, torch.dtype) and dim % 2:
         pytest.skip("records have an even number of elements")
     check_select(SELECT, select_case([Cut(40, 13, 2), Cut(9, 3, 2)], form=form, dim=dim,
                                      kv_heads=3, eviction=Eviction(sinks=1), draw=tied))
@@ -240,7 +241,7 @@ def test_any_selection(cuts, sinks, mean, kv_heads, draw):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("rotary", [0, 8, 64])
 def test_decode(form, group, rotary):
@@ -249,7 +250,16 @@ def test_decode(form, group, rotary):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dim", [20, 64, 96])
+def test_smoothed_keys_are_restored_before_they_rotate_by_rank(bits, group, dim):
+    check_decode(DECODE, decode_case([0, 63, 1, 70], full=(1, 3), form=bits, group=group, dim=dim,
+                                     rotary=8, eviction=Eviction(), smoothed=True))
+
+
+@pytest.mark.source("decode")
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("cached", [[0], [1], [2], [15, 16, 17], [63, 64, 65], [31, 33, 0],
                                     [129, 127, 2]], ids=str)
 @pytest.mark.parametrize("scored", [False, True])
@@ -259,7 +269,7 @@ def test_decode_lengths(form, cached, scored):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("cached", [[255], [256], [257], [700, 300], [1500]], ids=str)
 def test_decode_of_few_heads_with_many_slots(form, cached):
     """Their slots are split into parts."""
@@ -270,7 +280,7 @@ def test_decode_of_few_heads_with_many_slots(form, cached):
 
 
 @pytest.mark.source("decode")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *MIXED])
 @pytest.mark.parametrize("dim", [2, 6, 66, 130, *DIMS])
 def test_decode_of_every_head_size(form, dim):
     for rotary in sorted({0, dim // 4 * 2, dim}):
@@ -344,7 +354,7 @@ def test_elements_that_lie_apart(function):
 @pytest.mark.source("decode")
 @given(cached=st.lists(st.integers(0, 90), min_size=1, max_size=4), group=st.integers(1, 9),
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
-       form=st.sampled_from(FORMS), eviction=st.sampled_from([None, *VARIANTS]),
+       form=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *VARIANTS]),
        room=st.integers(1, 300), data=st.data())
 @settings(max_examples=60)
 def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room, data):

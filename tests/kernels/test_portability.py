@@ -17,6 +17,7 @@ import torch
 from kernel_cases import (
     BUILT,
     FORMS,
+    MIXED,
     decode_case,
     of_form,
     packaging,
@@ -25,7 +26,7 @@ from kernel_cases import (
     using,
 )
 
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout
+from flexgen_h2o.config.formats import GroupLayout, MatrixLayout, split_slots
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, cpu_library, experts, library, native, ops
@@ -282,7 +283,7 @@ def make_calls() -> None:
                 groups = GroupLayout(length, bits)
                 ops.dequantize_groups(ops.quantize_groups(torch.randn(5, length).to(dtype), groups),
                                       groups)
-    for form in FORMS:
+    for form in (*FORMS, *MIXED):
         ops.select_heavy_hitters(**select_case([Cut(64, 20, 3), Cut(7, 9, 9)], form=form, dim=20,
                                                rolls=True, eviction=Eviction(sinks=2)))
         for rotary in (0, 8):
@@ -335,15 +336,16 @@ def make_recall_calls() -> None:
     tokens, dim = 40, 24
     metadata = torch.tensor([[tokens, 33], [9, 5]], dtype=torch.int32)
     spans = torch.stack([metadata[0] * 0, metadata[0] * 0, metadata[0]])
-    for bits, form in ((4, torch.float32), (2, torch.bfloat16), (4, torch.float16), (2, 8), (4, 4)):
+    for bits, form in ((4, torch.float32), (2, torch.bfloat16), (4, torch.float16), (2, 8), (4, 4),
+                       (2, (8, 4))):
         dtype, records = of_form(form, dim)
         q, k, v = (torch.randn(2, heads, dim).to(dtype) for heads in (6, 2, 2))
         slots = torch.randn(2, 2, 2, tokens + 1, dim).to(dtype)
-        if records is not None:
-            slots = ops.quantize_groups(slots, records)
+        slots = ops.cache_records(slots, records)
         layout = IndexLayout(dim, bits)
         index = torch.zeros(2, 2, layout.tiles(tokens), layout.tile_bytes, dtype=torch.uint8)
-        ops.index_keys(slots[0], index, spans, layout=layout, records=records)
+        ops.index_keys(split_slots(slots, records)[0], index, spans, layout=layout,
+                       records=None if records is None else records.keys)
         log_weights = torch.zeros(2, 2, tokens, dtype=torch.int32)
         chosen = ops.choose_keys(q, k, index=index, metadata=metadata, layout=layout, most=10,
                                  log_weights=log_weights)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.formats import GROUP, GroupLayout
+from flexgen_h2o.config.formats import GROUP, CacheLayout, GroupLayout, split_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference
 
@@ -20,8 +20,9 @@ layouts = st.builds(GroupLayout, st.sampled_from(LENGTHS), st.sampled_from(BITS)
 @given(st.integers(1, 2000).map(lambda half: 2 * half), st.sampled_from(BITS))
 def test_a_layout_has_the_fewest_even_groups(length, bits):
     layout = GroupLayout(length, bits)
+    most = 32 if bits == 4 and length % 64 == 0 else GROUP
     fits = [n for n in range(1, length + 1) if length % n == 0 and length // n % 2 == 0
-            and length // n <= GROUP]
+            and length // n <= most]
     assert layout.groups == fits[0] and layout.group == length // fits[0]
     assert 0 <= 8 * layout.code_bytes - length * bits < 16 and layout.code_bytes % 2 == 0
     assert layout.nbytes == layout.code_bytes + 4 * layout.groups
@@ -29,8 +30,8 @@ def test_a_layout_has_the_fewest_even_groups(length, bits):
 
 
 @pytest.mark.parametrize(("length", "bits", "group", "nbytes"), [
-    (64, 4, 64, 36), (64, 8, 64, 68), (128, 4, 64, 72), (80, 8, 40, 88), (96, 4, 48, 56),
-    (12, 4, 12, 10), (6, 4, 6, 8), (4096, 4, 64, 2304)])
+    (64, 4, 32, 40), (64, 8, 64, 68), (128, 4, 32, 80), (80, 8, 40, 88), (96, 4, 48, 56),
+    (12, 4, 12, 10), (6, 4, 6, 8), (4096, 4, 32, 2560)])
 def test_known_layouts(length, bits, group, nbytes):
     layout = GroupLayout(length, bits)
     assert (layout.group, layout.nbytes) == (group, nbytes)
@@ -156,10 +157,27 @@ def test_strided_records_and_odd_offsets(module, bits, length):
 
 
 @pytest.mark.parametrize("module", [ops, reference])
+@pytest.mark.parametrize("bits", [(8, 4), (4, 8), (4, 4)])
+@pytest.mark.parametrize("length", [12, 64])
+def test_keys_and_values_of_different_bits_share_a_record(module, bits, length):
+    layout, x = CacheLayout.of(length, *bits), torch.randn(2, 3, 5, length)
+    parts = [module.quantize_groups(each, GroupLayout(length, one))
+             for each, one in zip(x, bits, strict=True)]
+    records = module.cache_records(x, layout)
+    expected = torch.stack(parts) if bits[0] == bits[1] else torch.cat(parts, -1)[None]
+    assert torch.equal(records, expected)
+    assert records.shape == (layout.kinds, 3, 5, layout.width)
+    assert all(map(torch.equal, split_slots(records, layout), parts))
+    vectors = [module.dequantize_groups(each, GroupLayout(length, one))
+               for each, one in zip(parts, bits, strict=True)]
+    assert torch.equal(module.cache_vectors(records, layout), torch.stack(vectors))
+
+
+@pytest.mark.parametrize("module", [ops, reference])
 def test_no_vectors_at_all(module):
     layout = GroupLayout(64, 4)
     records = module.quantize_groups(torch.empty(2, 0, 64), layout)
-    assert records.shape == (2, 0, 36)
+    assert records.shape == (2, 0, layout.nbytes)
     assert module.dequantize_groups(records, layout).shape == (2, 0, 64)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BUILT, FORMS, of_form, same, threads, using
+from kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import GroupLayout, split_slots
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import native_recall, ops, reference, reference_recall
@@ -22,13 +22,12 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
     """Arguments of the three operations; slots that hold no token, and what is behind the index,
     are NaN."""
     torch.default_generator.manual_seed(tokens + group + dim + bits)
-    dtype, records = of_form(form, dim)
+    dtype, records = of_form(form, dim)  # of slots
     cached = torch.randint(1, tokens + 1, (sequences,))
     cached[0] = tokens
     counts = (cached * 0.3).long().clamp(min=1)
     slots = torch.randn(2, sequences, kv_heads, tokens + 2, dim).to(dtype)
-    if records is not None:
-        slots = reference.quantize_groups(slots, records)
+    slots = reference.cache_records(slots, records)
     for held, n in zip(slots.unbind(1), cached.tolist(), strict=True):
         held[:, :, n:] = float("nan") if records is None else 255
     layout = IndexLayout(dim, bits)
@@ -37,17 +36,24 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
     q, k, v = (torch.randn(sequences, heads, dim + 3).to(dtype)[..., :dim]
                for heads in (kv_heads * group, kv_heads, kv_heads))
     sinks = torch.randn(kv_heads * group) if attention.sinks else None
+    offsets = torch.randn(sequences, kv_heads * group) * 9 if attention.softcap else None
     return {"q": q, "k": k, "v": v, "slots": slots, "index": index, "layout": layout,
-            "records": records, "metadata": torch.stack([cached, counts]).int(),
+            "keys": split_slots(slots, records)[0], "records": records,
+            "metadata": torch.stack([cached, counts]).int(),
             "spans": torch.stack([cached * 0, cached * 0, cached]).int(),
-            "options": {"form": attention, "sinks": sinks}}
+            "options": {"form": attention, "sinks": sinks, "offsets": offsets}}
 
 
 CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
          {"group": 7, "dim": 80, "attention": CAPPED, "sequences": 1, "tokens": 16},
          # Rows of an index that are no whole fours, in which some CPUs take them.
          {"dim": 20, "tokens": 40}, {"dim": 24, "bits": 2, "group": 1},
-         {"dim": 8, "tokens": 1}, *({"form": form, "tokens": 130} for form in FORMS[1:])]
+         {"dim": 8, "tokens": 1}, *({"form": form, "tokens": 130} for form in (*FORMS[1:], *MIXED))]
+
+
+def key_records(some):
+    """The layout of a cached key's record."""
+    return None if some["records"] is None else some["records"].keys
 
 
 def weights_of(some):
@@ -55,11 +61,12 @@ def weights_of(some):
     kv_heads, (cached, _) = some["k"].shape[1], some["metadata"].long()
     keys = reference_recall.indexed_keys(some["index"], some["layout"])
     filled = (torch.arange(keys.shape[2]) < cached[:, None])[:, None]
-    sinks = some["options"]["sinks"]
+    sinks, offsets = some["options"]["sinks"], some["options"]["offsets"]
     return index_weights(
         some["q"].unflatten(1, (kv_heads, -1)), some["k"], keys.where(filled[..., None], 0),
         layout=some["layout"], hidden=~filled[:, :, None], form=some["options"]["form"],
-        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
+        sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
+        offsets=None if offsets is None else offsets.view(len(offsets), kv_heads, -1, 1))
 
 
 def check_choice(some, chosen):
@@ -83,8 +90,8 @@ def test_kernels_do_what_the_reference_does(isa):
         some = case(**options)
         counts = some["metadata"][1]
         expected = some["index"].clone()
-        reference_recall.index_keys(some["slots"][0], expected, some["spans"],
-                                    layout=some["layout"], records=some["records"])
+        reference_recall.index_keys(some["keys"], expected, some["spans"],
+                                    layout=some["layout"], records=key_records(some))
         with using(isa):
             # In two parts, as a generation has it.
             parts = some["spans"].clone(), some["spans"].clone()
@@ -92,8 +99,8 @@ def test_kernels_do_what_the_reference_does(isa):
             parts[1][:2] = parts[0][2]
             parts[1][2] -= parts[0][2]
             for spans in parts:
-                ops.index_keys(some["slots"][0], some["index"], spans, layout=some["layout"],
-                               records=some["records"])
+                ops.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
+                               records=key_records(some))
             assert same(some["index"], expected)
             most = int(counts.max()) + 2
             chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=most,
@@ -117,16 +124,15 @@ def test_kernels_do_what_the_reference_does(isa):
 def recall(some, *, steps=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
     noted = {} if steps is None else {"steps": steps}
-    bits = 16 if some["records"] is None else some["records"].bits
-    form = FormArguments.of(some["options"]["form"], some["options"]["sinks"])
+    form = FormArguments.of(*some["options"].values())
     told = {"metadata": some["metadata"], "form": form}
-    native_recall.index_keys(some["slots"][0], some["index"], some["spans"],
-                             layout=some["layout"], bits=bits, **noted)
+    native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
+                             records=key_records(some), **noted)
     chosen = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
                                        layout=some["layout"], most=99, **told, **noted)
     return chosen, *native_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen, bits=bits,
-        **told, **noted)
+        some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen,
+        layout=some["records"], **told, **noted)
 
 
 @pytest.mark.source("choose")
@@ -153,8 +159,8 @@ def test_means_of_logarithms_follow_the_weights(isa):
     """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
     for options in CASES:
         some = case(**options)
-        reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
-                                    layout=some["layout"], records=some["records"])
+        reference_recall.index_keys(some["keys"], some["index"], some["spans"],
+                                    layout=some["layout"], records=key_records(some))
         weights = weights_of(some)[..., : int(some["metadata"][0].max())]
         before = torch.randint(2**30, weights.shape, dtype=torch.int32)
         before[..., ::3] = 0
@@ -217,7 +223,7 @@ def test_threads_change_nothing():
     found = []
     for count in (1, 2):
         with threads(count):
-            ops.index_keys(some["slots"][0], some["index"], some["spans"], layout=some["layout"])
+            ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
             chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=60,
                                      metadata=some["metadata"], layout=some["layout"])
             found.append((chosen, ops.attend_recalled(
@@ -233,11 +239,12 @@ def test_bad_arguments_are_refused_and_nothing_is_written():
     late = some["spans"].clone()
     late[1] += 40
     with pytest.raises(ValueError, match="index_keys: a tensor of indices points outside"):
-        ops.index_keys(some["slots"][0], some["index"], late, layout=layout)
+        ops.index_keys(some["keys"], some["index"], late, layout=layout)
     assert same(some["index"], index)
-    records = reference.quantize_groups(some["slots"][0], GroupLayout(64, 4))
+    records = reference.quantize_groups(some["keys"], GroupLayout(64, 4))
     with pytest.raises(ValueError, match="index_keys: keys must be"):
-        native_recall.index_keys(records[..., 1:], index, some["spans"], layout=layout, bits=4)
+        native_recall.index_keys(records[..., 1:], index, some["spans"], layout=layout,
+                                 records=GroupLayout(64, 4))
     assert same(some["index"], index)
     many = some["metadata"].clone()
     many[1] = many[0] + 1

@@ -20,6 +20,7 @@ if (sys.platform, platform.machine()) != ("linux", "x86_64"):
 
 import triton.language as tl  # noqa: E402
 from fakes import T4  # noqa: E402
+from kernel_cases import MIXED, of_form  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noqa: E402
@@ -39,7 +40,7 @@ from flexgen_h2o.kernels.gpus import pretending  # noqa: E402
 ATTENTION = [AttentionForm(scale=0.4), AttentionForm(softcap=2.5), AttentionForm(window=7),
              AttentionForm(sinks=True), AttentionForm(0.4, 2.5, 20, True)]
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4]
+FORMS = [torch.float32, torch.bfloat16, torch.float16, 8, 4, *MIXED]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -113,15 +114,14 @@ def far_apart(slots):
 def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=None, full=(),
                 recent=2, eviction=None, rotary=0):
     """Arguments of a decode step of sequences with `cached` slots each; empty ones hold poison."""
-    dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
-                                                                       GroupLayout(dim, form))
+    dtype, layout = of_form(form, dim)
     sequences, n = len(cached), n or max(cached) + 3
     q = random(sequences, kv_heads * group, dim + 2, dtype=dtype)[..., :dim]
     k, v = random(2, sequences, kv_heads, dim, dtype=dtype)
     held = random(2, sequences, kv_heads, n, dim, dtype=dtype)
-    held = held if layout is None else reference.quantize_groups(held, layout)
+    held = reference.cache_records(held, layout)
     filled = torch.arange(n) < torch.tensor(cached)[:, None]
-    slots = torch.full((2, sequences, kv_heads, n + 4, held.shape[-1]),
+    slots = torch.full((len(held), sequences, kv_heads, n + 4, held.shape[-1]),
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
     slots.copy_(torch.where(filled[:, None, :, None], held, slots))
     tokens = [c + 1 + 5 * (s in full) for s, c in enumerate(cached)]
@@ -147,7 +147,7 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
 
 def triton_decode_step(q, k, v, *, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
     return triton_decode.decode_attention(
-        q, k, v, slots=slots, metadata=metadata, bits=layout.bits if layout else 16,
+        q, k, v, slots=slots, metadata=metadata, layout=layout,
         eviction=EvictionArguments.of(state), form=FormArguments.of(form, sinks))
 
 
@@ -293,7 +293,7 @@ def test_decode_of_every_form_of_attention(attention, form, group):
 
 
 @pytest.mark.parametrize(("bits", "dim", "attention"), [
-    *((bits, dim, DEFAULT_FORM) for bits in (8, 4) for dim in (8, 64, 80, 128)),
+    *((bits, dim, DEFAULT_FORM) for bits in (8, 4, *MIXED) for dim in (8, 64, 80, 128)),
     (4, 96, DEFAULT_FORM), (8, 64, ATTENTION[1]), (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1])],
     ids=str)
 def test_decode_of_codes_as_they_lie(monkeypatch, bits, dim, attention):
@@ -306,20 +306,20 @@ def test_decode_of_codes_as_they_lie(monkeypatch, bits, dim, attention):
                      eviction=Eviction(window=attention.window or 0))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, *MIXED])
 def test_decode_of_codes_that_are_no_whole_words(monkeypatch, bits):
     monkeypatch.setattr(triton_decode, "read_codes", None)
     for begin, end in ((1, 2), (2, 2)):  # strides, or where the first record lies
         case = decode_case([33], form=bits, dim=64)
-        wide = torch.full((*case["slots"].shape[:-1], begin + case["layout"].nbytes + end), 77,
+        wide = torch.full((*case["slots"].shape[:-1], begin + case["layout"].width + end), 77,
                           dtype=torch.uint8)
-        slots = wide[..., begin : begin + case["layout"].nbytes]
+        slots = wide[..., begin : begin + case["layout"].width]
         slots.copy_(case["slots"])
         out, _ = triton_decode_step(**case | {"slots": slots})
         expected, _ = reference.decode_attention(**case)
         assert (out.float() - expected.float()).abs().max() < BOUND[out.dtype]
         assert torch.equal(slots, case["slots"])
-        wide[..., begin : begin + case["layout"].nbytes] = 77
+        wide[..., begin : begin + case["layout"].width] = 77
         assert (wide == 77).all()
 
 
@@ -363,8 +363,7 @@ def test_large_logits_do_not_overflow():
 
 def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, rolls=False,
                  draw=torch.rand, copy=torch.clone, put=torch.clone):
-    dtype, layout = (form, None) if isinstance(form, torch.dtype) else (torch.bfloat16,
-                                                                       GroupLayout(dim, form))
+    dtype, layout = of_form(form, dim)
     eviction = eviction or Eviction()
     rows, sequences = sum(cut.length for cut in cuts), len(cuts)
     k = random(rows, kv_heads, dim + 2, dtype=dtype)[..., :dim]
@@ -372,20 +371,21 @@ def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None,
     scores = None if draw is None else draw((kv_heads, rows + 3))[:, :rows]
     n = max(eviction.kept(cut) for cut in cuts) + 2
     shape = (sequences, kv_heads, n)
-    width, kind = (dim, dtype) if layout is None else (layout.nbytes, torch.uint8)
+    kinds, width, kind = (2, dim, dtype) if layout is None else (
+        layout.kinds, layout.width, torch.uint8)
     cases = []
     for _ in range(2):
         state = clone(EvictionState(eviction, torch.full(shape, float("nan")),
                                     torch.full(shape, -7).int(),
                                     torch.full(shape, -7).int() if rolls else None), copy)
-        slots = torch.full((2, sequences, kv_heads, n + 1, width), 77.0).to(kind)[:, :, :, :n]
+        slots = torch.full((kinds, sequences, kv_heads, n + 1, width), 77.0).to(kind)[:, :, :, :n]
         cases.append((put(slots), state))
     (slots, state), (wanted_slots, wanted) = cases
     reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=wanted_slots, state=wanted,
                                    layout=layout)
     triton_select.select_heavy_hitters(
         k, v, scores, cuts=[x for cut in cuts for x in cut], slots=slots,
-        bits=layout.bits if layout else 16, eviction=EvictionArguments.of(state))
+        layout=layout, eviction=EvictionArguments.of(state))
     assert torch.equal(state.positions, wanted.positions)
     assert torch.equal(state.scores, wanted.scores)
     assert not rolls or torch.equal(state.ranks, wanted.ranks)

@@ -164,7 +164,7 @@ def test_linear_of_many_rows(dtype):
 
 
 @pytest.mark.parametrize(("bits", "group"), [
-    (4, 8), (8, 8), (4, 24), (8, 40), (4, 96), (8, 256)])
+    (4, 8), (8, 8), (4, 16), (8, 16), (4, 24), (8, 40), (4, 96), (8, 256)])
 def test_groups_of_any_size(bits, group):
     for rows in (1, 6):
         for dtype in (torch.float32, torch.float16):

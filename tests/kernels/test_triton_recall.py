@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 import torch
 from fakes import T4
-from kernel_cases import same
-from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice
+from kernel_cases import MIXED, same
+from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice, key_records
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
@@ -25,10 +25,6 @@ SHORTER = [{"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 
 """The interpreter takes ten seconds for three sequences of 150 tokens."""
 
 
-def bits_of(some) -> int:
-    return 16 if some["records"] is None else some["records"].bits
-
-
 def choice(some, *, most, log_weights=None):
     return triton_recall.choose_keys(
         some["q"], some["k"], index=some["index"], metadata=some["metadata"],
@@ -40,15 +36,15 @@ def choice(some, *, most, log_weights=None):
 def test_an_index_is_the_references(options):
     some = case(**options)
     expected = some["index"].clone()
-    reference_recall.index_keys(some["slots"][0], expected, some["spans"], layout=some["layout"],
-                                records=some["records"])
+    reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
+                                records=key_records(some))
     first, rest = some["spans"].clone(), some["spans"].clone()  # as a generation has it
     first[2] //= 2
     rest[:2] = first[2]
     rest[2] -= first[2]
     for spans in (first, rest):
-        triton_recall.index_keys(some["slots"][0], some["index"], spans, layout=some["layout"],
-                                 bits=bits_of(some))
+        triton_recall.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
+                                 records=key_records(some))
     assert same(some["index"], expected)
 
 
@@ -56,14 +52,14 @@ def test_an_index_is_the_references(options):
 def test_what_weighs_most_is_chosen_and_attended_to(options):
     some = case(**options)
     counts = some["metadata"][1]
-    reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
-                                layout=some["layout"], records=some["records"])
+    reference_recall.index_keys(some["keys"], some["index"], some["spans"],
+                                layout=some["layout"], records=key_records(some))
     chosen = choice(some, most=int(counts.max()) + 2)
     check_choice(some, chosen)
     ours, theirs = some["slots"].clone(), some["slots"].clone()
     out, taken = triton_recall.attend_recalled(
         some["q"], some["k"], some["v"], slots=ours, chosen=chosen, metadata=some["metadata"],
-        bits=bits_of(some), form=FormArguments.of(**some["options"]))
+        layout=some["records"], form=FormArguments.of(**some["options"]))
     wanted, places = reference_recall.attend_recalled(
         some["q"], some["k"], some["v"], slots=theirs, chosen=chosen, metadata=some["metadata"],
         layout=some["records"], **some["options"])
@@ -74,7 +70,7 @@ def test_what_weighs_most_is_chosen_and_attended_to(options):
 
 def test_means_of_logarithms_follow_the_weights():
     some = case()
-    reference_recall.index_keys(some["slots"][0], some["index"], some["spans"],
+    reference_recall.index_keys(some["keys"], some["index"], some["spans"],
                                 layout=some["layout"])
     before = torch.randint(2**30, (3, 2, 77), dtype=torch.int32)
     ours, theirs = before.clone(), before.clone()
@@ -91,7 +87,7 @@ def test_of_equal_weights_the_newer_are_chosen():
     keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
     index = torch.zeros(1, 1, layout.tiles(100), layout.tile_bytes, dtype=torch.uint8)
     triton_recall.index_keys(keys, index, torch.tensor([[0], [0], [100]]).int(), layout=layout,
-                             bits=16)
+                             records=None)
     q = torch.ones(1, 2, 16)
     for count, wanted in ((3, [94, 96, 98]), (52, [*range(0, 96, 2), 96, 97, 98, 99]),
                           (100, list(range(100)))):
@@ -134,8 +130,8 @@ def test_new_tokens_take_the_slots_that_they_are_given():
     chosen = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
     metadata = torch.tensor([[5, 0], [3, 0]]).int()
     ours, theirs = slots.clone(), slots.clone()
-    out, taken = triton_recall.attend_recalled(q, k, v, slots=ours, chosen=chosen,
-                                               metadata=metadata, bits=16, form=DEFAULT_ARGUMENTS)
+    out, taken = triton_recall.attend_recalled(
+        q, k, v, slots=ours, chosen=chosen, metadata=metadata, layout=None, form=DEFAULT_ARGUMENTS)
     wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, chosen=chosen,
                                                  metadata=metadata)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
@@ -143,7 +139,7 @@ def test_new_tokens_take_the_slots_that_they_are_given():
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, *MIXED])
 @pytest.mark.parametrize(("dim", "form"), [(64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED)])
 def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form):
     """Of one head, and of several one by one, as they are without matrix units."""
@@ -159,7 +155,8 @@ def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form
         with pretending(gpu):
             out, _ = triton_recall.attend_recalled(
                 some["q"], some["k"], some["v"], slots=ours, chosen=chosen,
-                metadata=some["metadata"], bits=bits, form=FormArguments.of(**some["options"]))
+                metadata=some["metadata"], layout=some["records"],
+                form=FormArguments.of(**some["options"]))
         wanted, _ = reference_recall.attend_recalled(
             some["q"], some["k"], some["v"], slots=theirs, chosen=chosen,
             metadata=some["metadata"], layout=some["records"], **some["options"])
@@ -198,7 +195,8 @@ def test_tokens_are_copied_to_their_slots(dtype, width):
     source, target = (torch.randint(200, (2, 2, 3, slots, width)).to(dtype) for slots in (40, 21))
     moves = torch.stack([torch.rand(2, 3, n).argsort(-1)[..., :9] for n in (40, 20)]).int()
     counts = torch.tensor([[9, 0, 4], [1, 8, 9]]).int()
-    expected = target.clone()
-    reference_recall.copy_tokens(source, expected, moves, counts)
-    triton_fast_set.copy_tokens(source, target, moves, counts)
-    assert same(target, expected)
+    for kinds in (1, 2):  # keys and values in one record, or apart
+        found, expected = target[:kinds].clone(), target[:kinds].clone()
+        reference_recall.copy_tokens(source[:kinds], expected, moves, counts)
+        triton_fast_set.copy_tokens(source[:kinds], found, moves, counts)
+        assert same(found, expected)

@@ -31,6 +31,8 @@ CACHES = {
     "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
     "4 bits": {"cache_bits": 4},
     "4 bits, h2o": {"cache_bits": 4, "h2o": H2OConfig(heavy_ratio=0.15)},
+    "8 and 4 bits, rolling": {"key_bits": 8, "value_bits": 4,
+                              "h2o": H2OConfig(heavy_ratio=0.15, positions="rolling")},
     "sparse": {"attn_sparsity": 0.5},
 }
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import MODES
+from h2o.test_h2o import MODES, bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inside import buffer_bytes, cache_of, scratch_bytes
@@ -21,7 +21,7 @@ SMALL = H2OConfig(heavy_tokens=9, recent_tokens=8)
 
 def open_llm(tiny, h2o=None, *, chunk=None, cache_bits=16, **policy):
     policy = Policy(**{"gpu_batch_size": 1, "prefill_chunk": chunk} | policy)
-    return LLM(str(tiny.folder), policy=policy, h2o=h2o, cache_bits=cache_bits, dtype="float32",
+    return LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", **bits_of(cache_bits),
                progress=False)
 
 
@@ -109,7 +109,7 @@ def test_any_turns_and_any_budget(tiny_model, data):
 
 
 @pytest.mark.parametrize(("h2o", "bits"), [
-    (None, 16), (None, 4), (SMALL, 4), (replace(SMALL, positions="rolling"), 16)])
+    (None, 16), (None, 4), (SMALL, 4), (SMALL, (8, 4)), (replace(SMALL, positions="rolling"), 16)])
 def test_the_same_answers_on_every_tier(tiny_model, device, h2o, bits):
     tiny = tiny_model("llama")
     turns, most = turns_of(tiny, [30, 3, 21, 1]), 140 if h2o is None else None

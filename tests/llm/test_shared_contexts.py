@@ -22,6 +22,7 @@ CACHES = {
     "simulated": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6, simulate=True)},
     "8 bits": {"cache_bits": 8},
     "8 bits, h2o": {"cache_bits": 8, "h2o": H2OConfig(heavy_ratio=0.15)},
+    "8 and 4 bits": {"key_bits": 8, "value_bits": 4},
     "sparse": {"attn_sparsity": 0.5},
 }
 

@@ -63,14 +63,15 @@ def test_greedy_tokens_are_those_of_transformers(llm, expected):
         assert all(c.isprintable() or c.isspace() for c in out.text) and "\ufffd" not in out.text
 
 
-def test_the_same_tokens_with_everything_on_disk(expected, tmp_path):
-    """Straight from the bytes of a real checkpoint, in other batches."""
+@pytest.mark.parametrize(("bits", "read"), [(16, 500e6), ("auto", 90e6)])
+def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits, read):
+    """Straight from the bytes of a real checkpoint, and from its codes, in other batches."""
     disk, some = Placement(0, 0, 100), slice(1, 4)
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=disk, cache=disk, activations=disk)
     with LLM(NAME, dtype="float32", device="cpu", policy=policy, progress=False,
-             offload_dir=str(tmp_path)) as llm:
+             weight_bits=bits, offload_dir=str(tmp_path)) as llm:
         outputs = llm.generate(PROMPTS[some], max_new_tokens=8, eos_token_id=-1)
-        assert llm.stats.links["disk->cpu"][0] > 8 * 500e6  # all weights for each token
+        assert llm.stats.links["disk->cpu"][0] > 8 * read  # all weights for each token
     assert [out.token_ids for out in outputs] == [tokens[:8] for tokens in expected[some]]
     assert list(tmp_path.iterdir()) == []
 

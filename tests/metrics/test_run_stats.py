@@ -168,7 +168,7 @@ def test_csv_schema():
         "weights_gpu,weights_cpu,weights_disk,cache_gpu,cache_cpu,cache_disk,"
         "activations_gpu,activations_cpu,activations_disk,"
         "overlap,pin_weight,cpu_cache_compute,fetch_chosen,fast_set,prefill_chunk,sep_layer,refill_share,"
-        "compress_weight,compress_cache,weight_bits,activation_bits,cache_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
+        "compress_weight,compress_cache,weight_bits,activation_bits,cache_bits,key_bits,value_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
         "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,expert_counts,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
@@ -227,8 +227,10 @@ def test_csv_rows(tmp_path):
 
 
 def csv_of(tmp_path, **flags) -> dict[str, str]:
-    append_csv(tmp_path / "r.csv", make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96),
-               RunConfig(**flags))
+    config = RunConfig(**flags)
+    stats = make_stats(full_kv_cache_bytes=4 * 10**6, kv_bytes_per_token=96,
+                       weight_bits=config.resolved_weight_bits)  # as the engine says
+    append_csv(tmp_path / "r.csv", stats, config)
     return read_csv(tmp_path / "r.csv")[0]
 
 
@@ -237,7 +239,10 @@ def csv_of(tmp_path, **flags) -> dict[str, str]:
     ({"compress_weight": True}, {"weight_bits": "4", "compress_weight": "true"}),
     ({"weight_bits": 8, "no_weight_cache": True},
      {"weight_bits": "8", "compress_weight": "false", "cache_bits": "16"}),
-    ({"compress_cache": True}, {"weight_bits": "16", "cache_bits": "4"}),
+    ({"compress_cache": True}, {"weight_bits": "16", "cache_bits": "4", "key_bits": "4"}),
+    ({"compress_cache": True, "key_bits": 8},
+     {"cache_bits": "6", "key_bits": "8", "value_bits": "4"}),
+    ({"model": "m.gguf"}, {"weight_bits": "auto"}),
 ])
 def test_csv_says_how_weights_are_kept(tmp_path, flags, cells):
     row = csv_of(tmp_path, **flags)

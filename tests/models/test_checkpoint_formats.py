@@ -24,6 +24,7 @@ from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
 from flexgen_h2o.models.checkpoint_formats import dequantizing
 from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import QuantizingCheckpoint
 from flexgen_h2o.models.stacked import StackedCheckpoint, View
 from flexgen_h2o.models.weight_format import WeightFormat
@@ -169,7 +170,7 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     kept = {}
     with QuantizingCheckpoint(open_checkpoint(tiny.folder), {n: n for n in state}, form) as inner:
         for name, tensor in state.items():
-            layout = form.layout(tuple(tensor.shape))
+            layout = form.layout(TensorSpec(name, tuple(tensor.shape)))
             if layout is None:
                 kept[name] = tensor
                 continue

@@ -15,7 +15,8 @@ from refusals import refused
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
-from flexgen_h2o.models.gguf_config import config_of, kept_weights
+from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.models.gguf_config import config_of, header_options
 from flexgen_h2o.models.gguf_header import read_header
 from flexgen_h2o.models.registry import FAMILIES
 from flexgen_h2o.models.sources import checkpoint_folder, read_config
@@ -99,9 +100,17 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
     header = read_header(source)
     for bits, group in ((12, 64), (8, 32), (4, 64)):
         with LLM(str(source), dtype="bfloat16", weight_bits=bits, weight_cache=None) as llm:
-            options = kept_weights(header, llm.model_config, bits)
+            options = header_options(header, llm.model_config, bits)
             assert llm.weight_options == options and options.group == group
             assert bool(options.mxfp4) == (bits == 4)
+    found = []
+    for bits in (AUTO, 16):  # all matrices of this file are in MXFP4, which is exact
+        with LLM(str(source), dtype="float32", weight_bits=bits) as llm:
+            found.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10])])))
+            kept = llm.weight_options.kept.values()
+            assert len(kept) == (2 * (5 * 3 + 4) + 2 if bits == AUTO else 0)
+            assert all(layout.mxfp4 for layout in kept)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items()

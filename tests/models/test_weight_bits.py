@@ -384,6 +384,7 @@ def test_a_model_of_many_shards_and_dtypes(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("bits", [3, 32, "4", None])
 def test_other_bits_are_refused(tiny_model, bits):
-    with pytest.raises(UserError, match="weight_bits must be (16, 12, 8 or 4|a whole number)"):
+    words = "weight_bits must be (auto, 16, 12, 8 or 4|an int or text)"
+    with pytest.raises(UserError, match=words):
         LLM(str(tiny_model("llama").folder), weight_bits=bits)
 

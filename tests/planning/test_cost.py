@@ -21,7 +21,7 @@ from planning_cases import (
     planned,
 )
 
-from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
@@ -177,6 +177,8 @@ def test_what_stays_of_a_prompt_is_put_into_the_cache(h2o, kept):
         prefill, step = seconds(machine(compute), planned(batch=(3, 2), h2o=h2o, bits=(16, bits)))
         assert prefill == pytest.approx(6 * 12 * kept * 2 * 768 * each)
         assert step < 1e-3
+    mixed = replace(planned(batch=(3, 2)), cache=CacheOptions(h2o, key_bits=8, value_bits=4))
+    assert seconds(machine(compute), mixed)[0] == pytest.approx(6 * 12 * kept * 768 * (2 + 5))
     on_host = planned(batch=(3, 2), h2o=h2o, cache=ON_HOST, cpu_cache_compute=True)
     assert seconds(machine(replace(compute, caching={16: 1e15})), on_host)[0] < 1e9
 

@@ -342,6 +342,9 @@ def test_a_compressed_cache_takes_its_groups(bits):
     found = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits))
     assert found["cache"] == (8 * 543 * 32 * 2 * 8 * vector, 0, 0)
     assert found["cache bookkeeping"] == (0, 0, 0)
+    mixed = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits, key_bits=8))
+    keys = GroupLayout(length=128, bits=8).nbytes
+    assert mixed["cache"] == (8 * 543 * 32 * 8 * (keys + vector), 0, 0)
     both = rows(cache_plan(*ALL_GPU, has_gpu=True, bits=bits, h2o={"heavy_ratio": 0.1}))
     assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
 

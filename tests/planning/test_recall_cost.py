@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import FREE
 
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.kernels.reference_recall import runs_of
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
@@ -26,7 +27,7 @@ from flexgen_h2o.planning.recall_cost import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RECALL = RecallRates()
+RECALL, PLAIN = RecallRates(), CacheOptions()
 HEADS, DIM = 32, 128
 """Sequences times KV heads, and numbers of a key, in the rows of attention."""
 
@@ -61,7 +62,7 @@ def attention(name: str) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens,
 def check(rates: HostAttentionRates, recall: RecallRates,
           times: dict[tuple[RecalledTokens, int], float], bound: float) -> None:
     for (tokens, bits), seconds in times.items():
-        predicted = recall_seconds(rates, recall, tokens, index=IndexLayout(DIM, bits), bits=16)
+        predicted = recall_seconds(rates, recall, tokens, index=IndexLayout(DIM, bits), cache=PLAIN)
         assert 1 / bound < predicted / seconds < bound, (tokens, bits)
 
 
@@ -98,7 +99,7 @@ def test_a_fit_finds_the_rates(index_work, apart, calls):
     cases = [RecalledTokens(chosen, cached, 32, 32 * 512)
              for cached, chosen in ((1024, 256), (4096, 200), (4096, 1024))]
     index = IndexLayout(DIM, 4)
-    found = fitted(rates, [(tokens, recall_seconds(rates, right, tokens, index=index, bits=16))
+    found = fitted(rates, [(tokens, recall_seconds(rates, right, tokens, index=index, cache=PLAIN))
                            for tokens in cases], index=index)
     for name in ("index_work", "apart", "calls"):
         assert getattr(found, name) == pytest.approx(getattr(right, name), rel=1e-3)
@@ -148,6 +149,6 @@ def test_more_that_is_chosen_costs_more_and_reads_no_more_than_everything(share,
     assert less < more <= 1
     assert recalled_reads(RECALL, replace(many, held=cached)) == 0
     rates = HostAttentionRates(FREE.decode_attention | {16: 1e10}, 1e-6)
-    less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), bits=16)
+    less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), cache=PLAIN)
                   for each in (few, many))
     assert 0 < less < more

@@ -587,6 +587,8 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
                           (["--temperature", "0"], "was made with temperature 1.0"),
                           (["--hh-ratio", "0.2"], "was made with h2o None"),
                           (["--dtype", "bfloat16"], "was made with dtype 'float32'"),
+                          (["--cache-bits", "4", "--key-bits", "8"],
+                           "was made with cache_bits 16, now it is [8, 4]"),
                           (["--gen-len", "8"], "was made with gen_len 32")):
         assert words_ in runs(*flags, status=2)
     runs.input([*some(2), {"id": "r2", "prompt": "w9"}])

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.llm_arguments import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
 from flexgen_h2o.errors import UserError
@@ -24,7 +24,7 @@ FLAGS = (
     "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
     "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",
     "score", "score_decay", "sink_tokens", "enable_position_rolling", "attn_sparsity",
-    "compress_cache", "cache_bits", "prefill_chunk", "seed",
+    "compress_cache", "cache_bits", "key_bits", "value_bits", "prefill_chunk", "seed",
 )
 """Model arguments that are flags of `flex_opt` too."""
 
@@ -93,7 +93,7 @@ class Arguments(Entries):
         self._check_batch_size()
         self._check_eviction()
         config = self.run_config()  # which checks the flags
-        if self.simulate and config.resolved_cache_bits != 16:
+        if self.simulate and config.cache().bits != 16:
             raise UserError("simulate masks an exact cache: leave cache_bits out")
 
     def _check_batch_size(self) -> None:

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from flexgen_h2o.cache.appending import LayerAttention
 from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.layer import H2OLayer
@@ -46,6 +46,8 @@ class H2OCache(Cache):
     h2o : H2OConfig
     cache_bits : int
         16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
+    key_bits, value_bits : int, optional
+        Of keys and of values, in place of `cache_bits`.
     rotary : Module, optional
         The model's rotary embedding, for positions that roll; `EnabledH2O.new_cache` gives it.
 
@@ -56,13 +58,15 @@ class H2OCache(Cache):
     """
 
     def __init__(self, config: Any, h2o: H2OConfig, *, cache_bits: int = 16,
+                 key_bits: int | None = None, value_bits: int | None = None,
                  rotary: torch.nn.Module | None = None):
-        check(config, h2o, cache_bits)
+        check(config, h2o)
+        options = CacheOptions(h2o, cache_bits, key_bits=key_bits, value_bits=value_bits)
         rotations = Rotations(rotary) if h2o.positions == "rolling" else None
         self.h2o = h2o
         self._config = config
         self._progress = PassTracker()
-        layout = None if cache_bits == 16 else GroupLayout(head_dim(config), cache_bits)
+        layout = options.layout(head_dim(config))
         super().__init__(layers=[
             SimulatedLayer(index, h2o, self._progress, rotations) if h2o.simulate
             else SlotLayer(index, h2o, self._progress, rotations, layout=layout)
@@ -103,15 +107,13 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def check(config: Any, h2o: H2OConfig, cache_bits: int = 16) -> None:
+def check(config: Any, h2o: H2OConfig) -> None:
     """Raise `UserError` for what an `H2OCache` cannot do, by name."""
     if config.model_type not in FAMILIES:
         raise UserError(f"models of type {config.model_type} are not supported: "
                         f"{', '.join(FAMILIES)} are")
     if not isinstance(h2o, H2OConfig):
         raise UserError(f"h2o must be an H2OConfig, got {h2o!r}")
-    if cache_bits not in (16, 8, 4):
-        raise UserError(f"cache_bits must be 16, 8 or 4, got {cache_bits!r}")
     h2o.check_layers(config.num_hidden_layers)
     if h2o.drop_positions:
         raise UserError("drop_positions does not work in transformers' models: they look "
@@ -124,9 +126,6 @@ def check(config: Any, h2o: H2OConfig, cache_bits: int = 16) -> None:
                         "the budgets of the first prompt; use LLM")
     if h2o.recall:
         raise UserError("recall does not work in transformers' models: use LLM")
-    if h2o.simulate and cache_bits != 16:
-        raise UserError(f"simulate holds keys and values in float32: leave cache_bits "
-                        f"{cache_bits} out")
 
 
 def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from flexgen_h2o.cache.appending import CacheState, append
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.h2o import budget as budgets
@@ -34,13 +34,13 @@ from flexgen_h2o.kernels.rotary import rotated_to
 
 
 class SlotLayer(H2OLayer):
-    """Keys and values in slots [2, sequences, kv_heads, slots, width], as in `KVCache`.
+    """Keys and values in slots [kinds, sequences, kv_heads, slots, width], as in `KVCache`.
 
     A layer that evicts has as many slots as the budget has tokens once that many have come.
     """
 
     def __init__(self, index: int, h2o: H2OConfig, progress: PassTracker,
-                 rotations: Rotations | None, *, layout: GroupLayout | None):
+                 rotations: Rotations | None, *, layout: CacheLayout | None):
         super().__init__(index, h2o, progress, rotations)
         self._layout = layout
         self._forget()
@@ -75,8 +75,7 @@ class SlotLayer(H2OLayer):
         for held, keys, values in zip(self._slots.unbind(1), k.split(step.new), v.split(step.new),
                                       strict=True):
             fresh = torch.stack((keys, values)).transpose(1, 2)
-            held[:, :, : len(keys)] = (fresh if self._layout is None
-                                       else ops.quantize_groups(fresh, self._layout))
+            held[:, :, : len(keys)] = ops.cache_records(fresh, self._layout)
         return out
 
     def _extend(self, step: ForwardPass, sequence: int, past: int, q, k, v) -> torch.Tensor:
@@ -133,11 +132,11 @@ class SlotLayer(H2OLayer):
         slots = -(-needed // GROWTH) * GROWTH
         if evicts and self._h2o.evicts_generated_at(self._index):
             slots = min(slots, max(size.total for size in sizes))
-        width, dtype = k.shape[-1], k.dtype
+        kinds, width, dtype = 2, k.shape[-1], k.dtype
         if self._layout is not None:
-            width, dtype = self._layout.nbytes, torch.uint8
+            kinds, width, dtype = self._layout.kinds, self._layout.width, torch.uint8
         shape = (len(step.prompts), k.shape[-2], slots)
-        self._slots = torch.empty((2, *shape, width), dtype=dtype, device=k.device)
+        self._slots = torch.empty((kinds, *shape, width), dtype=dtype, device=k.device)
         state = self._state
         if evicts and (old is None or state is not None):
             rope = None if self._rotations is None else self._rope(slots + 1, k.device)

@@ -11,9 +11,12 @@
 namespace ISA {
 namespace {
 
-// Makes e^(logit - the largest) of the first `count` logits of a row and 0 of the others; returns
-// the factor by which these are weights, beside the logits `own` and `sink`.
-float exponentials(float* row, int64_t count, int64_t stride, float cap, float own, float sink) {
+// Makes e^(logit - the largest) of the first `count` logits of a row, to which `offset` is added, and 0
+// of the others; returns the factor by which these are weights, beside the logits `own` and `sink`.
+float exponentials(float* row, int64_t count, int64_t stride, float offset, float cap, float own,
+                   float sink) {
+    if (offset != 0)
+        for (int64_t t = 0; t < stride; t += WIDTH) store(row + t, load(row + t) + offset);
     if (cap > 0)
         for (int64_t t = 0; t < stride; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
     for (int64_t t = count; t < stride; t++) row[t] = NONE;
@@ -81,16 +84,17 @@ void note_weights(const float* weights, int64_t count, int32_t* means) {
 struct Space {
     float *q, *key;         // [group, dim], [dim]
     float *own, *factors;   // [group]
+    float* offsets;         // [group]
     float *logits, *weights;  // [group, tokens], [tokens]
     RoundedQueries rounded;
     int32_t* chosen;  // [most + 1]
 };
 
 // The logit of the new token's own key and a query.
-float own_logit(const Choose& a, const float* q, const float* key, float scale) {
+float own_logit(const Choose& a, const float* q, const float* key, float scale, float offset) {
     float own = 0;
     for (int64_t i = 0; i < a.head_dim; i++) own += q[i] * key[i];
-    own *= scale;
+    own = own * scale + offset;
     const float cap = static_cast<float>(a.form.softcap);
     return cap > 0 ? cap * tanhf(own / cap) : own;
 }
@@ -107,7 +111,8 @@ void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Sp
     for (int64_t g = 0; g < group; g++) {
         float* to = space.q + g * a.head_dim;
         for (int64_t i = 0; i < a.head_dim; i++) to[i] = one(q + g * a.q_head + i);
-        space.own[g] = own_logit(a, to, space.key, scale);
+        space.offsets[g] = a.form.offsets ? a.form.offsets[s * a.heads + head * group + g] * scale : 0;
+        space.own[g] = own_logit(a, to, space.key, scale, space.offsets[g]);
         round_query(to, scale, shape, g, space.rounded);
     }
     const uint8_t* index =
@@ -116,8 +121,9 @@ void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Sp
                                       stride);
     for (int64_t g = 0; g < group; g++)
         space.factors[g] = exponentials(
-            space.logits + g * stride, cached, stride, static_cast<float>(a.form.softcap),
-            space.own[g], a.form.sinks ? a.form.sinks[head * group + g] : NONE);
+            space.logits + g * stride, cached, stride, space.offsets[g],
+            static_cast<float>(a.form.softcap), space.own[g],
+            a.form.sinks ? a.form.sinks[head * group + g] : NONE);
     add_up(space.logits, space.factors, group, cached, stride, space.weights);
     select(space.weights, cached, stride, count, space.chosen);
     if (a.log_weights) note_weights(space.weights, cached, a.log_weights + task * a.tokens);
@@ -137,7 +143,7 @@ int choose(const Choose& a) {
     const TileShape shape(a.head_dim, a.bits, a.groups);
     const int64_t group = a.heads / a.kv_heads, tokens = a.num_tiles * INDEX_TILE;
     const auto lines = [](int64_t floats) { return (floats + 15) / 16 * 16; };
-    const int64_t small = lines((group + 1) * a.head_dim + group * (2 + 2 * a.groups));
+    const int64_t small = lines((group + 1) * a.head_dim + group * (3 + 2 * a.groups));
     const int64_t each = small + (group + 1) * tokens, codes = group * query_codes(shape);
     const Memory<float> floats = memory<float>(a.threads * each);
     const Memory<QueryCode> queries = memory<QueryCode>(a.threads * codes);
@@ -147,10 +153,11 @@ int choose(const Choose& a) {
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t thread = thread_number();
         float *q = floats.get() + thread * each, *key = q + group * a.head_dim;
-        float *own = key + a.head_dim, *factors = own + group, *steps = factors + group;
+        float *own = key + a.head_dim, *factors = own + group;
+        float *offsets = factors + group, *steps = offsets + group;
         float* logits = q + small;
         choose_head<T>(a, shape, task,
-                       {q, key, own, factors, logits, logits + group * tokens,
+                       {q, key, own, factors, offsets, logits, logits + group * tokens,
                         {queries.get() + thread * codes, steps, steps + group * a.groups},
                         numbers.get() + thread * lines(a.most + 1)});
     }

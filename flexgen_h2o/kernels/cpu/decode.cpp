@@ -26,6 +26,16 @@ struct Head {
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
+    // What is added to the logits of query g.
+    float offset(int64_t g) const {
+        return a.form.offsets ? a.form.offsets[sequence * a.heads + kv_head * group + g] *
+                                    logit_scale(a.form, a.head_dim)
+                              : 0;
+    }
+    // Of constants of the keys.
+    const float* of_keys(const float* constants) const {
+        return constants ? constants + kv_head * a.head_dim : nullptr;
+    }
     int64_t metadata(int row) const { return a.metadata[row * a.sequences + sequence]; }
     // Of the eviction state's tensors.
     int64_t first() const { return (sequence * a.kv_heads + kv_head) * a.num_slots; }
@@ -66,7 +76,7 @@ void queries(const Head& h, float* q) {
 template <class T, class F>
 void with_rows(const Head& h, int kind, float* scratch, F f) {
     const Decode& a = h.a;
-    const Layout& layout = a.layout;
+    const Layout& layout = layout_of(a, kind);
     const int32_t* ranks = kind == 0 && a.ranks ? a.ranks + h.first() : nullptr;
     if (layout.bits == 16) {
         const T* base = h.slots<T>(kind);
@@ -74,7 +84,7 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
             f(PlainRows<T>{base, a.slots_slot});
         } else {
             f(ExpandedRows<T>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                              a.sin, a.half_rotary, scratch});
+                              a.sin, a.half_rotary, nullptr, nullptr, scratch});
         }
         return;
     }
@@ -83,7 +93,8 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
         layout.bits == 8 ? RecordTile<8>::suits(layout) : RecordTile<4>::suits(layout);
     if (ranks || !suits)
         f(ExpandedRows<uint8_t>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                                a.sin, a.half_rotary, scratch});
+                                a.sin, a.half_rotary, ranks ? h.of_keys(a.factor) : nullptr,
+                                h.of_keys(a.shift), scratch});
     else if (layout.bits == 8)
         f(RecordRows<8>{base, a.slots_slot, layout, scratch});
     else
@@ -95,13 +106,14 @@ template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
-    if (a.layout.bits != 4 || a.layout.group != USUAL_GROUP || a.ranks ||
+    const Layout& layout = layout_of(a, kind);
+    if (layout.bits != 4 || layout.group != usual_group(4) || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
     switch (a.head_dim) {
-        case 64: f(TiledRecords<64>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
-        case 128: f(TiledRecords<128>(base, a.slots_slot, a.layout, h.group, scratch)); return true;
+        case 64: f(TiledRecords<64>(base, a.slots_slot, layout, h.group, scratch)); return true;
+        case 128: f(TiledRecords<128>(base, a.slots_slot, layout, h.group, scratch)); return true;
     }
 #else
     (void)h, (void)kind, (void)scratch, (void)f;
@@ -133,9 +145,12 @@ void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64
     if (end > h.cached) end = h.cached;
 }
 
-// Logits of the slots begin to end with a soft cap, and without what is outside of the window.
-void form_logits(const Head& h, float* row, int64_t begin, int64_t end) {
-    const float cap = static_cast<float>(h.a.form.softcap);
+// Logits of the slots begin to end for query g with its offset and a soft cap, and without what is
+// outside of the window.
+void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t end) {
+    const float cap = static_cast<float>(h.a.form.softcap), offset = h.offset(g);
+    if (offset != 0)
+        for (int64_t t = begin; t < end; t += WIDTH) store(row + t, load(row + t) + offset);
     if (cap > 0)  // what is behind the end is overwritten
         for (int64_t t = begin; t < end; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
     if (!h.a.window) return;
@@ -174,7 +189,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     const int64_t stop = begin + padded(end - begin);
     for (int64_t g = 0; g < h.group; g++) {
         float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
-        form_logits(h, row, begin, end);
+        form_logits(h, g, row, begin, end);
         for (int64_t t = end; t < stop; t++) row[t] = NONE;
         Floats most = broadcast(NONE), total{};
         for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
@@ -287,7 +302,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         Floats products{};
         for (int64_t i = 0; i < h.width; i += WIDTH)
             products = fma(load(q + g * h.width + i), load(key + i), products);
-        float own = sum(products);
+        float own = sum(products) + h.offset(g);
         if (a.form.softcap > 0) {
             const float cap = static_cast<float>(a.form.softcap);
             own = cap * tanhf(own / cap);
@@ -323,8 +338,16 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
-    write_slot(a, slot_start(a, 0, h.sequence, h.kv_head, slot), new_key, codes);
-    write_slot(a, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
+    T* smoothed = reinterpret_cast<T*>(key);
+    if (a.factor) {  // the key is done with
+        const float *factor = h.of_keys(a.factor), *shift = h.of_keys(a.shift);
+        for (int64_t i = 0; i < a.head_dim; i++) key[i] = one(new_key + i) * factor[i] + shift[i];
+        hadamard(key, a.head_dim);
+        for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // no wider than floats
+    }
+    write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
+               a.factor ? smoothed : new_key, codes);
+    write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
     a.taken[index] = slot;
 }
 

@@ -21,10 +21,12 @@ constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // for fewer, to set up tiles t
 constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;   // whose values are added up in tiles together
 static_assert(SLOT_TILE == 4 * TILE_ROWS, "four tiles of keys");
 
-// The cached keys or values of a KV head, of DIM elements in groups of 64, and memory of the thread.
+// The cached keys or values of a KV head, of DIM elements in groups of 32, and memory of the thread.
 template <int DIM>
 class TiledRecords {
-    static constexpr int64_t GROUPS = DIM / USUAL_GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
+    static constexpr int64_t GROUP = usual_group(4);
+    static_assert(GROUP == STEP, "a product of tiles sums over a group");
+    static constexpr int64_t GROUPS = DIM / GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
     static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // of a tile
     static constexpr int64_t TILES_AT_ONCE = 3;  // of keys: taken apart, multiplied, and scaled
 
@@ -56,11 +58,11 @@ public:
                             sizeof *right);
         float zero_sums[MOST_QUERIES * GROUPS];  // what zero points are multiplied with
         for (int64_t n = 0; n < queries * GROUPS; n++)
-            zero_sums[n] = sum_of(scaled + n * USUAL_GROUP, USUAL_GROUP);
+            zero_sums[n] = sum_of(scaled + n * GROUP, GROUP);
         TileShapes shapes;
         for (int tile = 0; tile < 4; tile++) shapes.set(tile, TILE_ROWS, 4 * columns);
         shapes.set(4, TILE_ROWS, TILE_BYTES), shapes.set(5, TILE_ROWS, TILE_BYTES);
-        shapes.set(6, TILE_PAIRS, 4 * columns), shapes.set(7, TILE_PAIRS, 4 * columns);
+        shapes.set(6, TILE_PAIRS, 4 * columns);
         Tiles tiles(shapes);
         const auto put = [&](const KeyTile& done) ALWAYS_INLINE {
             float* to = logits + done.first;
@@ -73,7 +75,7 @@ public:
             const KeyTile mine{rooms + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
             const auto unpack = [&](int64_t first) ALWAYS_INLINE { unpack_keys(mine, count, first); };
             if (last.codes)
-                multiply<0>(tiles, last, right, unpack);
+                multiply(tiles, last, 0, right, unpack);
             else
                 for (int64_t first = 0; first < SLOT_TILE; first += TILE_ROWS) unpack(first);
             if (before.codes) put(before);
@@ -81,7 +83,7 @@ public:
             before = last, last = mine;
         }
         if (!last.codes) return;
-        multiply<0>(tiles, last, right, [](int64_t) {});
+        multiply(tiles, last, 0, right, [](int64_t) {});
         if (before.codes) put(before);
         finish(tiles, last, right, products);
         put(last);
@@ -106,8 +108,8 @@ public:
             for (int64_t block = 0; block < BLOCKS; block++) {
                 const uint8_t* from = base + t * stride + block * STEP;
                 float* const mine = sums + block * VALUE_TILES * size;
-                const uint16_t* low = left + element(block, 0, 0) / USUAL_GROUP * rows * CHUNK_SLOTS;
-                const uint16_t* high = left + element(block, 2, 0) / USUAL_GROUP * rows * CHUNK_SLOTS;
+                const uint16_t* low = left + element(block, 0, 0) / GROUP * rows * CHUNK_SLOTS;
+                const uint16_t* high = left + element(block, 2, 0) / GROUP * rows * CHUNK_SLOTS;
                 tiles.load<0>(mine, TILE_BYTES);
                 tiles.load<1>(mine + size, TILE_BYTES);
                 tiles.load<2>(mine + 2 * size, TILE_BYTES);
@@ -169,39 +171,33 @@ private:
         }
     }
 
-    // C0 to C3 = a tile's codes of one group by the queries; unpack(first) is called before each 16
+    // C0 to C3 = a tile's codes of a group by the queries; unpack(first) is called before each 16
     // slots.
-    template <int GROUP, class F>
-    INLINE void multiply(Tiles& tiles, const KeyTile& keys, const uint32_t* right,
+    template <class F>
+    INLINE void multiply(Tiles& tiles, const KeyTile& keys, int64_t group, const uint32_t* right,
                          const F& unpack) const {
-        const uint32_t* mine = right + GROUP * 2 * TILE_PAIRS * columns;
-        tiles.load<6>(mine, 4 * columns);
-        tiles.load<7>(mine + TILE_PAIRS * columns, 4 * columns);
-        const uint16_t* codes = keys.codes + GROUP * USUAL_GROUP;
-        multiply_slots<0>(tiles, codes, unpack);
-        multiply_slots<1>(tiles, codes, unpack);
-        multiply_slots<2>(tiles, codes, unpack);
-        multiply_slots<3>(tiles, codes, unpack);
+        tiles.load<6>(right + group * TILE_PAIRS * columns, 4 * columns);
+        const uint16_t* codes = keys.codes + group * GROUP;
+        multiply_slots<0, 4>(tiles, codes, unpack);
+        multiply_slots<1, 5>(tiles, codes, unpack);
+        multiply_slots<2, 4>(tiles, codes, unpack);
+        multiply_slots<3, 5>(tiles, codes, unpack);
     }
-    template <int C, class F>
+    template <int C, int LEFT, class F>
     INLINE void multiply_slots(Tiles& tiles, const uint16_t* codes, const F& unpack) const {
-        constexpr int64_t ROW = DIM * sizeof *codes;
         unpack(C * TILE_ROWS);
-        codes += C * TILE_ROWS * DIM;
         tiles.zero<C>();
-        tiles.load<4>(codes, ROW);
-        tiles.add_product<C, 4, 6>();
-        tiles.load<5>(codes + STEP, ROW);
-        tiles.add_product<C, 5, 7>();
+        tiles.load<LEFT>(codes + C * TILE_ROWS * DIM, DIM * sizeof *codes);
+        tiles.add_product<C, LEFT, 6>();
     }
 
-    // A tile's first products go to memory, and so do those of the second group.
+    // A tile's first products go to memory, and so do those of the other groups.
     INLINE void finish(Tiles& tiles, const KeyTile& keys, const uint32_t* right,
                        float* products) const {
         store(tiles, products);
-        if constexpr (GROUPS == 2) {
-            multiply<1>(tiles, keys, right, [](int64_t) {});
-            store(tiles, products + SLOT_TILE * columns);
+        for (int64_t group = 1; group < GROUPS; group++) {
+            multiply(tiles, keys, group, right, [](int64_t) {});
+            store(tiles, products + group * SLOT_TILE * columns);
         }
     }
     INLINE void store(Tiles& tiles, float* to) const {
@@ -216,24 +212,24 @@ private:
     INLINE void put_logits(const float* products, const float* scales, float scale,
                            const float* zero_sums, float* to, int64_t row) const {
         for (int64_t i = 0; i < SLOT_TILE; i += WIDTH) {
-            Floats some[GROUPS][COLUMNS];
+            Floats all[COLUMNS]{};
             for (int64_t k = 0; k < GROUPS; k++) {
+                Floats some[COLUMNS];
                 for (int64_t n = 0; n < COLUMNS; n++)
-                    some[k][n] = load(products + (k * SLOT_TILE + i) * COLUMNS + n * WIDTH);
-                to_columns<COLUMNS>(some[k]);
+                    some[n] = load(products + (k * SLOT_TILE + i) * COLUMNS + n * WIDTH);
+                to_columns<COLUMNS>(some);
+                const float* mine = scales + k * SLOT_TILE + i;
+                const Floats by = load(mine) * scale, zero = load(mine + GROUPS * SLOT_TILE);
+#pragma GCC unroll 8
+                for (int64_t g = 0; g < COLUMNS; g++) {
+                    if (g >= queries) continue;
+                    all[g] = fma(some[g], by, all[g]);
+                    all[g] = fma(broadcast(zero_sums[g * GROUPS + k]), zero, all[g]);
+                }
             }
 #pragma GCC unroll 8
-            for (int64_t g = 0; g < COLUMNS; g++) {
-                if (g >= queries) continue;
-                Floats all{};
-                for (int64_t k = 0; k < GROUPS; k++) {
-                    const float* mine = scales + k * SLOT_TILE + i;
-                    all = fma(some[k][g] * scale, load(mine), all);
-                    all = fma(broadcast(zero_sums[g * GROUPS + k]), load(mine + GROUPS * SLOT_TILE),
-                              all);
-                }
-                ISA::store(to + g * row + i, all);
-            }
+            for (int64_t g = 0; g < COLUMNS; g++)
+                if (g < queries) ISA::store(to + g * row + i, all[g]);
         }
     }
 
@@ -268,8 +264,8 @@ private:
                         narrow(low + i, Floats{}, Floats{});
                     }
                     const float all = sum(shift);
-                    for (int64_t i = 0; i < USUAL_GROUP; i += WIDTH) {
-                        float* to = out + g * out_row + k * USUAL_GROUP + i;
+                    for (int64_t i = 0; i < GROUP; i += WIDTH) {
+                        float* to = out + g * out_row + k * GROUP + i;
                         ISA::store(to, load(to) + all);
                     }
                 }

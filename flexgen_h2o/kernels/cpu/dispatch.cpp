@@ -156,6 +156,7 @@ EXPORT int h2o_experts(int isa, const Experts* a) { CALL(experts, isa, *a) }
 EXPORT int h2o_route(int isa, const Route* a) { CALL(route, *a) }
 EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, *a) }
 EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, *a) }
+EXPORT int h2o_repack(int isa, const Repack* a) { CALL(repack, *a) }
 EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
 EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
 EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "activations.h"
+#include "hadamard.h"
 #include "kernels.h"
 #include "memory.h"
 
@@ -55,6 +56,44 @@ void rotate_row(const Rotate& a, int64_t row) {
     }
 }
 
+// Rotation, then factor, shift and Hadamard matrix (h2o/key_smoothing.py): rounded once. `x` is
+// scratch memory for a head.
+template <class T>
+void smooth_row(const Rotate& a, int64_t row, float* x) {
+    const float *cos = a.cos + row * a.half, *sin = a.sin + row * a.half;
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t head = 0; head < a.heads; head++) {
+        T* to = static_cast<T*>(a.x) + row * a.x_row + head * a.x_head;
+        for (int64_t i = 0; i < a.head_dim; i += WIDTH)
+            put_some(x + i, some(to + i, a.head_dim - i), a.head_dim - i);
+        for (int64_t i = 0; i < a.half; i += WIDTH) {
+            const int64_t count = a.half - i;
+            const Floats first = some(x + i, count), second = some(x + a.half + i, count);
+            const Floats c = some(cos + i, count), s = some(sin + i, count);
+            put_some(x + i, first * c - second * s, count);
+            put_some(x + a.half + i, second * c + first * s, count);
+        }
+        if (a.offsets) {
+            const float* mean = a.mean + head / group * a.head_dim;
+            Floats all{};
+            for (int64_t i = 0; i < a.head_dim; i += WIDTH)
+                all = fma(some(x + i, a.head_dim - i), some(mean + i, a.head_dim - i), all);
+            a.offsets[row * a.heads + head] = sum(all);
+        }
+        const float* factor = a.factor + head / group * a.head_dim;
+        const float* shift = a.shift ? a.shift + head / group * a.head_dim : nullptr;
+        for (int64_t i = 0; i < a.head_dim; i += WIDTH) {
+            const int64_t count = a.head_dim - i;
+            Floats y = some(x + i, count) * some(factor + i, count);
+            if (shift) y += some(shift + i, count);
+            put_some(x + i, y, count);
+        }
+        hadamard(x, a.head_dim);
+        for (int64_t i = 0; i < a.head_dim; i += WIDTH)
+            put_some(to + i, some(x + i, a.head_dim - i), a.head_dim - i);
+    }
+}
+
 template <class T, class F>
 void activate_piece(const Activate& a, int64_t row, int64_t begin, int64_t end) {
     T* x = static_cast<T*>(a.x) + row * a.x_row;
@@ -72,6 +111,15 @@ int normed(const Norm& a) {
 
 template <class T>
 int rotated(const Rotate& a) {
+    if (a.factor) {
+        const Memory<float> scratch = memory<float>(a.threads * a.head_dim);
+        if (!scratch) return NO_MEMORY;
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if (a.rows * a.heads * a.head_dim > LEAST_WORK)
+        for (int64_t row = 0; row < a.rows; row++)
+            smooth_row<T>(a, row, scratch.get() + thread_number() * a.head_dim);
+        return DONE;
+    }
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
     if (a.rows * a.heads * a.half > LEAST_WORK)
     for (int64_t row = 0; row < a.rows; row++) rotate_row<T>(a, row);

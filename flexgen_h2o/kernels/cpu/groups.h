@@ -109,15 +109,22 @@ INLINE int64_t slot_start(const A& a, int64_t kind, int64_t sequence, int64_t he
            slot * a.slots_slot;
 }
 
+// How the keys (kind 0) or the values of a cache lie in its slots.
+template <class A>
+INLINE const Layout& layout_of(const A& a, int64_t kind) {
+    return kind == 0 ? a.key_layout : a.value_layout;
+}
+
 // One vector to the slot that begins at `start`. `codes` as of `quantize_row`. Apart from its
 // callers, whose loops come out slower beside it.
 template <class T, class A>
-__attribute__((noinline)) void write_slot(const A& a, int64_t start, const T* x, uint8_t* codes) {
-    if (a.layout.bits == 16)
+__attribute__((noinline)) void write_slot(const A& a, const Layout& layout, int64_t start, const T* x,
+                                          uint8_t* codes) {
+    if (layout.bits == 16)
         std::memcpy(static_cast<T*>(a.slots) + start, x,
                     static_cast<size_t>(a.head_dim) * sizeof(T));
     else
-        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, a.layout, codes);
+        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, layout, codes);
 }
 
 INLINE float half_at(const uint8_t* from) {

@@ -48,6 +48,7 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     int dequantize_groups(const Groups&);        \
     int quantize_matrix(const Quantize&);        \
     int unpack_rows(const Rows&);                \
+    int repack(const Repack&);                   \
     int norm(const Norm&);                       \
     int rotate(const Rotate&);                   \
     int activate(const Activate&);               \

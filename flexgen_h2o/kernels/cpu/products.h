@@ -97,7 +97,8 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
 // the usual ones, or of as many as there are.
 template <int R, int bits, int BYTES>
 INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
-    constexpr int SIDES = bits == 4 ? 2 : 1, GROUP = BYTES < USUAL_GROUP ? BYTES : USUAL_GROUP;
+    constexpr int SIDES = bits == 4 ? 2 : 1;
+    constexpr int64_t GROUP = BYTES < usual_group(bits) ? BYTES : usual_group(bits);
     const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
     const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
     const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // groups from low to high
@@ -150,7 +151,7 @@ INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_
         }
     };
     const int64_t bytes = bits == 8 ? to.width : to.width / 2;
-    switch (G == 1 && tile.layout.group == USUAL_GROUP ? bytes : 0) {
+    switch (G == 1 && tile.layout.group == usual_group(bits) ? bytes : 0) {
         case 32: return rows(std::integral_constant<int, 32>{});
         case 64: return rows(std::integral_constant<int, 64>{});
         case 128: return rows(std::integral_constant<int, 128>{});

@@ -34,8 +34,9 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
     const int64_t count = a.metadata[a.sequences + s];
     const int32_t* chosen = a.chosen + task * a.most;
     const int64_t start = slot_start(a, kind, s, head, 0);
+    const Layout& layout = layout_of(a, kind);
     const T *base = static_cast<const T*>(a.slots) + start, *rows[SLOT_TILE];
-    const bool plain = a.layout.bits == 16 && a.head_dim == width;
+    const bool plain = layout.bits == 16 && a.head_dim == width;
     for (int64_t t = 0; t < count; t += SLOT_TILE) {
         const int64_t some = t + SLOT_TILE < count ? SLOT_TILE : count - t;
         if (plain) {
@@ -49,11 +50,11 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
         for (int64_t i = 0; i < some; i++) {
             float* row = scratch + i * width;
             const int64_t at = start + chosen[t + i] * a.slots_slot;
-            if (a.layout.bits == 16) {
+            if (layout.bits == 16) {
                 const T* from = static_cast<const T*>(a.slots) + at;
                 for (int64_t n = 0; n < a.head_dim; n++) row[n] = one(from + n);
             } else {
-                dequantize_row(static_cast<const uint8_t*>(a.slots) + at, row, a.layout);
+                dequantize_row(static_cast<const uint8_t*>(a.slots) + at, row, layout);
             }
             for (int64_t n = a.head_dim; n < width; n++) row[n] = 0;
         }
@@ -95,6 +96,11 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
         float *row = logits + g * stride, last = 0;
         for (int64_t i = 0; i < a.head_dim; i++) last += q[g * width + i] * one(key + i);
         row[count] = last;
+        if (a.form.offsets) {
+            const float offset = a.form.offsets[s * a.heads + head * group + g] *
+                                 logit_scale(a.form, a.head_dim);
+            for (int64_t t = 0; t <= count; t++) row[t] += offset;
+        }
         const float cap = static_cast<float>(a.form.softcap);
         if (cap > 0)
             for (int64_t t = 0; t <= count; t += WIDTH)
@@ -114,8 +120,8 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
             put(to + i, out[g * width + i] + logits[g * stride + count] * one(value + i));
     }
     uint8_t* codes = reinterpret_cast<uint8_t*>(own);
-    write_slot(a, slot_start(a, 0, s, head, place), key, codes);
-    write_slot(a, slot_start(a, 1, s, head, place), value, codes);
+    write_slot(a, a.key_layout, slot_start(a, 0, s, head, place), key, codes);
+    write_slot(a, a.value_layout, slot_start(a, 1, s, head, place), value, codes);
     a.taken[task] = place;
 }
 

@@ -56,9 +56,9 @@ struct Gather {
     INLINE void take(int64_t i) {
         const int64_t row = prompt.first + i;
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
-        write_slot(a, slot_start(a, 0, sequence, head, slot),
+        write_slot(a, a.key_layout, slot_start(a, 0, sequence, head, slot),
                    static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head, codes);
-        write_slot(a, slot_start(a, 1, sequence, head, slot),
+        write_slot(a, a.value_layout, slot_start(a, 1, sequence, head, slot),
                    static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head, codes);
         a.kept_scores[mine] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
         a.positions[mine] = static_cast<int32_t>(i);

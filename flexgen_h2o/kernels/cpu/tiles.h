@@ -3,6 +3,7 @@
 #pragma once
 
 #include "groups.h"
+#include "hadamard.h"
 #include "prefetch.h"
 
 namespace ISA {
@@ -12,7 +13,8 @@ constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is co
 constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
 constexpr int64_t VALUE_ROWS = 16;  // whose values are added up before the next rows'
 
-constexpr int64_t USUAL_GROUP = 64;  // elements of a record that share a scale, in heads of 64 and 128
+// Elements of a record that share a scale, in heads of 64 and 128.
+constexpr int64_t usual_group(int bits) { return bits == 4 ? 32 : 64; }
 
 // Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
 // registers.
@@ -143,6 +145,7 @@ struct ExpandedRows {
     const int32_t* ranks;  // null: no rotation
     const float *cos, *sin;
     int64_t half_rotary;
+    const float *factor, *shift;  // of the head's smoothed keys, which are restored; or null
     float* scratch;  // [SLOT_TILE, width]
     INLINE PlainTile<float> tile(int64_t first, int64_t count) const {
         for (int64_t t = 0; t < count; t++) {
@@ -156,9 +159,14 @@ struct ExpandedRows {
                 for (; i < dim; i++) to[i] = one(from + i);
             }
             for (int64_t i = dim; i < width; i++) to[i] = 0;
+            if (factor) restore(to);
             if (ranks) rotate(to, ranks[first + t]);
         }
         return {scratch, width};
+    }
+    void restore(float* x) const {
+        hadamard(x, dim);
+        for (int64_t i = 0; i < dim; i++) x[i] = (x[i] - shift[i]) / factor[i];
     }
     INLINE void rotate(float* x, int64_t position) const {
         const float *c = cos + position * half_rotary, *s = sin + position * half_rotary;

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.flags import AUTO
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.task_flags import check_files, check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.metrics.figures import check_plot
@@ -161,12 +161,14 @@ class BatchOptions:
     def settings(self, run: RunConfig) -> dict[str, object]:
         """The settings to keep beside the results, as plain YAML values: `DECIDING`, and some of
         `run`, which is as it was planned."""
-        h2o, template = run.h2o(), self.template
+        h2o, template, cache = run.h2o(), self.template, run.cache()
         return {
             **{name: getattr(run, name) for name in
                ("model", "path", "dtype", "activation_bits", "attn_sparsity", "gen_len", "seed",
                 "device", "offload_dir", "prefill_chunk")},
-            "weight_bits": run.resolved_weight_bits, "cache_bits": run.resolved_cache_bits,
+            "weight_bits": run.resolved_weight_bits,
+            "cache_bits": (cache.bits if cache.key_bits == cache.value_bits
+                           else [cache.key_bits, cache.value_bits]),
             "gpu_batch_size": run.resolved_gpu_batch_size,
             "num_gpu_batches": run.resolved_num_gpu_batches, "percent": list(run.percent),
             "expert_percent": run.expert_percent and list(run.expert_percent),

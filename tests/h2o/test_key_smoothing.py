@@ -1,0 +1,174 @@
+"""Key smoothing: attention is the same, and quantized keys keep what outliers would drown."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.engine import loader
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing, block_size, hadamard
+from flexgen_h2o.h2o.policies import register_policy
+from flexgen_h2o.kernels import reference
+
+HEAD_DIMS = st.sampled_from([2, 6, 16, 20, 64, 80, 96, 128, 256])
+
+
+def keys_with_outliers(tokens, kv_heads, dim, *, seed):
+    """Keys of which some channels have a large mean, and some a large deviation."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(tokens, kv_heads, dim, generator=generator)
+    keys[..., :: max(1, dim // 4)] += 100
+    keys[..., 1 :: max(1, dim // 4)] *= 30
+    return keys
+
+
+@given(HEAD_DIMS, st.integers(0, 2**31))
+@settings(deadline=None, max_examples=40)
+def test_the_hadamard_matrix_is_orthogonal_and_its_own_inverse(dim, seed):
+    x = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed))
+    turned = hadamard(x)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hadamard(turned), x, rtol=1e-5, atol=1e-5)
+    size = block_size(dim)
+    assert dim % size == 0 and (dim // size) % 2
+
+
+@given(HEAD_DIMS, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=60)
+def test_products_differ_by_a_constant_of_the_query(dim, kv_heads, group, centered, seed):
+    keys = keys_with_outliers(9, kv_heads, dim, seed=seed)
+    queries = torch.randn(4, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed))
+    smoothing = KeySmoothing.of(keys, queries, centered=centered)
+
+    def products(q, k):
+        return torch.einsum("qhgd,khd->qhgk", q.double().unflatten(1, (kv_heads, group)),
+                            k.double())
+
+    exact = products(queries, keys)
+    change = products(smoothing.queries(queries), smoothing.keys(keys)) - exact
+    if centered:
+        change = change - change.mean(-1, keepdim=True)
+    assert (change.abs() <= 1e-5 * exact.abs().amax() + 1e-4).all()
+    back = smoothing.restored(smoothing.keys(keys).transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(back, keys, rtol=1e-5, atol=1e-3)
+
+
+def test_four_bits_keep_the_attention_of_keys_with_outliers():
+    keys = keys_with_outliers(500, 2, 64, seed=0)
+    queries = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
+    smoothing, layout = KeySmoothing.of(keys[:250], queries), GroupLayout(64, 4)
+
+    def weights(q, k):
+        return torch.einsum("qhd,khd->qhk", q, k).mul(64**-0.5).softmax(-1)
+
+    def stored(k):
+        return reference.dequantize_groups(reference.quantize_groups(k, layout), layout)
+
+    exact = weights(queries, keys)
+    plain = (weights(queries, stored(keys)) - exact).abs().sum(-1).mean()
+    smoothed = (weights(smoothing.queries(queries), stored(smoothing.keys(keys))) - exact)
+    assert smoothed.abs().sum(-1).mean() < 0.3 * plain
+
+
+@pytest.mark.parametrize("keys", [torch.zeros(5, 2, 8), torch.full((5, 2, 8), 3.0)])
+def test_keys_that_are_all_the_same_have_finite_constants(keys):
+    smoothing = KeySmoothing.of(keys, torch.zeros(5, 4, 8))
+    assert smoothing.keys(keys).abs().max() < 1e-6
+    assert torch.isfinite(smoothing.scale).all() and (smoothing.scale > 0).all()
+
+
+def test_constants_come_back_from_one_tensor():
+    samples = (keys_with_outliers(9, 2, 8, seed=seed) for seed in (0, 1))
+    layer = LayerSmoothing(*(KeySmoothing.of(keys, keys) for keys in samples))
+    again = LayerSmoothing.unstacked(layer.stacked())
+    for name in ("rotated", "unrotated"):
+        assert torch.equal(getattr(again, name).mean, getattr(layer, name).mean)
+        assert torch.equal(getattr(again, name).scale, getattr(layer, name).scale)
+
+
+# The engine
+
+
+def outliers(tiny, folder):
+    """A copy of a tiny Qwen2 whose key biases have outliers, in channels that turn slowly."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.data[3::4] += 60.0
+    model.save_pretrained(folder)
+    return folder
+
+
+def losses(folder, **options):
+    """Negative log-likelihood of each token of some random texts."""
+    generator = torch.Generator().manual_seed(1)
+    texts = torch.randint(120, (6, 60), generator=generator).tolist()
+    with LLM(str(folder), dtype="float32", weight_cache=None, progress=False,
+             policy=options.pop("policy", Policy(gpu_batch_size=3)), **options) as llm:
+        scored = llm.loglikelihood([(text[:40], text[40:]) for text in texts])
+    return -torch.tensor(scored)
+
+
+@pytest.mark.parametrize("key", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("options", [
+    {"cache_bits": 8}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, recall=True)}],
+    ids=["cache", "recall"])
+def test_soft_caps_and_attention_sinks_see_true_logits(tiny_model, tmp_path, key, options):
+    """The offsets are not small: without them, results would be others."""
+    tiny = tiny_model(key)
+    exact = losses(tiny.folder, h2o=options.get("h2o"))
+    if options.get("h2o") is not None:
+        exact = losses(tiny.folder, h2o=replace(options["h2o"], simulate=True))
+    assert (losses(tiny.folder, **options) - exact).abs().mean() < 0.02
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14)},
+    {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, positions="rolling")},
+    {"policy": Policy(gpu_batch_size=3, prefill_chunk=16)},
+    {"policy": Policy(gpu_batch_size=2, cache=Placement(0, 0, 100))}],
+    ids=["full", "h2o", "rolling", "chunks", "disk"])
+def test_a_cache_of_four_bits_survives_outliers_of_key_biases(tiny_model, tmp_path, monkeypatch,
+                                                              options):
+    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
+    exact = losses(folder, **options)
+    smoothed = (losses(folder, cache_bits=4, **options) - exact).abs().mean()
+    monkeypatch.setattr(KeySmoothing, "of", classmethod(
+        lambda cls, keys, queries, *, centered=True: cls(torch.zeros(keys.shape[1:]),
+                                                         torch.ones(keys.shape[1:]))))
+    assert smoothed < 0.3 * (losses(folder, cache_bits=4, **options) - exact).abs().mean()
+
+
+def test_a_policy_of_a_user_is_told_of_the_true_keys(tiny_model, tmp_path):
+    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
+    seen = []
+
+    def score(state):
+        seen.append(state.keys.abs().amax())
+        return state.attention
+
+    register_policy("largest_key_seen", score, needs=("keys",))
+    h2o = H2OConfig(heavy_tokens=6, recent_tokens=6, score="largest_key_seen")
+    losses(folder, h2o=h2o, cache_bits=8)
+    assert len(seen) > 3 and min(seen) > 40  # smoothed keys are a few deviations large at most
+
+
+def test_constants_are_kept_where_they_take_long_to_measure(tiny_model, tmp_path, monkeypatch):
+    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
+    cache, measured = tmp_path / "cache", []
+    monkeypatch.setattr(loader, "LEAST_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(KeySmoothing, "of", classmethod(
+        lambda cls, keys, *_, of=KeySmoothing.of, **options: measured.append(1) or of(
+            keys, *_, **options)))
+    options = {"dtype": "float32", "cache_bits": 4, "progress": False}
+    runs = []
+    for place in (cache, cache, None):
+        with LLM(str(folder), weight_cache=place, **options) as llm:
+            runs.append(llm.loglikelihood([([1, 2, 3], [4, 5, 6, 7])]))
+        assert len(measured) == (6 if place else 12)  # two for each of three layers
+    assert runs[0] == runs[1] == runs[2]
