@@ -162,11 +162,13 @@ class Distributions:
         """Take the logits of another mode."""
         text, token = torch.tensor(places).T
         ids, ours = self._ids[text, token], self._log_probs[text, token].double()
-        theirs = logits.float().log_softmax(-1).cpu().gather(-1, ids).double()
+        known = logits.float().log_softmax(-1).cpu()
+        theirs = known.gather(-1, ids).double()
         rest, other_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-9) for each in (ours, theirs))
         kl = (ours.exp() * (ours - theirs)).sum(-1) + rest * (rest / other_rest).log()
         self.kl[text, token] = kl.float()
-        self.agrees[text, token] = (logits.argmax(-1).cpu() == ids[:, 0]).float()
+        # Logits of 16 bits tie: any of the likeliest tokens is as good as the others.
+        self.agrees[text, token] = (theirs[:, 0] == known.amax(-1).double()).float()
 
 
 COLUMNS = ("date", "version", "commit", "host", "cpu", "model", "mode", "context_tokens",
