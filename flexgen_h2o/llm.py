@@ -350,13 +350,18 @@ class LLM(Session):
         return [scored.log_probs for scored in self.score(pairs)]
 
     @one_at_a_time
-    def score(self, pairs: Sequence[tuple]) -> list[Scored]:
+    def score(self, pairs: Sequence[tuple], *, on_logits: Callable[
+            [list[tuple[int, int]], torch.Tensor], None] | None = None) -> list[Scored]:
         """Score continuations, and tell if greedy decoding would write each.
 
         Parameters
         ----------
         pairs : sequence of (context, continuation)
             As of `loglikelihood`.
+        on_logits : callable (places, logits), optional
+            Called with logits [rows, vocab] as they are computed. `places` holds (pair, index into
+            its continuation) of each row, the token that the row predicts. The logits are valid
+            during the call.
 
         Returns
         -------
@@ -364,7 +369,8 @@ class LLM(Session):
         """
         self._orders.refuse("score")
         work = scoring_work(self._prompts, pairs, whole=self._cache.plain
-                            and self._cache.attn_sparsity == 1 and not self._cache.recalls)
+                            and self._cache.attn_sparsity == 1 and not self._cache.recalls,
+                            on_logits=on_logits)
         self._run_all(self._begin(work))
         return work.sink.scored()
 

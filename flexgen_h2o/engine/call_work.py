@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.engine.sinks import Forcing, Scoring, Sink
+from flexgen_h2o.engine.sinks import Forcing, OnLogits, Scoring, Sink
 from flexgen_h2o.engine.tokenization import Prompts
 
 
@@ -68,7 +68,8 @@ def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
                     planned=max((each.max_new_tokens for each in params), default=1))
 
 
-def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool) -> ScoringWork:
+def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool,
+                 on_logits: OnLogits | None = None) -> ScoringWork:
     """The work of scoring continuations.
 
     Parameters
@@ -77,6 +78,8 @@ def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool) -> Sc
     pairs : sequence of (context, continuation)
     whole : bool
         Context and continuation are one prompt; else the continuation is fed token by token.
+    on_logits : callable, optional
+        As of the sinks.
 
     Raises
     ------
@@ -84,10 +87,10 @@ def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool) -> Sc
         A pair is no such thing, or too long.
     """
     requests, continuations = prompts.encode_pairs(pairs)
-    sink: Forcing | Scoring = Forcing(continuations)
+    sink: Forcing | Scoring = Forcing(continuations, on_logits)
     new = {key: len(tail) for key, tail in continuations.items()}
     if whole:
-        sink, new = Scoring(continuations), dict.fromkeys(new, 1)
+        sink, new = Scoring(continuations, on_logits), dict.fromkeys(new, 1)
         requests = sink.joined(requests)
     prompts.check_lengths(requests, new)
     return ScoringWork(requests, {key: count - 1 for key, count in new.items()}, sink,

@@ -17,6 +17,8 @@ from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.sampling import Sampler, not_finite
 from flexgen_h2o.outputs import Scored, TokenLogProb
 
+OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
+
 
 @dataclass(frozen=True, eq=False)
 class Rules:
@@ -188,10 +190,15 @@ class _Continuations(Sink):
     ----------
     continuations : mapping
         Request key to token ids, at least one each.
+    on_logits : callable (places, logits), optional
+        Called with logits [rows, vocab] that predict tokens of continuations. `places` holds the
+        request key and the token's index of each row.
     """
 
-    def __init__(self, continuations: Mapping[int, Sequence[int]]):
+    def __init__(self, continuations: Mapping[int, Sequence[int]],
+                 on_logits: OnLogits | None = None):
         self._continuations = continuations
+        self._on_logits = on_logits
         self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
         self.likeliest: dict[int, list[bool]] = {key: [] for key in continuations}
 
@@ -209,6 +216,26 @@ class _Continuations(Sink):
         """Forget what was found of a request."""
         self.log_probs[request.key] = []
         self.likeliest[request.key] = []
+
+    @abstractmethod
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        """Return the request key and the index of the predicted token of each row with logits.
+
+        The index is past the end for a sequence that has ended.
+        """
+
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Score the tokens to predict; see `Sink.find`."""
+        places = self._places(batch, forward_pass)[row : row + len(logits)]
+        tails = [self._continuations[key] for key, _ in places]
+        if self._on_logits is not None:
+            live = [i for i, (_, place) in enumerate(places) if place < len(tails[i])]
+            self._on_logits([places[i] for i in live],
+                            logits if len(live) == len(places) else logits[live])
+        # A sequence that has ended repeats its last token, whose probability is not used.
+        return _log_probs(logits, [tail[min(place, len(tail) - 1)]
+                                   for (_, place), tail in zip(places, tails, strict=True)])
 
     def _note(self, key: int, log_prob: float, likeliest: float) -> None:
         """Add what was found of the next token of a continuation.
@@ -239,23 +266,19 @@ class Scoring(_Continuations):
         return torch.tensor([row for row, _, _ in self._owners(batch, forward_pass)],
                             dtype=torch.int64)
 
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        return [(key, place) for _, key, place in self._owners(batch, forward_pass)]
+
     def _owners(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
-        """(row, request key, token to predict) of the rows that predict."""
+        """Return (row, request key, index of the predicted token) of the rows that predict."""
         owners, row = [], 0
         for span in batch.batch_layout.spans(forward_pass):
             request = batch.requests[span.sequence]
-            tail = self._continuations[request.key]
-            begin = len(request.prompt) - len(tail)
-            owners += [(row + position - span.start, request.key, tail[position - begin])
+            begin = len(request.prompt) - len(self._continuations[request.key])
+            owners += [(row + position - span.start, request.key, position - begin)
                        for position in range(max(span.start, begin), span.end)]
             row += len(span)
         return owners
-
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
-             ) -> torch.Tensor:
-        """Score the tokens to predict; see `Sink.find`."""
-        owners = self._owners(batch, forward_pass)[row : row + len(logits)]
-        return _log_probs(logits, [target for _, _, target in owners])
 
     def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
         """Note the scores; see `Sink.take`."""
@@ -277,17 +300,8 @@ class Forcing(_Continuations):
         """Rows that get logits: as in generation."""
         return newest_rows(batch, forward_pass)
 
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
-             ) -> torch.Tensor:
-        """Score the tokens to go on with; see `Sink.find`."""
-        requests = batch.sampled(forward_pass)[row : row + len(logits)]
-        return _log_probs(logits, [self._target(request) for request in requests])
-
-    def _target(self, request: Request) -> int:
-        """The next token of a continuation. One that has ended goes on with its last, whose
-        probability is not used."""
-        tail = self._continuations[request.key]
-        return tail[min(len(request.generated), len(tail) - 1)]
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
 
     def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
         """Append the tokens and note their scores; see `Sink.take`."""
@@ -296,8 +310,8 @@ class Forcing(_Continuations):
             if request.finish_reason:
                 continue
             self._note(request.key, *each)
-            request.generated.append(self._target(request))
             tail = self._continuations[request.key]
+            request.generated.append(tail[len(request.generated)])
             if len(request.generated) == len(tail):
                 request.finish_reason = "length"
 

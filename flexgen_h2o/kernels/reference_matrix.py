@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.kernels.reference import FLOAT16_MAX, half_below
 
-STEPS = 20
+STEPS = 10
 """Scales that `quantize_matrix` tries where it searches."""
+
+REFINEMENTS = 4
+"""Least-squares fits of the best of them, each to the codes of the last."""
 
 SMALLEST = 2.0**-24
 """The smallest float16 above 0: stands in for a scale of 0, where all codes are 0."""
@@ -50,7 +53,8 @@ def quantize_matrix(weight, layout, *, search=False):
     With search (after make_qkx2_quants of llama.cpp, all weights equal): for scales somewhat
     larger and smaller than the spanning one, round to codes, then take the scale and zero point
     that fit these codes best (least squares). The best of all, rounded to float16, is kept where
-    it beats the spanning one.
+    it beats the spanning one. It is then refined: round to codes and fit again, as long as the
+    error falls.
 
     MXFP4: as its specification converts (section 6.3), of two numbers equally near to the smaller
     one. The largest element of a group gets the exponent of 4 or more, and what is beyond 6 becomes
@@ -87,23 +91,24 @@ def _quantized(x, levels, search):
     if not search:
         return best
     least = _error(x, *best)
-    for step in range(STEPS):
-        # From one level less than there are to one level more.
-        wide = (levels - 1.0 + 0.1 * step) / (high - low).clamp_min(SMALLEST)
-        code = ((x - low[:, None]) * wide[:, None]).round().clamp(0, levels)
+    # From one level less than there are to one level more, then by the best scale so far.
+    for step in range(STEPS + REFINEMENTS):
+        start, inverse = low, (levels - 1.0 + 0.2 * step) / (high - low).clamp_min(SMALLEST)
+        if step >= STEPS:
+            start, inverse = best[1].float(), 1 / best[0].float().clamp_min(SMALLEST)
+        code = ((x - start[:, None]) * inverse[:, None]).round().clamp(0, levels)
         count = x.shape[1]
         sums, squares, product = code.sum(-1), (code * code).sum(-1), (code * x).sum(-1)
         variance = count * squares - sums * sums
-        fitted = (count * product - sums * x.sum(-1)) / variance.clamp_min(1)
-        fitted = fitted.clamp(0, FLOAT16_MAX).half()
-        start = ((x.sum(-1) - fitted.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX)
-        tried = (fitted, start.half())
-        tried = (*tried, _codes(x, *tried, levels))
-        error = _error(x, *tried)
+        scale = (count * product - sums * x.sum(-1)) / variance.clamp_min(1)
+        scale = scale.clamp(0, FLOAT16_MAX).half()
+        zero = ((x.sum(-1) - scale.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+        fit = (scale, zero, _codes(x, scale, zero, levels))
+        error = _error(x, *fit)
         better = (error < least) & (variance > 0)
         least = torch.where(better, error, least)
         best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
-                     for one, other in zip(tried, best, strict=True))
+                     for one, other in zip(fit, best, strict=True))
     return best
 
 

@@ -512,3 +512,26 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
         ids, _ = batch.inputs(forward_pass)
         assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]
+
+
+@few
+@given(st.data())
+def test_logits_of_scored_tokens_are_handed_out_once_each(data):
+    texts, contexts = texts_to_score(data)
+    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
+    heard: dict[tuple[int, int], float] = {}
+
+    def on_logits(places, logits):
+        assert len(places) == len(logits) and heard.keys().isdisjoint(places)
+        heard.update({(key, place): row.log_softmax(-1)[continuations[key][place]].item()
+                      for (key, place), row in zip(places, logits, strict=True)})
+
+    sink = Forcing(continuations, on_logits)
+    new = max(map(len, continuations.values())) - 1
+    batch = batch_of([Request(key, text[: contexts[key]]) for key, text in enumerate(texts)], new)
+    for step in range(new + 1):
+        sink(batch, step, 0, torch.randn(len(batch), VOCAB,
+                                         generator=torch.Generator().manual_seed(step)))
+    assert len(heard) == sum(map(len, continuations.values()))
+    for (key, place), log_prob in heard.items():
+        assert sink.log_probs[key][place] == pytest.approx(log_prob)

@@ -6,7 +6,8 @@ namespace ISA {
 
 namespace {
 
-constexpr int STEPS = 20;  // scales that a search tries
+constexpr int STEPS = 10;        // scales that a search tries
+constexpr int REFINEMENTS = 4;  // least-squares fits of the best one, each to the codes of the last
 
 // A group of WIDTH outputs: values [size, WIDTH].
 struct Group {
@@ -63,7 +64,7 @@ INLINE Fit spanning(Floats low, Floats high, float levels) {
     return fit;
 }
 
-// The scale and zero point that fit the codes best which a product with `wide` gives.
+// The scale and zero point that fit the codes best which `low` and a product with `wide` give.
 INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
@@ -83,18 +84,27 @@ INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
     return fit;
 }
 
+// The better one of two fits by lane; `least` is the error of `best`.
+INLINE void keep_better(const Group& g, const Fit& fit, Ints possible, Fit& best, Floats& least) {
+    const Floats error = error_of(g, fit);
+    const Ints better = possible & (error < least);
+    least = better ? error : least;
+    best.scale = better ? fit.scale : best.scale;
+    best.zero = better ? fit.zero : best.zero;
+}
+
 INLINE Fit searched(const Group& g, Floats low, Floats high, Fit best) {
     Floats least = error_of(g, best);
     const Floats width = larger(high - low, broadcast(TINY));
+    Ints possible;
     for (int step = 0; step < STEPS; step++) {
-        Ints better;
-        const Floats wide = broadcast(g.levels - 1.0f + 0.1f * static_cast<float>(step)) / width;
-        const Fit fit = refitted(g, low, wide, better);
-        const Floats error = error_of(g, fit);
-        better &= error < least;
-        least = better ? error : least;
-        best.scale = better ? fit.scale : best.scale;
-        best.zero = better ? fit.zero : best.zero;
+        const Floats wide = broadcast(g.levels - 1.0f + 0.2f * static_cast<float>(step)) / width;
+        const Fit fit = refitted(g, low, wide, possible);
+        keep_better(g, fit, possible, best, least);
+    }
+    for (int i = 0; i < REFINEMENTS; i++) {
+        const Fit fit = refitted(g, best.zero, 1.0f / step_of(best), possible);
+        keep_better(g, fit, possible, best, least);
     }
     return best;
 }

