@@ -192,7 +192,7 @@ class Source:
 
     @property
     def _title(self) -> str:
-        """What folders of the weight cache are called after."""
+        """The name that folders of the weight cache begin with."""
         return self.folder.name if self.gguf is None else self.gguf.source.stem
 
     def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
