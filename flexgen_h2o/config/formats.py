@@ -20,10 +20,6 @@ DTYPES = ("float16", "bfloat16", "float32")
 GROUP = 64
 """The most elements that share a scale and a zero point, unless said otherwise."""
 
-SMALL_GROUP = 32
-"""Elements of a cached vector in 4 bits that share a scale and a zero point, where both halves of
-the vector, which share bytes, hold whole groups. Twice as many double the error of small models."""
-
 _LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
 
 WEIGHT_BITS = (16, 12, 8, 4)
@@ -86,10 +82,10 @@ class GroupLayout:
 
     @property
     def groups(self) -> int:
-        """The number of groups: those of `SMALL_GROUP`, else the fewest equal ones of an even
-        number of elements, at most `GROUP`."""
-        if self.bits == 4 and self.length % (2 * SMALL_GROUP) == 0:
-            return self.length // SMALL_GROUP
+        """The fewest equal groups of an even number of elements, at most `GROUP` each. Vectors of
+        64 elements in 4 bits have two, as one would double the error of small models."""
+        if self.bits == 4 and self.length == GROUP:
+            return 2
         groups = -(-self.length // GROUP)
         while self.length % (2 * groups):
             groups += 1

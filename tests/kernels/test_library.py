@@ -31,7 +31,8 @@ def arguments(form=torch.float32, *, state=True, rolls=True):
     yield library.flat_decode_attention, (
         case["q"], case["k"], case["v"], case["slots"], case["metadata"] if state else
         case["metadata"] * torch.tensor([[1], [1], [1], [0]], dtype=torch.int32),
-        *bits, *eviction, 0.3, 2.0, torch.zeros(case["q"].shape[1]))
+        *bits, *eviction, 0.3, 2.0, torch.zeros(case["q"].shape[1]),
+        torch.randn(case["q"].shape[:2]))
     if layout is not None:
         yield library.quantize_groups, (prompt["q"], bits[0])
         records = reference.quantize_groups(prompt["q"], layout.keys)
@@ -58,11 +59,11 @@ def test_meta_tensors_have_the_right_shapes():
 
 
 def decode_with_a_struct(q, k, v, slots, metadata, key_bits, value_bits, *others):
-    *eviction, scale, softcap, sink_logits = others
+    *eviction, scale, softcap, sink_logits, offsets = others
     return library.decode_attention(q, k, v, slots=slots, metadata=metadata,
                                     layout=CacheLayout.of(q.shape[-1], key_bits, value_bits),
                                     eviction=EvictionArguments(*eviction),
-                                    form=FormArguments(scale, softcap, sink_logits=sink_logits))
+                                    form=FormArguments(scale, softcap, 0, sink_logits, offsets))
 
 
 @pytest.mark.parametrize("form", [torch.bfloat16, 4, (8, 4)])

@@ -18,9 +18,9 @@ CAPPED = AttentionForm(scale=0.3, softcap=5.0, sinks=True)
 
 
 def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=torch.float32,
-         attention=DEFAULT_FORM):
+         attention=DEFAULT_FORM, offsets=False):
     """Arguments of the three operations; slots that hold no token, and what is behind the index,
-    are NaN."""
+    are NaN. offsets: something is added to the products of each query."""
     torch.default_generator.manual_seed(tokens + group + dim + bits)
     dtype, records = of_form(form, dim)  # of slots
     cached = torch.randint(1, tokens + 1, (sequences,))
@@ -36,7 +36,7 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
     q, k, v = (torch.randn(sequences, heads, dim + 3).to(dtype)[..., :dim]
                for heads in (kv_heads * group, kv_heads, kv_heads))
     sinks = torch.randn(kv_heads * group) if attention.sinks else None
-    offsets = torch.randn(sequences, kv_heads * group) * 9 if attention.softcap else None
+    offsets = torch.randn(sequences, kv_heads * group) * 9 if offsets else None
     return {"q": q, "k": k, "v": v, "slots": slots, "index": index, "layout": layout,
             "keys": split_slots(slots, records)[0], "records": records,
             "metadata": torch.stack([cached, counts]).int(),
@@ -44,11 +44,15 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
             "options": {"form": attention, "sinks": sinks, "offsets": offsets}}
 
 
+OFFSETS = {"group": 2, "attention": CAPPED, "offsets": True}
+"""Only CPU kernels know them."""
+
 CASES = [{}, {"group": 1, "dim": 128, "tokens": 300}, {"group": 3, "bits": 2},
          {"group": 7, "dim": 80, "attention": CAPPED, "sequences": 1, "tokens": 16},
          # Rows of an index that are no whole fours, in which some CPUs take them.
          {"dim": 20, "tokens": 40}, {"dim": 24, "bits": 2, "group": 1},
-         {"dim": 8, "tokens": 1}, *({"form": form, "tokens": 130} for form in (*FORMS[1:], *MIXED))]
+         OFFSETS, {"dim": 8, "tokens": 1},
+         *({"form": form, "tokens": 130} for form in (*FORMS[1:], *MIXED))]
 
 
 def key_records(some):

@@ -66,7 +66,9 @@ def test_as_each_pair_alone(tiny_model, name):
         found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
                        **CACHES[name])
         for (values, likeliest), (others, also) in zip(found, expected, strict=True):
-            assert values == pytest.approx(others, abs=1e-4) and likeliest == also
+            # Another order of sums may round a key to another code.
+            near = 1e-3 if "bits" in name else 1e-4
+            assert values == pytest.approx(others, abs=near) and likeliest == also
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
@@ -123,10 +125,10 @@ def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, 
              **CACHES[name]) as llm:
         expected = llm.generate(prompts, **options)
     monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
-    fed = fed_rows(monkeypatch)
     policy = Policy(gpu_batch_size=10, cache=PLACES[3])
     with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path),
              **CACHES[name]) as llm:
+        fed = fed_rows(monkeypatch)
         assert llm.generate(prompts, **options) == expected
     if not CACHES[name].get("h2o", H2OConfig()).prompt_chunk:
         alike = 19 + sum(1 + len(rest) for rest in rests) + len(rests[1])

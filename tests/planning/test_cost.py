@@ -317,12 +317,12 @@ def test_one_half_of_a_batch_attends_while_what_the_other_has_chosen_comes(seque
 
 
 def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
-    """64 numbers of 4 bits, a scale and a zero point of each of 12 heads; chosen records take 4
+    """64 numbers of 4 bits, two scales and zero points of each of 12 heads; chosen records take 4
     times as long."""
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
     costs = RecallRates(index_work=2, apart=4, calls=3)
     run = planned(batch=(4, 2), h2o=RECALL, gpu=False)
-    index, chosen = 12 * 36 * 68.5, 16 * SLOT
+    index, chosen = 12 * 40 * 68.5, 16 * SLOT
     expected = 12 * 8 * ((2 * index + 4 * chosen) / 1000 + 3 * 12 * 0.125)
     hardware = replace(machine(compute, gpu=False), recall=costs)
     assert estimate(hardware, run).step.seconds == pytest.approx(expected)

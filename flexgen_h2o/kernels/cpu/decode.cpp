@@ -107,7 +107,7 @@ bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
     const Layout& layout = layout_of(a, kind);
-    if (layout.bits != 4 || layout.group != usual_group(4) || a.ranks ||
+    if (layout.bits != 4 || layout.group != usual_group(4, a.head_dim) || a.ranks ||
         h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);

@@ -21,11 +21,11 @@ constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // for fewer, to set up tiles t
 constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;   // whose values are added up in tiles together
 static_assert(SLOT_TILE == 4 * TILE_ROWS, "four tiles of keys");
 
-// The cached keys or values of a KV head, of DIM elements in groups of 32, and memory of the thread.
+// The cached keys or values of a KV head, of DIM elements in the usual groups, and memory of the thread.
 template <int DIM>
 class TiledRecords {
-    static constexpr int64_t GROUP = usual_group(4);
-    static_assert(GROUP == STEP, "a product of tiles sums over a group");
+    static constexpr int64_t GROUP = usual_group(4, DIM);
+    static_assert(GROUP == STEP || GROUP == 2 * STEP, "one or two products of tiles sum over a group");
     static constexpr int64_t GROUPS = DIM / GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
     static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // of a tile
     static constexpr int64_t TILES_AT_ONCE = 3;  // of keys: taken apart, multiplied, and scaled
@@ -62,7 +62,7 @@ public:
         TileShapes shapes;
         for (int tile = 0; tile < 4; tile++) shapes.set(tile, TILE_ROWS, 4 * columns);
         shapes.set(4, TILE_ROWS, TILE_BYTES), shapes.set(5, TILE_ROWS, TILE_BYTES);
-        shapes.set(6, TILE_PAIRS, 4 * columns);
+        shapes.set(6, TILE_PAIRS, 4 * columns), shapes.set(7, TILE_PAIRS, 4 * columns);
         Tiles tiles(shapes);
         const auto put = [&](const KeyTile& done) ALWAYS_INLINE {
             float* to = logits + done.first;
@@ -176,19 +176,28 @@ private:
     template <class F>
     INLINE void multiply(Tiles& tiles, const KeyTile& keys, int64_t group, const uint32_t* right,
                          const F& unpack) const {
-        tiles.load<6>(right + group * TILE_PAIRS * columns, 4 * columns);
+        const uint32_t* mine = right + group * GROUP / 2 * columns;
+        tiles.load<6>(mine, 4 * columns);
+        if constexpr (GROUP > STEP) tiles.load<7>(mine + TILE_PAIRS * columns, 4 * columns);
         const uint16_t* codes = keys.codes + group * GROUP;
-        multiply_slots<0, 4>(tiles, codes, unpack);
-        multiply_slots<1, 5>(tiles, codes, unpack);
-        multiply_slots<2, 4>(tiles, codes, unpack);
-        multiply_slots<3, 5>(tiles, codes, unpack);
+        multiply_slots<0>(tiles, codes, unpack);
+        multiply_slots<1>(tiles, codes, unpack);
+        multiply_slots<2>(tiles, codes, unpack);
+        multiply_slots<3>(tiles, codes, unpack);
     }
-    template <int C, int LEFT, class F>
+    template <int C, class F>
     INLINE void multiply_slots(Tiles& tiles, const uint16_t* codes, const F& unpack) const {
+        constexpr int64_t ROW = DIM * sizeof *codes;
+        constexpr int LEFT = GROUP > STEP ? 4 : 4 + C % 2;  // the next load does not wait for this
         unpack(C * TILE_ROWS);
+        codes += C * TILE_ROWS * DIM;
         tiles.zero<C>();
-        tiles.load<LEFT>(codes + C * TILE_ROWS * DIM, DIM * sizeof *codes);
+        tiles.load<LEFT>(codes, ROW);
         tiles.add_product<C, LEFT, 6>();
+        if constexpr (GROUP > STEP) {
+            tiles.load<5>(codes + STEP, ROW);
+            tiles.add_product<C, 5, 7>();
+        }
     }
 
     // A tile's first products go to memory, and so do those of the other groups.

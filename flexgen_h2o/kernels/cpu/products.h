@@ -98,7 +98,8 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
 template <int R, int bits, int BYTES>
 INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
     constexpr int SIDES = bits == 4 ? 2 : 1;
-    constexpr int64_t GROUP = BYTES < usual_group(bits) ? BYTES : usual_group(bits);
+    constexpr int64_t USUAL = usual_group(bits, SIDES * BYTES);
+    constexpr int64_t GROUP = BYTES < USUAL ? BYTES : USUAL;
     const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
     const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
     const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // groups from low to high
@@ -151,7 +152,7 @@ INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_
         }
     };
     const int64_t bytes = bits == 8 ? to.width : to.width / 2;
-    switch (G == 1 && tile.layout.group == usual_group(bits) ? bytes : 0) {
+    switch (G == 1 && tile.layout.group == usual_group(bits, to.width) ? bytes : 0) {
         case 32: return rows(std::integral_constant<int, 32>{});
         case 64: return rows(std::integral_constant<int, 64>{});
         case 128: return rows(std::integral_constant<int, 128>{});

@@ -13,8 +13,8 @@ constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is co
 constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
 constexpr int64_t VALUE_ROWS = 16;  // whose values are added up before the next rows'
 
-// Elements of a record that share a scale, in heads of 64 and 128.
-constexpr int64_t usual_group(int bits) { return bits == 4 ? 32 : 64; }
+// Elements of a record of 64 or 128 that share a scale.
+constexpr int64_t usual_group(int bits, int64_t dim) { return bits == 4 && dim == 64 ? 32 : 64; }
 
 // Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
 // registers.
