@@ -84,7 +84,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
     layout : CacheLayout or None
     attention : LayerAttention
     smoothing : KeySmoothing or None
-        By which the keys in slots are smoothed; k comes as it is.
+        Smoothing of the cached keys. k is passed before smoothing.
 
     Returns
     -------

@@ -29,7 +29,7 @@ CACHES = {
 
 def pairs_of(vocab: int) -> list[tuple[list[int], list[int]]]:
     """Four continuations of each of three contexts, of which two are as long; and one alone."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(5)
 
     def draw(length: int) -> list[int]:
         return torch.randint(2, vocab, (length,), generator=generator).tolist()
@@ -66,9 +66,7 @@ def test_as_each_pair_alone(tiny_model, name):
         found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
                        **CACHES[name])
         for (values, likeliest), (others, also) in zip(found, expected, strict=True):
-            # Another order of sums may round a key to another code.
-            near = 1e-3 if "bits" in name else 1e-4
-            assert values == pytest.approx(others, abs=near) and likeliest == also
+            assert values == pytest.approx(others, abs=1e-4) and likeliest == also
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
