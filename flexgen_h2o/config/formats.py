@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +31,9 @@ for other checkpoints."""
 
 CODED_BITS = (8, 4)
 """Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
+
+MATRIX_BITS = (12, 8, 6, 4)
+"""Bit widths of a `MatrixLayout`. 6 bits hold the 5- and 6-bit values of GGUF files."""
 
 CACHE_BITS = (16, 8, 4)
 """Bits of a cached number: 16 as a run's dtype is, 8 and 4 in groups."""
@@ -170,6 +173,10 @@ class MatrixLayout:
     these in the bits from 16 * side + bits * t on. So a shift and a mask make pairs of neighbours
     out of it. An element is ``zero + scale * code``; every block starts at a multiple of 64 bytes.
 
+    With 6 bits, three words hold 16 inputs: the four words that would hold them in 8 bits. Bytes of
+    the first three words keep their place in the lower 6 bits; bits 0-1, 2-3 and 4-5 of each byte
+    of the fourth word lie in the upper 2 bits of the same byte of words 0, 1 and 2.
+
     In MXFP4 (OCP Microscaling Formats (MX) Specification 1.0) a block begins with 16 bytes in place
     of scales and zero points: the exponent of each output, plus 127. An element is ``number(code) *
     2 ** exponent``, where the codes from 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those
@@ -187,9 +194,9 @@ class MatrixLayout:
     ----------
     outputs, inputs : int
     bits : int
-        4, 8 or 12.
+        4, 6, 8 or 12.
     group : int
-        Inputs that share a scale and a zero point; a multiple of 8.
+        Inputs that share a scale and a zero point; a multiple of 8, with 6 bits of 16.
     mxfp4 : bool
         Whether elements are MXFP4's: 4 bits in groups of 32.
 
@@ -209,10 +216,11 @@ class MatrixLayout:
         if self.mxfp4 and (self.bits, self.group) != (4, MXFP4_GROUP):
             raise UserError(f"cannot quantize to MXFP4 with {self.bits} bits in groups of "
                             f"{self.group}: use 4 and {MXFP4_GROUP}")
-        if self.bits not in WEIGHT_BITS[1:]:
-            raise UserError(f"cannot quantize to {self.bits} bits: use 4, 8 or 12")
-        if self.group < 8 or self.group % 8:
-            raise UserError(f"cannot quantize groups of {self.group}: use a multiple of 8")
+        if self.bits not in MATRIX_BITS:
+            raise UserError(f"cannot quantize to {self.bits} bits: use 4, 6, 8 or 12")
+        step = 16 if self.bits == 6 else 8
+        if self.group < step or self.group % step:
+            raise UserError(f"cannot quantize groups of {self.group}: use a multiple of {step}")
         if self.outputs < 1 or self.inputs < 1:
             raise UserError(f"cannot quantize a matrix of {self.outputs} x {self.inputs}")
 
@@ -346,15 +354,18 @@ class WeightOptions:
 
     @cached_property
     def shares(self) -> Mapping[int, float]:
-        """The share of the matrices' elements by bits; 4 and 8 bits of codes where any are kept."""
+        """The share of the matrices' elements by bits, of those in `WEIGHT_BITS`. No rates are
+        measured for 6 bits: they count half as 4 and half as 8."""
         if not self.kept:
             return {self.bits: 1.0}
-        elements: Counter[int] = Counter()
+        elements: dict[int, float] = defaultdict(float)
         for layout in self.kept.values():
-            elements[layout.bits] += layout.outputs * layout.inputs
+            for bits in (4, 8) if layout.bits == 6 else (layout.bits, layout.bits):
+                elements[bits] += layout.outputs * layout.inputs / 2
         for outputs, inputs in self.plain:
             elements[16] += outputs * inputs
-        return {bits: count / elements.total() for bits, count in elements.items()}
+        total = sum(elements.values())
+        return {bits: count / total for bits, count in elements.items()}
 
     def part(self, first: int, last: int) -> WeightOptions:
         """Return the options of the decoder layers first:last, and of what is outside of layers."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import CODED_BITS, CacheLayout, GroupLayout
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
@@ -233,7 +233,7 @@ def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group:
     layout = layout_of(outputs, inputs, bits, group)
     expect(name, torch.uint8, data=(data, (layout.nbytes,)))
     contiguous(name, data=data)
-    need(activation_bits == 16 or activation_bits == 8 and bits in CODED_BITS, name,
+    need(activation_bits == 16 or activation_bits == 8 and bits != 12, name,
          f"cannot round activations to {activation_bits} bits for weights of {bits}")
     return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
 

@@ -405,7 +405,8 @@ def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
     """Name of the implementation of `linear_quantized` that is used: "codes" or "unpacked"."""
     if not x.is_cpu or matrix.activation_bits != 16:
         return "codes"
-    return dispatch.choice("linear_quantized", len(x), x.dtype, matrix.layout.bits)
+    bits = 8 if matrix.layout.bits == 6 else matrix.layout.bits  # 6 bits have not been timed apart
+    return dispatch.choice("linear_quantized", len(x), x.dtype, bits)
 
 
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,

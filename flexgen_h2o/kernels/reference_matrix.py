@@ -26,6 +26,7 @@ ACTIVATION_LEVELS = 127
 
 _BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
 _NIBBLES = 0x0F0F0F0F
+_BYTES = 0x01010101
 
 
 def quantize_matrix(weight, layout, *, search=False):
@@ -181,10 +182,14 @@ def assembled(codes, scales, zeros, layout):
     -------
     uint8 Tensor [layout.nbytes]
     """
-    tiles, groups, per_word = layout.tiles, layout.groups, 32 // layout.bits
-    inner = codes.view(tiles, MATRIX_TILE, groups, layout.words, per_word // 2, 2)
-    shifts = layout.bits * torch.arange(per_word // 2)[:, None] + 16 * torch.arange(2)
+    tiles, groups, width = layout.tiles, layout.groups, 4 if layout.bits == 4 else 8
+    inner = codes.view(tiles, MATRIX_TILE, groups, -1, 16 // width, 2)
+    shifts = width * torch.arange(16 // width)[:, None] + 16 * torch.arange(2)
     words = (inner.long() << shifts).sum((-1, -2))  # disjoint bits
+    if layout.bits == 6:
+        *three, last = words.unflatten(-1, (-1, 4)).unbind(-1)
+        words = torch.stack([word | (last & 3 * _BYTES << 2 * n) << 6 - 2 * n
+                             for n, word in enumerate(three)], dim=-1).flatten(-2)
     words = words.where(words < 2**31, words - 2**32).to(torch.int32)
     halves = torch.stack((scales, zeros)).view(2, tiles, MATRIX_TILE, groups).permute(1, 3, 0, 2)
     return _joined(halves.contiguous().view(torch.uint8), words)
@@ -256,8 +261,12 @@ def unpack_rows(data, layout, rows, dtype):
     if layout.bits == 12:
         values = _lengthened(words, of_rows(torch.uint8, 0, head).int())
         return values.flatten(1)[:, : layout.inputs].to(dtype)
-    pairs = 16 // layout.bits
-    shifts = (layout.bits * torch.arange(pairs, device=data.device)[:, None]
+    if layout.bits == 6:
+        three = words.unflatten(-1, (-1, 3))
+        last = sum((three[..., n] >> 6 - 2 * n & 3 * _BYTES << 2 * n) for n in range(3))
+        words = torch.cat((three & 63 * _BYTES, last[..., None]), dim=-1).flatten(-2)
+    width = 4 if layout.bits == 4 else 8
+    shifts = (width * torch.arange(16 // width, device=data.device)[:, None]
               + 16 * torch.arange(2, device=data.device))
     codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
     if layout.mxfp4:

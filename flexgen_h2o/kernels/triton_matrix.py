@@ -35,6 +35,8 @@ from flexgen_h2o.kernels.triton_common import (
 
 LANES = tl.constexpr(MATRIX_TILE)
 
+_MOST_VECTORS = 8  # rows of a product by vectors: as `dispatch.GPU_TABLE` without matrix units
+
 MAGIC = 0x4B000000
 """The float32 2 ** 23: its lowest bits count ones."""
 
@@ -46,9 +48,24 @@ def _place(word, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _header(word, WORDS: tl.constexpr):
-    """Offsets of the scales of words' groups, in units of 2 bytes; zero points follow them."""
-    return word // WORDS * (2 * LANES + 2 * LANES * WORDS)
+def _words(codes, word, mask, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """Load words of codes. With 6 bits, `word` counts those of 8 bits, which are made of them."""
+    if BITS == 6:
+        unit, part = word // 4 * 3, word % 4
+        first = tl.load(codes + _place(unit, WORDS)[:, None], mask=mask, other=0)
+        second = tl.load(codes + _place(unit + 1, WORDS)[:, None], mask=mask, other=0)
+        third = tl.load(codes + _place(unit + 2, WORDS)[:, None], mask=mask, other=0)
+        own = tl.where((part == 0)[:, None], first, tl.where((part == 1)[:, None], second, third))
+        last = (first >> 6) & 0x03030303 | (second >> 4) & 0x0C0C0C0C | (third >> 2) & 0x30303030
+        return tl.where((part < 3)[:, None], own & 0x3F3F3F3F, last)
+    else:
+        return tl.load(codes + _place(word, WORDS)[:, None], mask=mask, other=0)
+
+
+@triton.jit
+def _header(group, WORDS: tl.constexpr):
+    """Return the offsets of groups' scales, in units of 2 bytes; zero points follow them."""
+    return group * (2 * LANES + 2 * LANES * WORDS)
 
 
 @triton.jit
@@ -100,8 +117,10 @@ def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
     stay in flight.
     """
     tile = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
     first = tl.program_id(1) * split
-    last = tl.minimum(first + split, groups * WORDS)
+    last = tl.minimum(first + split, groups * FULL)
     lane = tl.arange(0, LANES)
     codes = data.to(tl.pointer_type(tl.int32)) + tile * groups * (LANES + LANES * WORDS)
     halves = codes.to(tl.pointer_type(tl.float16))
@@ -109,16 +128,15 @@ def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
     for start in range(first, last, BLOCK):
         word = start + tl.arange(0, BLOCK)
         live = word < last
-        words = tl.load(codes + _place(word, WORDS)[:, None] + lane[None, :], mask=live[:, None],
-                        other=0)
-        header = halves + _header(word, WORDS)[:, None] + lane[None, :]
+        words = _words(codes + lane[None, :], word, live[:, None], WORDS, BITS)
+        header = halves + _header(word // FULL, WORDS)[:, None] + lane[None, :]
         scale = tl.load(header, mask=live[:, None], other=0).to(tl.float32)
         zero = tl.load(header + LANES, mask=live[:, None], other=0).to(tl.float32)
         dots = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
         sums = (tl.zeros((BLOCK,), tl.float32),) * ROWS
-        for j in tl.static_range(32 // BITS):
+        for j in tl.static_range(32 // WIDTH):
             dots, sums = _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j,
-                               BITS)
+                               WIDTH)
         new = ()
         for row in tl.static_range(ROWS):
             new += (totals[row] + dots[row] * scale + sums[row][:, None] * zero,)
@@ -157,7 +175,9 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
 
     Outputs are `chosen`, or else those from `first` on, a multiple of the tile.
     """
-    PER: tl.constexpr = 32 // BITS
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
+    PER: tl.constexpr = 32 // WIDTH
     lane = tl.arange(0, LANES)
     row = tl.program_id(0).to(tl.int64) * LANES + lane
     there = row < count
@@ -169,16 +189,16 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
         base, place = output // LANES, output % LANES
     base *= groups * (LANES + LANES * WORDS)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (word < groups * WORDS)[:, None] & there[None, :]
-    words = tl.load(data.to(tl.pointer_type(tl.int32)) + (base + place)[None, :]
-                    + _place(word, WORDS)[:, None], mask=mask, other=0)
+    mask = (word < groups * FULL)[:, None] & there[None, :]
+    words = _words(data.to(tl.pointer_type(tl.int32)) + (base + place)[None, :], word, mask,
+                   WORDS, BITS)
     header = (data.to(tl.pointer_type(tl.float16)) + (2 * base + place)[None, :]
-              + _header(word, WORDS)[:, None])
+              + _header(word // FULL, WORDS)[:, None])
     scale = tl.load(header, mask=mask, other=0).to(tl.float32)
     zero = tl.load(header + LANES, mask=mask, other=0).to(tl.float32)
     j = tl.arange(0, PER)
-    shift = BITS * (j // 2) + 16 * (j % 2)
-    code = _exact(words[:, None, :] >> shift[None, :, None], 2**BITS - 1, magic)
+    shift = WIDTH * (j // 2) + 16 * (j % 2)
+    code = _exact(words[:, None, :] >> shift[None, :, None], 2**WIDTH - 1, magic)
     weight = zero[:, None, :] + scale[:, None, :] * code  # an exact product, one rounding
     k = word[:, None] * PER + j[None, :]
     tl.store(out + (row * out_row)[None, None, :] + k[:, :, None],
@@ -200,7 +220,7 @@ def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 
         triton_floats.unpack(out, data, layout, first=first, chosen=chosen)
     elif len(out):
         block = 8 if interpreted() else 64
-        grid = ceil_div(len(out), MATRIX_TILE), ceil_div(layout.groups * layout.words, block)
+        grid = ceil_div(len(out), MATRIX_TILE), ceil_div(_words_of(layout), block)
         _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
                       layout.groups, MAGIC, layout.words, layout.bits, block)
 
@@ -210,7 +230,8 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     """See `reference_matrix.linear_quantized`; the same result for the same arguments.
 
     Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
-    take, weights are rounded to x's dtype first, and a result with both summands twice.
+    take (6 bits of more than 8 rows), weights are rounded to x's dtype first, and a result with
+    both summands twice.
     """
     layout = layout_of(outputs, inputs, bits, group)
     if not len(x):
@@ -219,7 +240,7 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
     target = None if add else out
     operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
     chosen = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
-    if chosen == "vectors":
+    if chosen == "vectors" or layout.bits == 6 and len(x) <= _MOST_VECTORS:
         parts = _parts(x, data, layout)
     elif chosen == "matrix units" and triton_matrix_units.takes(layout):
         parts = triton_matrix_units.product(x, data, layout, bias, target)
@@ -235,7 +256,7 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
 def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
     """float32 [splits, rows, outputs] that add up to the product of few rows."""
     rows, outputs = len(x), layout.outputs
-    total = layout.groups * layout.words if layout.has_zeros else triton_floats.units_of(layout)
+    total = _words_of(layout) if layout.has_zeros else triton_floats.units_of(layout)
     split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
     parts = x.new_empty((ceil_div(total, split), rows, outputs), dtype=torch.float32)
     if not layout.has_zeros:
@@ -245,6 +266,11 @@ def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
         WORDS=layout.words, BITS=layout.bits, ROWS=power_of_2(rows))
     return parts
+
+
+def _words_of(layout: MatrixLayout) -> int:
+    """Return the words of codes of one output, as `_words` counts them."""
+    return layout.groups * layout.words * (8 if layout.bits == 6 else layout.bits) // layout.bits
 
 
 def _split(units: int, programs: int, wanted: int) -> int:

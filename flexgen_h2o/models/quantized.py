@@ -23,7 +23,7 @@ from flexgen_h2o.models.weight_format import WeightFormat
 from flexgen_h2o.storage.disk import Disk, plan_reads
 from flexgen_h2o.storage.tiers import Device, typed
 
-_VERSION = 2  # raise it when the bytes change: caches of an older version are then made anew
+_VERSION = 3  # raise it when the bytes change: caches of an older version are then made anew
 _ALIGN = 64
 _AHEAD = 2  # tensors that are made while one is written
 _EXACT = (torch.float32, torch.float16, torch.bfloat16)

@@ -27,6 +27,11 @@ SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32),
           (40, 96, 16), (7, 72, 24)]
 
 
+def layout_of(size, bits, group):
+    """A layout whose groups are a multiple of 16 with 6 bits."""
+    return MatrixLayout(*size, bits, -(-group // 16) * 16 if bits == 6 else group)
+
+
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch):
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
@@ -70,6 +75,21 @@ def by_hand(data, layout):
     raw = bytes(data.tolist())
     per_word = 32 // layout.bits
     rows, scales = [], []
+
+    def code_of(block, lane, i):
+        def word(n):
+            return struct.unpack_from("<I", raw, block + 64 + 64 * n + 4 * lane)[0]
+
+        if layout.bits != 6:
+            n, within = divmod(i, per_word)
+            return word(n) >> (16 * (within % 2) + layout.bits * (within // 2)) & layout.levels
+        three = [word(i // 16 * 3 + n) for n in range(3)]
+        part, within = divmod(i % 16, 4)
+        byte = 16 * (within % 2) + 8 * (within // 2)
+        if part < 3:
+            return three[part] >> byte & 63
+        return sum((three[n] >> byte + 6 & 3) << 2 * n for n in range(3))
+
     for output in range(layout.outputs):
         row, mine = [], []
         for i in range(layout.inputs):
@@ -78,10 +98,7 @@ def by_hand(data, layout):
                 64 + 2 * layout.group * layout.bits)
             scale, = struct.unpack_from("<e", raw, block + 2 * lane)
             zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
-            word, within = divmod(i % layout.group, per_word)
-            bits, = struct.unpack_from("<I", raw, block + 64 + 64 * word + 4 * lane)
-            code = bits >> (16 * (within % 2) + layout.bits * (within // 2)) & layout.levels
-            row.append(zero + scale * code)
+            row.append(zero + scale * code_of(block, lane, i % layout.group))
             mine.append(scale)
         rows.append(row)
         scales.append(mine)
@@ -91,24 +108,25 @@ def by_hand(data, layout):
 @pytest.mark.parametrize(("layout", "nbytes"), [
     (MatrixLayout(4096, 16384, 4), 4096 * 16384 * 9 // 16),
     (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8),
-    (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088)])
+    (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088),
+    (MatrixLayout(16, 256, 6, 16), 16 * (64 + 192))])
 def test_known_sizes(layout, nbytes):
     assert layout.nbytes == nbytes and layout.block_bytes % 64 == 0
 
 
 @pytest.mark.parametrize("arguments", [(8, 8, 3), (8, 8, 16), (8, 8, 4, 12), (8, 8, 4, 0),
-                                       (0, 8, 4), (8, 0, 4)])
+                                       (8, 8, 6, 24), (0, 8, 4), (8, 0, 4)])
 def test_what_cannot_be_is_refused(arguments):
     with pytest.raises(UserError, match="cannot quantize"):
         MatrixLayout(*arguments)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
     *size, group = shape
-    weight, layout = weights(*size, dtype=dtype), MatrixLayout(*size, bits, group)
+    weight, layout = weights(*size, dtype=dtype), layout_of(size, bits, group)
     data = ops.quantize_matrix(weight, layout)
     assert data.dtype == torch.uint8 and data.shape == (layout.nbytes,)
     values, scales = by_hand(data, layout)
@@ -144,7 +162,7 @@ def test_extreme_groups(backend, low, high, search):
     assert ((values - wanted).abs() <= step + wanted.abs() * 2**-10 + 2**-24).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
 def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
     *size, group = shape
@@ -202,10 +220,10 @@ def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_rows(backend, shape, bits):
     *size, group = shape
-    layout = MatrixLayout(*size, bits, group)
+    layout = layout_of(size, bits, group)
     data = ops.quantize_matrix(weights(*size), layout)
     values, _ = by_hand(data, layout)
     every = torch.arange(size[0])
@@ -251,18 +269,19 @@ def check_product(layout, rows, *, dtype, bias, add, data=None):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(backend, shape, bits, dtype):
     *size, group = shape
     for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
                             (17, False, False)):
-        check_product(MatrixLayout(*size, bits, group), rows, dtype=dtype, bias=bias, add=add)
+        check_product(layout_of(size, bits, group), rows, dtype=dtype, bias=bias, add=add)
 
 
 @pytest.mark.parametrize("rows", [2, 5, 16, 25, 33, 64, 65, 80, 97, TILED_ROWS + 21])
 @pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
                                              ((70, 2100, 24), 8), ((20, 70, 32), 8),
+                                             ((70, 700, 16), 6), ((161, 1100, 64), 6),
                                              ((2 * TILED_OUTPUTS, 2000, 64), 4),
                                              ((96, 40, 1000), 4), ((1100, 200, 32), 4),
                                              ((2 * TILED_OUTPUTS + 40, 40, 32), 4)])
@@ -275,13 +294,13 @@ def test_products_in_tiles(rows, shape, bits):
                           bias=rows % 2 == 1, add=rows % 3 == 0)
 
 
-@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 8]),
+@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 6, 8]),
        st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]),
        st.sampled_from(SETS or [None]))
 @settings(max_examples=120)
 def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, name):
     with using(name):
-        check_product(MatrixLayout(outputs, inputs, bits, group), rows, dtype=dtype, bias=not add,
+        check_product(layout_of((outputs, inputs), bits, group), rows, dtype=dtype, bias=not add,
                       add=add)
 
 

@@ -13,7 +13,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 MXFP4 = 4.25  # bits of a number
 FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32, 64, 136])),
-                  st.just((MXFP4, 32)))
+                  st.tuples(st.just(6), st.sampled_from([16, 32, 48, 64])), st.just((MXFP4, 32)))
 
 
 def rounding_matrix(outputs, inputs, bits, group, *, seed=0):

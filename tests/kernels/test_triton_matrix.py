@@ -17,7 +17,7 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""
-FORMS = [(bits, group) for bits in (4, 8) for group in (64, 32)]
+FORMS = [(bits, group) for bits in (4, 6, 8) for group in (64, 32)]
 MATRICES = [(16, 64), (5, 40), (40, 200), (70, 129)]
 NAN = float("nan")
 
@@ -47,7 +47,7 @@ def matrix(outputs, inputs, bits, group):
     rest = inputs % layout.group
     if rest:  # whole bytes of codes past the inputs: of whole words, any bits
         words = blocks[:, -1, layout.head_bytes :].unflatten(-1, (layout.words, 4 * MATRIX_TILE))
-        unit = 3 if bits == 12 else 1
+        unit = 3 if bits in (6, 12) else 1
         words[:, -(-rest * bits // (32 * unit)) * unit :] = 0xA7
     return data, layout, values
 
@@ -164,7 +164,7 @@ def test_linear_of_many_rows(dtype):
 
 
 @pytest.mark.parametrize(("bits", "group"), [
-    (4, 8), (8, 8), (4, 16), (8, 16), (4, 24), (8, 40), (4, 96), (8, 256)])
+    (4, 8), (8, 8), (4, 16), (6, 16), (8, 16), (4, 24), (8, 40), (6, 48), (4, 96), (8, 256)])
 def test_groups_of_any_size(bits, group):
     for rows in (1, 6):
         for dtype in (torch.float32, torch.float16):

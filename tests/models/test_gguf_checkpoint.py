@@ -117,7 +117,7 @@ def test_fused_and_stacked_tensors(name, sizes, tmp_path):
     _, exact, *_ = run(source, tmp_path, bits=16)
     tokens, scores, options, _ = run(source, tmp_path)
     assert {(layout.bits, layout.group) for layout in options.kept.values()} == {
-        (4, 32), (8, 16), (8, 32)}
+        (4, 32), (6, 16), (8, 32)}
     assert (scores - exact).abs().max() < 0.05 and scores.std() > 0.5
     policy = Policy(weights=Placement(0, 0, 100))
     assert run(source, tmp_path, policy=policy)[0] == tokens
@@ -127,8 +127,8 @@ def test_each_tensor_has_its_own_layout(mixed, tmp_path):
     *_, options, stats = run(mixed, tmp_path)
     layouts = {name: (layout.bits, layout.group) for name, layout in options.kept.items()}
     down = [layouts[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(3)]
-    assert down == [(4, 16), (8, 16), (4, 16)] and layouts[EMBED] == (8, 16)
-    assert layouts["lm_head.weight"] == (8, 32)
+    assert down == [(4, 16), (6, 16), (4, 16)] and layouts[EMBED] == (6, 16)
+    assert layouts["lm_head.weight"] == (6, 32)
     assert options.kept["model.layers.0.mlp.up_proj.weight"].mxfp4
     assert not options.plain and sum(
         layout.nbytes for layout in options.kept.values()) < stats.weight_bytes
@@ -156,7 +156,7 @@ def test_the_plan_takes_the_bytes_that_are_loaded(mixed, experts, tmp_path):
 
 def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
     *_, options, _ = run(experts, tmp_path)
-    for layer, (bits, group) in enumerate(((4, 32), (8, 16))):
+    for layer, (bits, group) in enumerate(((4, 32), (6, 16))):
         for part in ("gate", "up"):
             layout = options.kept[f"model.layers.{layer}.mlp.experts.3.{part}_proj.weight"]
             assert (layout.bits, layout.group) == (bits, group)

@@ -85,6 +85,8 @@ struct Single {
     template <class C>
     static INLINE Words codes(const Coded<C>& from, int step) {
         constexpr int bits = C::bits;
+        if constexpr (bits == 6)
+            return Single::codes<Spaced<8>>({{C::word(from.words, step / 4)}}, step % 4);
         const Words word = from.words[0];
         if constexpr (std::is_same_v<C, Mxfp4>) return bits_of<Words>(numbers(word, step));
         if constexpr (std::is_same_v<C, Float12>) {
@@ -150,9 +152,12 @@ struct Pairs {
     template <class C>
     static INLINE Words codes(const Coded<C>& from, int step) {
         if constexpr (std::is_same_v<C, Float12>) return floats(Float12::pair(from.words, step));
+        // 128 + code is the bfloat16 whose low bits are the code.
+        if constexpr (C::bits == 6)
+            return masked_or(C::word(from.words, step / 2) >> (8 * (step % 2)), 0x003f003f,
+                             0x43004300);
         const Words field = from.words[0] >> (C::bits * step);
         if constexpr (std::is_same_v<C, Mxfp4>) return numbers(field);
-        // 128 + code is the bfloat16 whose low bits are the code.
         if (C::bits == 4) return masked_or(field, 0x000f000f, 0x43004300);
         // A bfloat16 holds 8 bits exactly, and is the upper half of a float.
         const Words first = bits_of<Words>(__builtin_convertvector(Ints(field & 0xff), Floats));
@@ -199,7 +204,7 @@ struct Pairs {
 
     template <class C>
     static constexpr float shift() {
-        return std::is_same_v<C, Spaced<4>> ? 128.0f : 0.0f;
+        return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ? 128.0f : 0.0f;
     }
 
     static uint32_t pack(const bf16* x, int64_t left) {

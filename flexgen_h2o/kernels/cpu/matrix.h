@@ -52,6 +52,32 @@ struct Codes : Unit<1, 32 / BITS> {
     }
 };
 
+// Codes of 6 bits, 16 in three words. `word` gives the four words that hold these codes in 8 bits each:
+// three lie in the lower six bits of bytes, and the fourth in the upper two bits of all three.
+template <>
+struct Codes<6> : Unit<3, 16> {
+    static constexpr int bits = 6;
+
+    template <class W>
+    static INLINE W word(const W* words, int n) {
+        if (n < 3) return words[n] & 0x3f3f3f3f;
+        return (words[0] >> 6 & 0x03030303) | (words[1] >> 4 & 0x0c0c0c0c) |
+               (words[2] >> 2 & 0x30303030);
+    }
+    // The three words of four.
+    template <class W>
+    static INLINE void join(const W* wide, W* words) {
+        words[0] = wide[0] | (wide[3] & 0x03030303) << 6;
+        words[1] = wide[1] | (wide[3] & 0x0c0c0c0c) << 4;
+        words[2] = wide[2] | (wide[3] & 0x30303030) << 2;
+    }
+
+    static uint32_t code(const uint32_t* words, int64_t i) {
+        const uint32_t four = word(words, static_cast<int>(i / 4));
+        return Codes<8>::code(&four, i % 4);
+    }
+};
+
 // Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.
 template <int BITS>
 struct Spaced : Codes<BITS> {
@@ -147,6 +173,7 @@ template <class F>
 INLINE int by_codes(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});
     if (m.bits == 12) return f(Float12{});
+    if (m.bits == 6) return f(Spaced<6>{});
     return m.bits == 4 ? f(Spaced<4>{}) : f(Spaced<8>{});
 }
 

@@ -63,7 +63,8 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
 // The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
 template <class A, class C>
 constexpr int64_t few_rows() {
-    return A::inputs == 1 ? ROWS : std::is_same_v<C, Spaced<4>> ? 8 * ROWS : 2 * ROWS;
+    if (A::inputs == 1) return ROWS;
+    return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ? 8 * ROWS : 2 * ROWS;
 }
 
 // How many chains of sums R rows need: a sum has to wait for the last one.

@@ -125,15 +125,28 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
         std::memcpy(block + 2 * (MATRIX_TILE + lane + i), &zero, 2);
     }
     const Floats step = step_of(fit);
-    const int64_t per_word = 32 / m.bits;
-    for (int64_t n = 0; n < m.words; n++) {
+    const int64_t width = m.bits == 4 ? 4 : 8, per_word = 32 / width;
+    const auto word_of = [&](int64_t n) {
         Words word{};
         for (int64_t t = 0; t < per_word && n * per_word + t < g.size; t++) {
             const Floats code = code_of((g.at(n * per_word + t) - fit.zero) / step, g.levels);
             word |= Words(__builtin_convertvector(code, Ints))
-                    << static_cast<int>(16 * (t % 2) + m.bits * (t / 2));
+                    << static_cast<int>(16 * (t % 2) + width * (t / 2));
         }
+        return word;
+    };
+    const auto put = [&](int64_t n, Words word) {
         std::memcpy(block + 4 * MATRIX_TILE + 4 * (n * MATRIX_TILE + lane), &word, sizeof word);
+    };
+    if (m.bits != 6) {
+        for (int64_t n = 0; n < m.words; n++) put(n, word_of(n));
+        return;
+    }
+    for (int64_t unit = 0; unit < m.words / 3; unit++) {
+        Words wide[4], words[3];
+        for (int n = 0; n < 4; n++) wide[n] = word_of(4 * unit + n);
+        Codes<6>::join(wide, words);
+        for (int n = 0; n < 3; n++) put(3 * unit + n, words[n]);
     }
 }
 
@@ -215,7 +228,7 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
             continue;
         }
         gather<false, T>(a, output, g * m.group, size, values);
-        quantize_lanes({values, size, m.bits == 8 ? 255.0f : 15.0f}, m, a.search, block, lane);
+        quantize_lanes({values, size, static_cast<float>((1 << m.bits) - 1)}, m, a.search, block, lane);
     }
 }
 

@@ -70,14 +70,14 @@ INLINE void fifth_bits(const uint8_t* from, uint8_t* codes) {
         std::memcpy(codes + 8 * i, &eight, sizeof eight);
     }
 }
-struct Q5_0 : Type<32, 22, 8, 32, 16> {
+struct Q5_0 : Type<32, 22, 6, 32, 16> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
         to.scale(0, half_at(b));
         split<4, 16>(b + 6, 16, to.codes);
         fifth_bits(b + 2, to.codes);
     }
 };
-struct Q5_1 : Type<32, 24, 8, 32, -1> {
+struct Q5_1 : Type<32, 24, 6, 32, -1> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
         to.scale(0, half_at(b));
         to.zero(0, half_at(b + 2));
@@ -129,14 +129,14 @@ struct Q4_K : Type<256, 144, 4, 32, -1> {
         split<4, 32>(b + 16, 128, to.codes);
     }
 };
-struct Q5_K : Type<256, 176, 8, 32, -1> {
+struct Q5_K : Type<256, 176, 6, 32, -1> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
         scales_and_zeros(b, to);
         split<4, 32>(b + 48, 128, to.codes);
         split_above<1, 32, 4>(b + 16, 32, to.codes);
     }
 };
-struct Q6_K : Type<256, 210, 8, 16, 32> {
+struct Q6_K : Type<256, 210, 6, 16, 32> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
         const float d = half_at(b + 208);
         for (int g = 0; g < groups; g++)
@@ -180,6 +180,14 @@ struct Mxfp4Block : Type<32, 17, 4, 32, 0> {
 // The codes of a block as words: see config/formats.py (MatrixLayout).
 template <int BITS>
 INLINE void join(const uint8_t* codes, int elements, uint32_t* words) {
+    if constexpr (BITS == 6) {
+        for (int unit = 0; unit < elements / 16; unit++) {
+            uint32_t wide[4];
+            join<8>(codes + 16 * unit, 16, wide);
+            Codes<6>::join(wide, words + 3 * unit);
+        }
+        return;
+    }
     for (int n = 0; n < elements * BITS / 32; n++) {
         if (BITS == 8) {
             uint32_t x;

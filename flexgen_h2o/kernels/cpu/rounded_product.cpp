@@ -1,7 +1,7 @@
 // linear_rounded: products with quantized matrices of inputs that are rounded to 8 bits, as products
 // of whole numbers.
 //
-// Outputs are the lanes of vectors. A shift and a mask make bytes of four codes of an output; they
+// Outputs are the lanes of vectors. Shifts and masks make bytes of four codes of an output; they
 // meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
 // with AVX-VNNI and AVX512_VNNI in 32 bits, by one instruction.
 // What the rounding is, says kernels/reference_matrix.py (`rounded_activations`).
@@ -19,12 +19,12 @@ constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
 typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
-// The codes of a word as bytes no smaller than 0, four at a time: `shift` by which they are too
-// large, and how many words of them by codes of x fit into sums of 16 bits.
+// The codes of a unit as bytes no smaller than 0, in PARTS words: `shift` by which they are too
+// large, and how many units of them by codes of x fit into sums of 16 bits, two for each unit.
 template <class C>
 struct ByteCodes {
     static constexpr float shift = 0;
-    static constexpr int fitting = 8;
+    static constexpr int fitting = C::bits == 6 ? 1 : 8;
     static INLINE Words of(Words nibbles) { return nibbles; }
 };
 template <>
@@ -139,10 +139,21 @@ void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedR
     }
 }
 
-// Words of x that a word of codes meets.
+// Words of x that a unit of codes meets.
 template <class C>
 constexpr int parts() {
-    return C::bits == 4 ? 2 : 1;
+    return C::unit_inputs / 4;
+}
+
+// The bytes that meet word `part` of these.
+template <class C>
+INLINE Words bytes_of(const Coded<C>& unit, int part) {
+    if constexpr (C::bits == 6)
+        return C::word(unit.words, part);
+    else if constexpr (C::bits == 4)
+        return ByteCodes<C>::of(unit.words[0] >> 4 * part & 0x0f0f0f0f);
+    else
+        return unit.words[0];
 }
 
 #if defined(FOURS)
@@ -151,7 +162,7 @@ constexpr int ABREAST = WIDTH == MATRIX_TILE ? 2 : 1;
 
 using Abreast = CodedWords[ABREAST];
 
-// sums += what `count` words give with R rows.
+// sums += what `count` units give with R rows.
 template <class C, int R>
 INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
                       Ints (&sums)[ABREAST][R]) {
@@ -161,17 +172,16 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
     for (int64_t n = 0; n < count; n++) {
         Words bytes[PARTS][ABREAST];
         for (int v = 0; v < ABREAST; v++) {
-            const Words word = words[v].template read<R <= BOUND_ROWS>(n);
-            bytes[0][v] = PARTS == 1 ? word : ByteCodes<C>::of(word & 0x0f0f0f0f);
-            bytes[PARTS - 1][v] = PARTS == 1 ? word : ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
+            const Coded<C> unit = words[v].template unit<C, R <= BOUND_ROWS>(n);
+            for (int part = 0; part < PARTS; part++) bytes[part][v] = bytes_of(unit, part);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
                 const Words four = x[(PARTS * n + part) * R + r] + Words{};
                 for (int v = 0; v < ABREAST; v++) {
-                    Ints& to = APART && part ? others[v][r] : sums[v][r];
+                    Ints& to = APART && part % 2 ? others[v][r] : sums[v][r];
                     to = add_fours(to, bytes[part][v], four);
                 }
             }
@@ -212,29 +222,35 @@ INLINE Ints joined(Shorts sums) {
 #endif
 }
 
-// sums [R] += what COUNT words of WIDTH outputs, from one on, give with R rows.
+// sums [R] += what COUNT units of WIDTH outputs, from one on, give with R rows.
 template <class C, int R, int COUNT>
 INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, Ints* sums) {
     constexpr int PARTS = parts<C>();
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < COUNT; n++) {
-        const Words word = words.template read<R <= BOUND_ROWS>(from + n);
-        const Words first = ByteCodes<C>::of(word & 0x0f0f0f0f);
-        const Words second = ByteCodes<C>::of(word >> 4 & 0x0f0f0f0f);
+        const Coded<C> unit = words.template unit<C, R <= BOUND_ROWS>(from + n);
+        for (int part = 0; part < PARTS; part++) {
+            const Words bytes = bytes_of(unit, part);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            const uint32_t* mine = x + PARTS * n * R + r;
-            low[r] = add_pairs(low[r], first, mine[0] + Words{});
-            high[r] = add_pairs(high[r], second, mine[(PARTS - 1) * R] + Words{});
+            for (int r = 0; r < R; r++) {
+                const Words four = x[(PARTS * n + part) * R + r] + Words{};
+                if (C::bits == 8) {
+                    low[r] = add_pairs(low[r], bytes & 0x0f0f0f0f, four);
+                    high[r] = add_pairs(high[r], bytes >> 4 & 0x0f0f0f0f, four);
+                } else {
+                    Shorts& to = part < PARTS / 2 ? low[r] : high[r];
+                    to = add_pairs(to, bytes, four);
+                }
+            }
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)  // 8 bits: the upper four are worth 16 times as much
-        sums[r] += joined(low[r]) + (joined(high[r]) << (C::bits == 4 ? 0 : 4));
+        sums[r] += joined(low[r]) + (joined(high[r]) << (C::bits == 8 ? 4 : 0));
 }
 
-// sums += what `count` words give with R rows.
+// sums += what `count` units give with R rows.
 template <class C, int R>
 INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
                       Ints (&sums)[ABREAST][R]) {
@@ -256,7 +272,7 @@ INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t la
     Abreast words;
     for (int v = 0; v < ABREAST; v++) words[v] = blocks[v].words(lane, row == 0);
     Ints whole[ABREAST][R] = {};
-    add_whole<C, R>(words, m.words, p.block(g, row), whole);
+    add_whole<C, R>(words, m.words / C::unit_words, p.block(g, row), whole);
     const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
 #pragma GCC unroll 2  // else the sums go by way of memory
     for (int v = 0; v < ABREAST; v++) {
