@@ -96,8 +96,8 @@ STRUCTS = MappingProxyType({
         int64_t: dtype rows x_row out_row add threads""",
     # reference_matrix.unpack_rows: rows [count], out [count, inputs].
     "Rows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
-    # reference_matrix.quantize_matrix: weight [outputs, inputs].
-    "Quantize": """const void*: weight; Matrix: matrix;
+    # reference_matrix.quantize_matrix: weight [outputs, inputs], importance [inputs] or null.
+    "Quantize": """const void*: weight; const float*: importance; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
     # reference_blocks.repack: blocks [.., row_bytes] of a GGUF type's number `kind`; rows [outputs]
     # are their places there, or null where they come in order; broken: counts what is not finite.

@@ -205,13 +205,14 @@ def _(x, weight, bias, out, add):
 
 @torch.library.custom_op(f"{NAMESPACE}::quantize_matrix", mutates_args=("data",),
                          device_types="cpu")
-def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
+def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool,
+                    importance: Tensor | None = None) -> None:
     """See `reference_matrix.quantize_matrix`; on the CPU alone, where weights are loaded."""
-    native.quantize_matrix(weight, data, bits, group, search)
+    native.quantize_matrix(weight, data, bits, group, search, importance)
 
 
 @quantize_matrix.register_fake
-def _(weight, data, bits, group, search):
+def _(weight, data, bits, group, search, importance=None):
     return None
 
 

@@ -238,13 +238,17 @@ def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group:
     return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
 
 
-def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool) -> None:
+def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool,
+                    importance: Tensor | None = None) -> None:
     """See `library.quantize_matrix`."""
     dtype = floats("quantize_matrix", weight, 2)
     need(group > 0, "quantize_matrix", "MXFP4 is for the reference")
     expect("quantize_matrix", dtype, weight=(weight, weight.shape))
+    if importance is not None:
+        expect("quantize_matrix", torch.float32, importance=(importance, weight.shape[1:]))
+        contiguous("quantize_matrix", importance=importance)
     weight = unit_stride(weight)
-    call("quantize_matrix", "Quantize", weight=weight.data_ptr(),
+    call("quantize_matrix", "Quantize", weight=weight.data_ptr(), importance=address(importance),
          matrix=matrix("quantize_matrix", data, *weight.shape, bits, group),
          dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
 

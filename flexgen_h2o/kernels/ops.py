@@ -333,14 +333,15 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, 
 
 
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,
-                    out: Tensor | None = None) -> Tensor:
+                    importance: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`. For MXFP4
     that is what computes it."""
     out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
     if plain_torch("cpu") or layout.mxfp4:
-        return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search))
+        return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search,
+                                                          importance=importance))
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search)
+    _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search, importance)
     return out
 
 

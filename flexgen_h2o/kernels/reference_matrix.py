@@ -14,6 +14,10 @@ STEPS = 10
 REFINEMENTS = 4
 """Least-squares fits of the best of them, each to the codes of the last."""
 
+SMALLEST_VARIANCE = 1e-3
+"""The least variance of a group's codes, times its size squared, that a fit is taken from: below it
+all codes that count are equal."""
+
 SMALLEST = 2.0**-24
 """The smallest float16 above 0: stands in for a scale of 0, where all codes are 0."""
 
@@ -29,7 +33,7 @@ _NIBBLES = 0x0F0F0F0F
 _BYTES = 0x01010101
 
 
-def quantize_matrix(weight, layout, *, search=False):
+def quantize_matrix(weight, layout, *, search=False, importance=None):
     """Quantize a matrix.
 
     Parameters
@@ -40,6 +44,9 @@ def quantize_matrix(weight, layout, *, search=False):
     search : bool
         Look for the scale and zero point of each group that give the smallest squared error, in
         place of the ones that span from its minimum to its maximum.
+    importance : float32 Tensor [inputs], optional
+        Weights of the inputs in the squared error of a search, such as the mean square of each
+        input over a calibration text. Default: all equal.
 
     Returns
     -------
@@ -51,7 +58,7 @@ def quantize_matrix(weight, layout, *, search=False):
     Without search: as `reference.quantize_groups`. An element errs by at most scale / 2, and by
     what rounding the two to float16 adds.
 
-    With search (after make_qkx2_quants of llama.cpp, all weights equal): for scales somewhat
+    With search (after make_qkx2_quants of llama.cpp): for scales somewhat
     larger and smaller than the spanning one, round to codes, then take the scale and zero point
     that fit these codes best (least squares). The best of all, rounded to float16, is kept where
     it beats the spanning one. It is then refined: round to codes and fit again, as long as the
@@ -72,8 +79,9 @@ def quantize_matrix(weight, layout, *, search=False):
     outputs, inputs = layout.tiles * MATRIX_TILE, layout.groups * layout.group
     values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     ends = range(0, layout.inputs, layout.group)
-    parts = [_quantized(values[:, start : start + layout.group], layout.levels, search)
-             for start in ends]
+    weigh = torch.ones(layout.inputs) if importance is None else importance.float()
+    parts = [_quantized(values[:, start : start + layout.group], layout.levels, search,
+                        _shares(weigh[start : start + layout.group])) for start in ends]
     scales, zeros = (torch.zeros(outputs, layout.groups, dtype=torch.float16) for _ in range(2))
     codes = torch.zeros(outputs, inputs, dtype=torch.int32)
     for g, (scale, zero, code) in enumerate(parts):
@@ -83,7 +91,13 @@ def quantize_matrix(weight, layout, *, search=False):
     return assembled(codes, scales, zeros, layout)
 
 
-def _quantized(x, levels, search):
+def _shares(importance):
+    """Return the weights [size] of a group's inputs: of mean 1, all equal where none counts."""
+    mean = importance.mean()
+    return importance / mean if mean > 0 else torch.ones_like(importance)
+
+
+def _quantized(x, levels, search, shares):
     """Scales, zero points [rows] float16 and codes [rows, size] of one group of each row."""
     low, high = x.amin(-1), x.amax(-1)
     zero = half_below(low + 0.0)  # of two zeros the positive one
@@ -91,7 +105,7 @@ def _quantized(x, levels, search):
     best = (scale, zero, _codes(x, scale, zero, levels))
     if not search:
         return best
-    least = _error(x, *best)
+    least = _error(x, *best, shares)
     # From one level less than there are to one level more, then by the best scale so far.
     for step in range(STEPS + REFINEMENTS):
         start, inverse = low, (levels - 1.0 + 0.2 * step) / (high - low).clamp_min(SMALLEST)
@@ -99,14 +113,16 @@ def _quantized(x, levels, search):
             start, inverse = best[1].float(), 1 / best[0].float().clamp_min(SMALLEST)
         code = ((x - start[:, None]) * inverse[:, None]).round().clamp(0, levels)
         count = x.shape[1]
-        sums, squares, product = code.sum(-1), (code * code).sum(-1), (code * x).sum(-1)
+        weighed = shares * code
+        sums, squares, product = weighed.sum(-1), (weighed * code).sum(-1), (weighed * x).sum(-1)
+        total = (shares * x).sum(-1)
         variance = count * squares - sums * sums
-        scale = (count * product - sums * x.sum(-1)) / variance.clamp_min(1)
+        scale = (count * product - sums * total) / variance.clamp_min(SMALLEST_VARIANCE)
         scale = scale.clamp(0, FLOAT16_MAX).half()
-        zero = ((x.sum(-1) - scale.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+        zero = ((total - scale.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
         fit = (scale, zero, _codes(x, scale, zero, levels))
-        error = _error(x, *fit)
-        better = (error < least) & (variance > 0)
+        error = _error(x, *fit, shares)
+        better = (error < least) & (variance > SMALLEST_VARIANCE)
         least = torch.where(better, error, least)
         best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
                      for one, other in zip(fit, best, strict=True))
@@ -165,8 +181,9 @@ def _codes(x, scale, zero, levels):
     return ((x - zero.float()[:, None]) / steps[:, None]).round().clamp(0, levels).to(torch.int32)
 
 
-def _error(x, scale, zero, code):
-    return (zero.float()[:, None] + scale.float()[:, None] * code - x).square().sum(-1)
+def _error(x, scale, zero, code, shares):
+    off = zero.float()[:, None] + scale.float()[:, None] * code - x
+    return (shares * off.square()).sum(-1)
 
 
 def assembled(codes, scales, zeros, layout):

@@ -183,6 +183,24 @@ def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
     assert abs(searched.sum() / wanted.sum() - 1) < 1e-2
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+def test_a_search_minimizes_the_error_by_importance(backend, bits):
+    weight, layout = weights(33, 200), MatrixLayout(33, 200, bits)
+    importance = torch.rand(200) ** 8
+    importance[64:128] = 0  # a group of which nothing counts
+
+    def error(importance_of_search, quantize=ops.quantize_matrix):
+        data = quantize(weight, layout, search=True, importance=importance_of_search)
+        return (importance * (by_hand(data, layout)[0] - weight).square()).sum()
+
+    assert error(importance) < 0.9 * error(None)
+    wanted = error(importance, reference_matrix.quantize_matrix)
+    assert abs(error(importance) / wanted - 1) < 1e-2
+    same = [ops.quantize_matrix(weight, layout, search=True, importance=each)
+            for each in (None, torch.full((200,), 3.0))]
+    assert torch.equal(*same)
+
+
 def check_output(weight, bits, *, search):
     """A product is off by no more than what half a scale of each group can make of x."""
     layout = MatrixLayout(*weight.shape, bits)

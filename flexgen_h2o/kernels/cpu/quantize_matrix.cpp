@@ -8,14 +8,16 @@ namespace {
 
 constexpr int STEPS = 10;        // scales that a search tries
 constexpr int REFINEMENTS = 4;  // least-squares fits of the best one, each to the codes of the last
+constexpr float LEAST_VARIANCE = 1e-3f;  // of codes that a fit is taken from, times their count squared
 
-// A group of WIDTH outputs: values [size, WIDTH].
+// A group of WIDTH outputs: values [size, WIDTH], and weights of their errors [size], of mean 1.
 struct Group {
-    const float* x;
+    const float *x, *shares;
     int64_t size;
     float levels;
 
     Floats at(int64_t i) const { return load(x + i * WIDTH); }
+    Floats share(int64_t i) const { return broadcast(shares[i]); }
 };
 
 // Of each lane; both are float16's.
@@ -49,7 +51,7 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
         const Floats x = g.at(i);
         const Floats code = code_of((x - fit.zero) * inverse, g.levels);
         const Floats off = fma(fit.scale, code, fit.zero) - x;
-        all = fma(off, off, all);
+        all = fma(g.share(i) * off, off, all);
     }
     return all;
 }
@@ -69,15 +71,17 @@ INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
         const Floats x = g.at(i), code = code_of((x - low) * wide, g.levels);
-        codes += code;
-        squares = fma(code, code, squares);
-        products = fma(code, x, products);
-        values += x;
+        const Floats weighed = g.share(i) * code;
+        codes += weighed;
+        squares = fma(weighed, code, squares);
+        products = fma(weighed, x, products);
+        values = fma(g.share(i), x, values);
     }
     const Floats count = broadcast(static_cast<float>(g.size));
     const Floats apart = count * squares - codes * codes;
-    const Floats scale = (count * products - codes * values) / larger(apart, broadcast(1.0f));
-    possible = apart > 0.0f;
+    const Floats least = broadcast(LEAST_VARIANCE);
+    const Floats scale = (count * products - codes * values) / larger(apart, least);
+    possible = apart > least;
     Fit fit;
     fit.scale = as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX)));
     fit.zero = as_half(clamped((values - fit.scale * codes) / count));
@@ -216,26 +220,37 @@ INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t siz
                                         : clamped_one(x + i * a.weight_row + k);
 }
 
+// Weights of mean 1 of a group's inputs from `input` on: all equal without an importance.
+INLINE void shares_of(const Quantize& a, int64_t input, int64_t size, float* to) {
+    float all = 0;
+    for (int64_t i = 0; a.importance && i < size; i++) all += a.importance[input + i];
+    for (int64_t i = 0; i < size; i++)
+        to[i] = all > 0 ? a.importance[input + i] / (all / static_cast<float>(size)) : 1.0f;
+}
+
 template <class T>
 void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
     uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
     const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
+    float* const shares = values + m.group * WIDTH;
+    shares_of(a, g * m.group, size, shares);
     for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
             gather<true, T>(a, output, g * m.group, size, values);
-            shorten_lanes({values, size, 0.0f}, m, block, lane);
+            shorten_lanes({values, shares, size, 0.0f}, m, block, lane);
             continue;
         }
         gather<false, T>(a, output, g * m.group, size, values);
-        quantize_lanes({values, size, static_cast<float>((1 << m.bits) - 1)}, m, a.search, block, lane);
+        quantize_lanes({values, shares, size, static_cast<float>((1 << m.bits) - 1)}, m, a.search,
+                       block, lane);
     }
 }
 
 template <class T>
 int quantize(const Quantize& a) {
     const Blocks m(a.matrix);
-    const int64_t size = m.group * WIDTH;
+    const int64_t size = m.group * (WIDTH + 1);
     const Memory<float> values = memory<float>(a.threads * size);
     if (!values) return NO_MEMORY;
     const int64_t tiles = tiles_of(a.matrix);
