@@ -30,6 +30,7 @@ from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.opening import OpenedModel, open_model
 from flexgen_h2o.engine.orders import Close, Generate, Orders
+from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.tokenization import several
 from flexgen_h2o.engine.watch import PipelineFailure
@@ -289,7 +290,8 @@ class LLM(Session):
         Returns
         -------
         list of Output
-            In the order of the conversations; `prompt` is what the template made.
+            In the order of the conversations; `prompt` is what the template made. `content` is the
+            answer without the reasoning, which `reasoning_content` has.
 
         Raises
         ------
@@ -304,8 +306,12 @@ class LLM(Session):
         # Special tokens are the template's: the tokenizer adds none.
         prompts = [self._prompts.encode(text, key, goes_on=True) for key, text in enumerate(texts)]
         outputs = self.generate(prompts, sampling_params, **sampling)
-        return [replace(output, prompt=text)
-                for output, text in zip(outputs, texts, strict=True)]
+        parser, found = ReasoningParser(self.tokenizer), []
+        for output, text in zip(outputs, texts, strict=True):
+            content, reasoning = parser.split(output)
+            found.append(replace(output, prompt=text, content=content,
+                                 reasoning_content=reasoning))
+        return found
 
     def follow(self) -> None:
         """On a rank of a pipeline that is not the first: run what that one runs, until it closes
@@ -340,7 +346,9 @@ class LLM(Session):
         Parameters
         ----------
         pairs : sequence of (context, continuation)
-            Text or token ids. An empty context stands for the start of a text.
+            Text or token ids. An empty context stands for the start of a text. White space at the
+            end of a text context is scored with the continuation, and so is what else shares a
+            token with it.
 
         Returns
         -------

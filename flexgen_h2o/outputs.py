@@ -26,6 +26,9 @@ class Output:
     with which token_ids and text end, but for what its last token has after it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
     log_probs has an entry for each of token_ids where `SamplingParams.logprobs` asks for it.
+    text is what token_ids add to the prompt, without special tokens and without the bytes of a
+    character that is cut off at its end. An answer of `LLM.chat` has content, the text without what
+    a reasoning model has thought before, and that as reasoning_content; None: nothing.
     """
 
     prompt: str | None
@@ -34,6 +37,8 @@ class Output:
     text: str | None
     finish_reason: str
     log_probs: list[TokenLogProb] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
 
 
 @dataclass(frozen=True)

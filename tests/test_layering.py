@@ -51,8 +51,7 @@ TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.ke
          "h2o.recall", "h2o.simulation", "planning.rates", "planning.clock", "planning.fetch_rate",
          "planning.recall_rates", "planning.sample_layer", "planning.calibrate",
          "tasks.analysis.evicted", "tasks.analysis.misses", "tasks.analysis.stats",
-         "tasks.analysis.survey",
-         "tasks.streams.printer"}
+         "tasks.analysis.survey"}
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
@@ -62,7 +61,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.gguf_config", "models.gguf_header", "models.gguf_metadata",
          "models.gguf_rope", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
-         "engine.stop_strings",
+         "engine.detokenization", "engine.reasoning", "engine.stop_strings",
          "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
          "integrations.lm_eval.__main__"}
 

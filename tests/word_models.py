@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,3 +22,53 @@ def with_words(folder: Path, target: Path, *, chat_template: str | None = None) 
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(target)
     return str(target)
+
+
+def tiny_tokenizer(kind: str):
+    """A small tokenizer of a kind: byte-level, llama, gemma, unigram, wordpiece or words."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<unk>", "<s>", "</s>"]
+    corpus = 3 * ["so time and time again", "so so said it, and said: time is 日本 time!",
+                  "  a\n  b"]
+    options = {"vocab_size": 300, "special_tokens": special, "show_progress": False}
+    data = [f"<0x{value:02X}>" for value in range(256)]
+    if kind == "byte-level":
+        inner = Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        inner.decoder = decoders.ByteLevel()
+        inner.train_from_iterator(corpus, trainers.BpeTrainer(
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **options))
+    elif kind in ("llama", "gemma"):
+        inner = Tokenizer(models.BPE(unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
+        inner.train_from_iterator(corpus, trainers.BpeTrainer(**options))
+        learned = json.loads(inner.to_str())["model"]
+        vocab = {name: token for token, name in enumerate([*special, *data, *(
+            name for name in learned["vocab"] if name not in special)])}
+        inner = Tokenizer(models.BPE(vocab, [tuple(pair) for pair in learned["merges"]],
+                                     unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        spaces, first = [normalizers.Replace(" ", "▁")], []
+        if kind == "llama":
+            spaces, first = [normalizers.Prepend("▁"), *spaces], [decoders.Strip(" ", 1, 0)]
+        inner.normalizer = normalizers.Sequence(spaces)
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                           decoders.Fuse(), *first])
+    elif kind == "unigram":
+        inner = Tokenizer(models.Unigram())
+        inner.pre_tokenizer = pre_tokenizers.Metaspace()
+        inner.decoder = decoders.Metaspace()
+        inner.train_from_iterator(corpus, trainers.UnigramTrainer(unk_token="<unk>", **options))
+    elif kind == "wordpiece":
+        inner = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        inner.decoder = decoders.WordPiece()
+        inner.train_from_iterator(corpus, trainers.WordPieceTrainer(**options))
+    else:
+        inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(
+            dict.fromkeys([*special, *" ".join(corpus).split()]))}, unk_token="<unk>"))
+        inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(special)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>",
+                                   eos_token="</s>")

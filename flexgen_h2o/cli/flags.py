@@ -340,7 +340,8 @@ class RunFlags:
     )
     output: str | None = _flag(
         "results", "path", None, metavar="FILE.jsonl", shown="none",
-        help="write a line for each prompt: prompt, prompt_tokens, token_ids, text, finish_reason",
+        help="write a line for each prompt: prompt, prompt_tokens, token_ids, text, finish_reason; "
+        "of chats content and reasoning_content, too",
     )
     csv: str | None = _flag(
         "results", "path", None, metavar="FILE", shown="none",

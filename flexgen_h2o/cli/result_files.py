@@ -133,4 +133,6 @@ def write_outputs(path: str, outputs: Sequence[Output]) -> None:
                 "text": out.text,
                 "finish_reason": out.finish_reason,
             }
+            if out.content is not None:
+                record |= {"content": out.content, "reasoning_content": out.reasoning_content}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_SLACK = 4  # tokens: the tail may begin within a character, and lose a space in front
-
 
 def until(text: str, stops: Sequence[str]) -> str:
     """A text up to where the first of the stops begins."""
@@ -16,24 +14,27 @@ def until(text: str, stops: Sequence[str]) -> str:
 class StopStrings:
     """Tells if generated tokens hold one of some texts, special tokens counted as text.
 
-    Asked after each new token, it decodes only a tail of them: every token is a byte of text at
-    least, so that a text of n bytes that has just come lies within the last n tokens.
+    Asked after each new token, it looks only at a tail of them, as long as the longest text.
 
     Parameters
     ----------
     strings : sequence of str
         None of them empty.
-    decode : callable
-        Text of token ids, such as a tokenizer's `decode`.
+    token_bytes : callable
+        The bytes that a token adds to a text, such as `Detokenizer.token_bytes`.
     """
 
-    def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
-        self._strings = tuple(strings)
-        self._decode = decode
-        longest = max(len(text.encode("utf-8")) for text in self._strings)
-        self._tail = longest + _SLACK
+    def __init__(self, strings: Sequence[str], token_bytes: Callable[[int], bytes]):
+        self._strings = [text.encode() for text in strings]
+        self._token_bytes = token_bytes
+        self._longest = max(map(len, self._strings))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
         """True if one is there now that was not before the last of `tokens`."""
-        text = self._decode(tokens[-self._tail :])
-        return any(string in text for string in self._strings)
+        before, place = b"", len(tokens) - 1
+        while place and len(before) < self._longest:
+            place -= 1
+            before = self._token_bytes(tokens[place]) + before
+        begin = max(0, len(before) - self._longest + 1)
+        tail = before[begin:] + self._token_bytes(tokens[-1])
+        return any(string in tail for string in self._strings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.loader import Source, load_tokenizer
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Generation, Rules
@@ -36,6 +38,7 @@ class Prompts:
         self._config = source.config
         self._name = name
         self._tokenizer = None
+        self._detokenizer: Detokenizer | None = None
         longest = longest_prompt(source.config, h2o)
         self._limit = longest, f"the model's {longest} positions: shorten it"
 
@@ -45,6 +48,13 @@ class Prompts:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
+
+    @property
+    def detokenizer(self) -> Detokenizer | None:
+        """The way back from tokens to text, or None where the model has no tokenizer."""
+        if self._detokenizer is None and self.tokenizer is not None:
+            self._detokenizer = Detokenizer(self.tokenizer)
+        return self._detokenizer
 
     def encode(self, prompt: str | Sequence[int], key: int | str, *, goes_on: bool = False,
                limit: tuple[int | None, str] | None = None) -> list[int]:
@@ -126,22 +136,35 @@ class Prompts:
         if isinstance(context, str) != isinstance(continuation, str):
             raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
         if isinstance(context, str):
-            # Tokenized together: the join may not fall on a token's edge.
-            what = f"pair {key}"
-            head = self._tokenize(context, what) if context else []
-            tail = self._tokenize(context + continuation, what)[len(head):]
+            head, tail = self._split(context, continuation, f"pair {key}")
         else:
             head, tail = (_token_ids(part, f"pair {key}") for part in (context, continuation))
-        if not head:
+        if not head and tail:
             start = self._config.bos_token_id
             if start is None:
-                raise UserError(f"pair {key}: the context is empty and the model has no BOS token")
+                raise UserError(f"pair {key}: the context is empty, or one token with the "
+                                "continuation, and the model has no BOS token: give more context")
             # Many tokenizers put it in front themselves.
             head, tail = [start], tail[1:] if tail[:1] == [start] else tail
         if not tail:
             raise UserError(f"pair {key}: the continuation is empty")
         self.encode(head + tail, key)
         return head, tail
+
+    def _split(self, context: str, continuation: str, what: str) -> tuple[list[int], list[int]]:
+        """Tokenize a context and its continuation as one text.
+
+        White space at the context's end is scored with the continuation, as in lm-eval: most
+        tokenizers have it in one token with the word that follows. So is the end of a context that
+        shares a token with the continuation in another way.
+        """
+        if not continuation:
+            return [], []
+        whole = self._tokenize(context + continuation, what)
+        context = context.rstrip()
+        head = self._tokenize(context, what) if context else []
+        edge = len(os.path.commonprefix([head, whole]))
+        return whole[:edge], whole[edge:]
 
     def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
                    on_token: Callable[[int], None] | None = None) -> Generation:
@@ -167,8 +190,7 @@ class Prompts:
     def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
         """The result of a request that has ended, for the prompt that was given and its ids."""
         tokens = request.generated
-        text = None if self.tokenizer is None else self.tokenizer.decode(
-            tokens, skip_special_tokens=True)
+        text = self.detokenizer and self.detokenizer.text(tokens, request.prompt)
         return Output(given if isinstance(given, str) else None, ids, tokens, text,
                       request.finish_reason, request.log_probs or None)
 
@@ -176,10 +198,10 @@ class Prompts:
         """A finder of these stop strings in generated tokens; None for none."""
         if strings is None:
             return None
-        if self.tokenizer is None:
+        if self.detokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here, and stop_strings are text: leave "
                             "them out")
-        return StopStrings(strings, self.tokenizer.decode)
+        return StopStrings(strings, self.detokenizer.token_bytes)
 
     def check_lengths(self, requests: Sequence[Request], new_tokens: int | Mapping[int, int]
                       ) -> None:

@@ -26,6 +26,7 @@ from flexgen_h2o.files.rows import LinesFile, RowsFile, keeping
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.tasks.streams import answers as stream_figures
 from flexgen_h2o.tasks.streams.answers import Answer
+from flexgen_h2o.tasks.streams.printer import Printer
 
 _CACHE = ("eviction", "num_heavy_hitter_tokens", "num_window_length", "score", "score_decay",
           "sink_tokens", "enable_position_rolling")
@@ -141,7 +142,7 @@ def run(options: StreamOptions) -> None:
     with open_llm(options.run, progress=None if options.verbose == 1 else False) as llm:
         if llm.tokenizer is None:
             raise UserError(f"{options.run.model} has no tokenizer here, and turns are text")
-        streamer = _printer(llm.tokenizer) if options.verbose == 2 else None
+        streamer = Printer(llm.tokenizer) if options.verbose == 2 else None
         with (_encoder(llm.tokenizer, options.chat_template) as encode,
               llm.stream(max_tokens=_room(llm, options), past_context=options.past_context)
               as stream):
@@ -194,13 +195,6 @@ def _encoder(tokenizer, chat_template: bool) -> Iterator[Callable[[str], object]
         # The template has written its own special tokens.
         yield lambda text: tokenizer(renderer.render([{"role": "user", "content": text}]),
                                      add_special_tokens=False)["input_ids"]
-
-
-def _printer(tokenizer):
-    """A printer of the tokens of a stream."""
-    from flexgen_h2o.tasks.streams.printer import Printer  # only now: it loads torch
-
-    return Printer(tokenizer, skip_special_tokens=True)
 
 
 @command

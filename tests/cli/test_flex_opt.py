@@ -57,7 +57,8 @@ class FakeLLM:
         text = isinstance(prompt, str)
         return types.SimpleNamespace(
             prompt=prompt if text else None, prompt_token_ids=[1, 2, 3], token_ids=[4, 5],
-            text=f"continuation of {prompt[:9]}" if text else None, finish_reason="length")
+            text=f"continuation of {prompt[:9]}" if text else None, finish_reason="length",
+            content=None)
 
     @property
     def stats(self):

@@ -12,6 +12,7 @@ from word_models import with_words
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config.sampling import SamplingParams
+from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import checkpoint_folder
@@ -32,15 +33,22 @@ def decode(tokens) -> str:
 def test_the_end_is_where_the_whole_text_first_holds_one(strings, tokens):
     expected = next((i for i in range(1, len(tokens) + 1)
                      if any(text in decode(tokens[:i]) for text in strings)), None)
-    stops = StopStrings(strings, decode)
+    stops = StopStrings(strings, TOKEN_BYTES.__getitem__)
     assert next((i for i in range(1, len(tokens) + 1) if stops(tokens[:i])), None) == expected
 
 
-def test_only_a_tail_is_decoded():
+def test_only_a_tail_is_looked_at():
     seen = []
-    stops = StopStrings(["##", "€"], lambda tokens: seen.append(len(tokens)) or "")
-    assert not any(stops([0] * length) for length in range(1, 100))
-    assert max(seen) == 3 + 4
+    stops = StopStrings(["##", "€"], lambda token: seen.append(token) or b"#")
+    assert stops([0, 0])
+    seen.clear()
+    assert stops([0] * 100) and len(seen) == 4
+
+
+def test_tokens_without_bytes_do_not_hide_a_stop_string():
+    stops = StopStrings(["ab"], {0: b"", 1: b"a", 2: b"b"}.__getitem__)
+    assert stops([1, *[0] * 20, 2]) and not stops([1, 0, 1]) and not stops([0])
+    assert not stops([1, 2, 0])  # it has been there before
 
 
 @pytest.mark.parametrize("bad", ["", [], ["a", ""], [1], 7, {"a"}, b"a"])
@@ -75,7 +83,7 @@ def test_a_generation_ends_with_the_first_and_the_others_go_on(tiny_model, tmp_p
         end = next((i for i in range(1, 13) if any(
             stop in tokenizer.decode(text.token_ids[:i]) for stop in stops)), 12)
         assert out.token_ids == text.token_ids[:end]
-        assert out.text == tokenizer.decode(out.token_ids)
+        assert out.text == " " + tokenizer.decode(out.token_ids)
         stopped = any(stop in out.text for stop in stops)
         assert out.finish_reason == ("stop" if stopped else "length")
         assert len(out.prompt_token_ids) == len(prompt)
@@ -90,16 +98,16 @@ def test_the_same_end_as_transformers():
     from transformers.generation import StopStringCriteria
 
     tokenizer = AutoTokenizer.from_pretrained(checkpoint_folder("smollm2-135m"))
-    strings = ["###", "end.\n", "naïve"]
+    strings = ["###", "end.\n", "naïve", " four five"]
     theirs = StopStringCriteria(tokenizer, strings)
-    ours = StopStrings(strings, tokenizer.decode)
+    ours = StopStrings(strings, Detokenizer(tokenizer).token_bytes)
     for text in ("One #two ##three ###four", "At the\nend. \nThe end.\n\nMore", "A naïvety", "none",
-                 "a#####", "日本###"):
+                 "a#####", "日本###", "three four five", "four fives"):
         tokens = tokenizer(text)["input_ids"]
         found = [next((i for i in range(1, len(tokens) + 1) if stops(tokens[:i])), None)
                  for stops in (ours, lambda some: theirs(torch.tensor([some]), None).all())]
         assert found[0] == found[1], text
-        assert (found[0] is None) == (text == "none")
+        assert (found[0] is None) == (text in ("none", "four fives"))
 
 
 def test_without_a_tokenizer_there_is_no_text_to_look_in(tiny_model):

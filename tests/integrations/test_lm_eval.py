@@ -329,6 +329,15 @@ def test_its_own_greedy_text_is_greedy(folder, opened):
         assert [greedy for _, greedy in lm._loglikelihood_tokens(pairs)] == [True, False]
 
 
+def test_texts_are_scored_as_by_the_llm_itself(opened):
+    lm = opened("smollm2-135m")
+    pairs = [("The capital of France is ", "Paris"), ("Hello\n\n", "World"), ("Hello", " there"),
+             ("", "Hello there"), ("x =  ", "\n  1")]
+    found = lm.loglikelihood(requests("loglikelihood", *pairs))
+    for (value, greedy), scored in zip(found, lm.llm.score(pairs), strict=True):
+        assert sum(scored.log_probs) == pytest.approx(value, abs=1e-3) and scored.greedy == greedy
+
+
 def test_a_long_context_loses_its_beginning(tiny_model, folder, opened, caplog):
     lm = opened(folder, max_length=24)
     text, tail = seeded(40, 1), seeded(5, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from refusals import refused
@@ -43,6 +44,8 @@ def test_answers_are_those_of_the_rendered_prompts(folder):
             out.token_ids for out in wanted]
         one = llm.chat(HELLO, max_new_tokens=6)
         assert [(out.prompt, out.token_ids) for out in one] == [(prompts[0], wanted[0].token_ids)]
+        assert (one[0].content, one[0].reasoning_content) == (wanted[0].text, None)
+        assert wanted[0].content is None
         quiet, = llm.chat(HELLO, max_new_tokens=1, chat_template_kwargs={"enable_thinking": False})
         assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
         given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
@@ -50,6 +53,26 @@ def test_answers_are_those_of_the_rendered_prompts(folder):
         effort, = llm.chat(HELLO, max_new_tokens=1, chat_template=HARMONY,
                            chat_template_kwargs={"reasoning_effort": "low"})
         assert effort.prompt_token_ids == [3, 4, 3, 4, 1]
+
+
+def test_reasoning_comes_beside_the_answer(folder, tmp_path):
+    with LLM(folder, dtype="float32") as llm:
+        (free,) = llm.chat(HELLO, max_new_tokens=8)
+    words = free.text.split()
+    marks = {words[0]: "<think>", words[3]: "</think>"}
+    _, *answer = [marks.get(word, word) for word in words]
+    end = answer.index("</think>")  # words may come again
+    thought, rest = answer[:end], answer[end + 1 :]
+    marked = tmp_path / "marked"
+    shutil.copytree(folder, marked)
+    path = marked / "tokenizer.json"
+    for word, mark in marks.items():
+        path.write_text(path.read_text().replace(f'"{word}":', f'"{mark}":'))
+    with LLM(str(marked), dtype="float32") as llm:
+        (out,) = llm.chat(HELLO, max_new_tokens=8)
+    assert out.token_ids == free.token_ids and out.text.startswith(" <think> ")
+    assert out.text.split() == ["<think>", *thought, "</think>", *rest]
+    assert (out.reasoning_content.split(), out.content.split()) == (thought, rest)
 
 
 def test_every_end_token_of_the_generation_config_ends_a_text(folder):
@@ -93,7 +116,9 @@ def test_chats_on_the_command_line(folder, tmp_path, capsys):
              "--no-log", "--output", str(out), "--verbose", "0"]
     arguments = ["--chat-template-kwargs", '{"enable_thinking": false}']
     assert generate.main([*words, "--chat", *arguments]) == 0
-    assert json.loads(out.read_text())["prompt"] == "w1 w3 w4 w9 w7"
+    record = json.loads(out.read_text())
+    assert record["prompt"] == "w1 w3 w4 w9 w7"
+    assert (record["content"], record["reasoning_content"]) == (record["text"], None)
     for wrong, message in [
             (["--chat", "--chat-template-kwargs", "[1]"], "must be a JSON object"),
             (["--chat", "--chat-template-kwargs", "{"], "is not JSON"), (arguments, "add --chat"),

@@ -98,3 +98,22 @@ def test_the_log_probability_of_its_own_greedy_text_is_the_highest(llm, expected
     values = llm.loglikelihood([(head, chosen)])[0]
     assert found[1::2] == pytest.approx(values, abs=1e-3)
     assert all(good > bad for good, bad in zip(found[1::2], found[2::2], strict=True))
+
+
+@pytest.mark.parametrize(("context", "continuation", "scored"), [
+    ("The capital of France is ", "Paris", " Paris"),
+    ("Hello\n\n", "World", "\n\nWorld"),
+    ("def f():\n    ", "return 1", "\n    return 1"),
+    ("It was interest", "ing", " interesting"),  # one token with the end of the context
+    (" \n", "Hello there", " \nHello there"),  # after BOS
+    ("", "Hello there", "Hello there"),
+    ("Hello", " ", " "),
+])
+def test_a_text_is_scored_by_the_tokens_that_spell_it(llm, context, continuation, scored):
+    tokens = llm.tokenizer(context + continuation)["input_ids"]
+    (found,) = llm.score([(context, continuation)])
+    count = len(found.log_probs)
+    assert llm.tokenizer.decode(tokens[-count:]) == scored
+    head = tokens[:-count] or [llm.model_config.bos_token_id]
+    (expected,) = llm.score([(head, tokens[-count:])])
+    assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-4)

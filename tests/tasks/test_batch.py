@@ -115,7 +115,7 @@ def test_requests_are_answered_as_the_engine_answers_each_alone(runs, words):
         (one,) = llm.generate(["w1 w5 w6 w2"], max_new_tokens=4)
         assert found["chat"]["choices"][0]["message"]["content"] == one.text
         for place, entry in enumerate(found["chat"]["choices"][0]["logprobs"]["content"]):
-            assert entry["token"] == llm.tokenizer.decode([one.token_ids[place]])
+            assert entry["token"] == " " + llm.tokenizer.decode([one.token_ids[place]])
             assert entry["logprob"] == entry["top_logprobs"][0]["logprob"] > -99
             assert len(entry["top_logprobs"]) == 2
         (free,) = llm.generate(["w8 w9"], max_new_tokens=6)

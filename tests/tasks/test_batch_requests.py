@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from word_models import tiny_tokenizer
 
 from flexgen_h2o.config.sampling import mixed_seed
+from flexgen_h2o.engine.detokenization import Detokenizer
+from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
 from flexgen_h2o.tasks.jobs import fields, requests
 from flexgen_h2o.tasks.jobs.fields import BadRequest
@@ -215,31 +219,92 @@ def output(text: str, tokens: list[int], **more) -> Output:
     return Output(None, [1, 2, 3], tokens, text, "length", **more)
 
 
-def test_an_answer_has_the_api_s_shape():
-    probs = [TokenLogProb(4, -0.5, ((5, -0.25), (4, -0.5))), TokenLogProb(5, -float("inf"), ())]
-    outputs = [output("ab STOP c", [4, 5], log_probs=probs), output("", [])]
-    one = read(completion(n=2, stop="STOP", logprobs=2))
-    record = json.loads(answer(one, outputs, key=255, model="tiny", created=9,
-                               decode=lambda token: f"t{token}"))
+def body_of(one: requests.JobRequest, *outputs: Output, kind: str | None = None) -> dict:
+    """Return the body of a response of a model with a tiny tokenizer of a kind, or with none."""
+    parser = kind and ReasoningParser(tiny_tokenizer(kind))
+    record = json.loads(answer(one, outputs, key=255, model="tiny", created=9, parser=parser))
     assert record["id"] == "batch_req_00000000000000ff" and record["error"] is None
     assert record["custom_id"] == "a" and record["response"]["status_code"] == 200
-    body = record["response"]["body"]
+    return record["response"]["body"]
+
+
+def test_an_answer_has_the_api_s_shape():
+    a, so, time = tiny_tokenizer("llama").convert_tokens_to_ids(["▁a", "▁so", "▁time"])
+    probs = [TokenLogProb(so, -0.5, ((time, -0.25), (so, -0.5))),
+             TokenLogProb(time, -float("inf"), ())]
+    outputs = [output("ab STOP c", [so, time], log_probs=probs), output("", [])]
+    one = read(completion(n=2, stop="STOP", logprobs=2))
+    body = body_of(one, *(replace(each, prompt_token_ids=[a, a, a]) for each in outputs),
+                   kind="llama")
     assert (body["object"], body["created"], body["model"]) == ("text_completion", 9, "tiny")
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert body["choices"][0] == {
         "index": 0, "text": "ab ", "finish_reason": "length", "logprobs": {
-            "tokens": ["t4", "t5"], "token_logprobs": [-0.5, -9999.0],
-            "top_logprobs": [{"t5": -0.25, "t4": -0.5}, {}], "text_offset": [0, 2]}}
+            "tokens": [" so", " time"], "token_logprobs": [-0.5, -9999.0],
+            "top_logprobs": [{" time": -0.25, " so": -0.5}, {" time": -9999.0}],
+            "text_offset": [0, 3]}}
     assert body["choices"][1]["logprobs"]["tokens"] == []
     one = read(chat_line(logprobs=True, top_logprobs=1))
     likely = [TokenLogProb(4, -0.5, ((5, -0.25),))]
-    body = json.loads(answer(one, [output("x", [4], log_probs=likely)], key=1, model="tiny",
-                             created=9, decode=None))["response"]["body"]
+    body = body_of(one, output("x", [4], log_probs=likely))
     assert body["object"] == "chat.completion" and body["choices"] == [{
         "index": 0, "message": {"role": "assistant", "content": "x", "refusal": None},
         "finish_reason": "length", "token_ids": [4], "logprobs": {"refusal": None, "content": [{
             "token": "token_id:4", "logprob": -0.5, "bytes": [*b"token_id:4"], "top_logprobs": [{
                 "token": "token_id:5", "logprob": -0.25, "bytes": [*b"token_id:5"]}]}]}}]
+
+
+def test_log_probs_of_parts_of_a_character_have_its_bytes():
+    tokenizer = tiny_tokenizer("llama")
+    names = ["▁a", "a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "t", "</s>"]
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))
+    # The likeliest tokens differ by a space, and in bytes of no character by themselves.
+    top = tuple((ids[name], -float(place)) for place, name in enumerate(names[:4], 1))
+    probs = [TokenLogProb(token, -0.5, top) for token in ids.values()]
+    given = replace(output("", [*ids.values()], log_probs=probs), prompt_token_ids=[ids["t"]])
+    given = replace(given, text=Detokenizer(tokenizer).text(given.token_ids, [ids["t"]]))
+
+    entries = body_of(read(chat_line(logprobs=True, top_logprobs=4)), given, kind="llama")[
+        "choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in entries] == [" a", "a", "\\xf0", "\\x9f", "\\x98",
+                                                   "\\x80", "t", "</s>"]
+    assert bytes(sum((each["bytes"] for each in entries[:-1]), [])).decode() == given.text
+    assert [each["token"] for each in entries[0]["top_logprobs"]] == [" a", "a", "\\xf0",
+                                                                      "\\x9f"]
+
+    found = body_of(read(completion(logprobs=4)), given, kind="llama")["choices"][0]
+    assert found["text"] == " aa😀t"
+    assert found["logprobs"]["tokens"] == [" a", "a", "bytes:\\xf0", "bytes:\\x9f",
+                                           "bytes:\\x98", "bytes:\\x80", "t", "</s>"]
+    assert found["logprobs"]["text_offset"] == [0, 2, 3, 3, 3, 3, 4, 5]
+    assert found["logprobs"]["top_logprobs"][-1] == {
+        " a": -1, "a": -2, "bytes:\\xf0": -3, "bytes:\\x9f": -4, "</s>": -0.5}
+
+
+def test_token_ids_on_request():
+    for kind in ("llama", None):
+        chat = body_of(read(chat_line(return_token_ids=True)), output("x", [4, 5]), kind=kind)
+        assert chat["prompt_token_ids"] == [1, 2, 3] and chat["choices"][0]["token_ids"] == [4, 5]
+        text = body_of(read(completion(return_token_ids=True)), output("x", [4, 5]), kind=kind)
+        assert "prompt_token_ids" not in text
+        assert (text["choices"][0]["prompt_token_ids"],
+                text["choices"][0]["token_ids"]) == ([1, 2, 3], [4, 5])
+    plain = body_of(read(completion(return_token_ids=False)), output("x", [4]), kind="llama")
+    assert "token_ids" not in plain["choices"][0]
+
+
+def test_reasoning_comes_beside_the_answer():
+    tokenizer = tiny_tokenizer("byte-level")
+    tokens = tokenizer("<think>so it is</think> so STOP")["input_ids"]
+    given = output("<think>so it is</think> so STOP", tokens)
+    message = body_of(read(chat_line(stop=" STOP")), given, kind="byte-level")["choices"][0][
+        "message"]
+    assert message == {"role": "assistant", "content": "so", "refusal": None,
+                       "reasoning_content": "so it is"}
+    # It may come back with the next question.
+    history = [{"role": "user", "content": "a"}, message, {"role": "user", "content": "b"}]
+    assert read(chat_line(messages=history)).messages[1] == {
+        "role": "assistant", "content": "so", "reasoning_content": "so it is"}
 
 
 def test_failures_have_the_api_s_two_shapes():

@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,9 +45,15 @@ class FakeTokenizer:
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
         return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
 
-    def decode(self, tokens, skip_special_tokens=False):
-        assert skip_special_tokens
-        return "".join(map(chr, [tokens] if isinstance(tokens, int) else tokens))
+    def __len__(self) -> int:
+        return 128
+
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
+        assert not clean_up_tokenization_spaces
+        return "".join(map(chr, tokens))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(token)
 
 
 class FakeStream:
@@ -431,7 +438,8 @@ def _full_disk(wrote: int):
 def test_what_a_terminal_cannot_show_is_printed_as_an_escape(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    printer = Printer(FakeTokenizer(), skip_special_tokens=True)
-    printer.on_finalized_text("caf\u00e9 ")
-    printer.on_finalized_text("end", stream_end=True)
+    printer = Printer(FakeTokenizer())
+    for word in ("caf\u00e9 ", "end"):
+        printer.put(np.array([[ord(letter) for letter in word]]))
+    printer.end()
     assert raw.getvalue() == b"caf\\xe9 end\n"

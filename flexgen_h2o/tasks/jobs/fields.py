@@ -25,7 +25,7 @@ _BOTH: dict[str, Any] = {
     "temperature": Annotated[float, Meta(ge=0, le=2)], "top_p": schema.Share, "stop": None,
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
     "n": Annotated[int, Meta(ge=1, le=128)], "presence_penalty": _Penalty,
-    "frequency_penalty": _Penalty,
+    "frequency_penalty": _Penalty, "return_token_ids": bool,
 }
 CHAT = _BOTH | {
     "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,

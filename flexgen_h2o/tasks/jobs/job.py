@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.errors import NotFinite, TooLittleMemory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
@@ -15,7 +16,7 @@ from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.flags import BatchOptions
 from flexgen_h2o.tasks.jobs.job_input import RequestLines
 from flexgen_h2o.tasks.jobs.prepared import Failed, Preparation, Prepared, windows
-from flexgen_h2o.tasks.jobs.responses import Decode, answer, failure
+from flexgen_h2o.tasks.jobs.responses import answer, failure
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -66,7 +67,7 @@ class Job:
         self._llm, self._source, self._options = llm, source, options
         self._results, self._errors, self._progress = results, errors, progress
         self._should_end = should_end
-        self._decode = _decoder(llm)
+        self._parser = None if llm.tokenizer is None else ReasoningParser(llm.tokenizer)
         self._warned = False
         self._answered = self._not_finite = 0
         self.stats: RunStats | None = None
@@ -172,7 +173,7 @@ class Job:
                 tokens += sum(len(each.prompt_token_ids) for each in ended[::one.request.n])
                 lines.append(answer(one.request, ended, key=int(self._source.keys[one.place]),
                                     model=self._options.run.model, created=int(time.time()),
-                                    decode=self._decode))
+                                    parser=self._parser))
         self._results.add(lines)
         self._answered += len(lines)
         stats = self._llm.stats
@@ -200,11 +201,3 @@ def _thinned(stats: RunStats) -> RunStats:
     if len(stats.step_seconds) <= _MOST_STEPS:
         return stats
     return replace(stats, step_seconds=stats.step_seconds[::2])
-
-
-def _decoder(llm: LLM) -> Decode | None:
-    """The text of a token; None where the model has no tokenizer."""
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        return None
-    return lambda token: tokenizer.decode([token])

@@ -28,7 +28,7 @@ URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """The addresses that can be asked, and the fields of each."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
-_IN_MESSAGES = ("role", "content", "name")
+_IN_MESSAGES = ("role", "content", "name", "reasoning_content")
 _COLDEST = 1e-30
 """A lower temperature counts as 0: logits over it are more than float32 holds."""
 
@@ -62,6 +62,8 @@ class JobRequest:
         Choices of each prompt.
     params : SamplingParams
         With the request's own seed, of which `choice_params` makes those of the choices.
+    return_token_ids : bool
+        Give the token ids of prompts and choices, too.
     """
 
     custom_id: str
@@ -70,6 +72,7 @@ class JobRequest:
     prompts: tuple[str | list[int], ...]
     n: int
     params: SamplingParams
+    return_token_ids: bool = False
 
     def choice_params(self, choice: int) -> SamplingParams:
         """The sampling parameters of one choice, counted over all prompts."""
@@ -132,7 +135,8 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
         raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MOST_CHOICES} choices: "
                          "make several requests of it", param="n")
     return JobRequest(custom_id, chat, messages, prompts, n,
-                      _params(given, custom_id, defaults, chat=chat))
+                      _params(given, custom_id, defaults, chat=chat),
+                      given.get("return_token_ids", False))
 
 
 def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -232,8 +236,9 @@ def _message(message: object, where: str) -> Mapping[str, str]:
     # Templates know no developer, whose messages are the system's of older models.
     found = {"role": "system" if role == "developer" else role,
              "content": _content(message.get("content"), f"{where}.content")}
-    if message.get("name") is not None:
-        found["name"] = _text(message["name"], f"{where}.name")
+    for name in ("name", "reasoning_content"):
+        if message.get(name) is not None:
+            found[name] = _text(message[name], f"{where}.{name}")
     return found
 
 

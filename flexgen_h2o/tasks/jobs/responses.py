@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
+from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.engine.stop_strings import until
-from flexgen_h2o.outputs import Output, TokenLogProb
+from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.requests import JobRequest
 from flexgen_h2o.tasks.jobs.results import PREFIX
 
 _LOWEST = -9999.0  # in place of an infinity, which JSON has not
-
-Decode = Callable[[int], str]
-"""The text of a token."""
 
 
 def failure(error: BadRequest, *, key: int, number: int, custom_id: str | None) -> bytes:
@@ -36,7 +35,7 @@ def failure(error: BadRequest, *, key: int, number: int, custom_id: str | None) 
 
 
 def answer(request: JobRequest, outputs: Sequence[Output], *, key: int, model: str, created: int,
-           decode: Decode | None) -> bytes:
+           parser: ReasoningParser | None) -> bytes:
     """The line of a request that has been run.
 
     Parameters
@@ -48,18 +47,20 @@ def answer(request: JobRequest, outputs: Sequence[Output], *, key: int, model: s
         What to call it.
     created : int
         Seconds since 1970.
-    decode : callable, optional
-        The text of a token; None where the model has no tokenizer: choices have `token_ids` then.
+    parser : ReasoningParser, optional
+        None where the model has no tokenizer: choices have `token_ids` then.
     """
-    choices = [_choice(request, place, output, decode) for place, output in enumerate(outputs)]
+    choices = [_choice(request, place, output, parser) for place, output in enumerate(outputs)]
     prompt = sum(len(output.prompt_token_ids) for output in outputs[::request.n])
     new = sum(len(output.token_ids) for output in outputs)
-    body = {
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{key:016x}",
         "object": "chat.completion" if request.chat else "text_completion",
         "created": created, "model": model, "choices": choices,
         "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
     }
+    if request.chat and request.return_token_ids:
+        body["prompt_token_ids"] = outputs[0].prompt_token_ids
     return _line(key, request.custom_id, _response(key, 200, body), None)
 
 
@@ -73,41 +74,63 @@ def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"status_code": status, "request_id": f"req_{key:016x}", "body": body}
 
 
-def _choice(request: JobRequest, place: int, output: Output, decode: Decode | None
+def _choice(request: JobRequest, place: int, output: Output, parser: ReasoningParser | None
             ) -> dict[str, Any]:
-    text = until(output.text or "", request.stops)
+    text = output.text or ""
     found: dict[str, Any] = {"index": place}
     if request.chat:
-        found["message"] = {"role": "assistant", "content": text, "refusal": None}
+        content, reasoning = (text, None) if parser is None else parser.split(output)
+        found["message"] = {"role": "assistant", "content": until(content, request.stops),
+                            "refusal": None}
+        if reasoning is not None:
+            found["message"]["reasoning_content"] = until(reasoning, request.stops)
     else:
-        found["text"] = text
+        found["text"] = until(text, request.stops)
     found["logprobs"] = None
     if request.params.logprobs is not None:
-        word = decode or "token_id:{}".format
-        log_probs = output.log_probs or []
-        found["logprobs"] = (_chat_log_probs if request.chat else _log_probs)(log_probs, word)
-    if decode is None:
+        detokenizer = None if parser is None else parser.detokenizer
+        found["logprobs"] = (_chat_log_probs if request.chat else _log_probs)(output, detokenizer)
+    if request.return_token_ids or parser is None:
         found["token_ids"] = output.token_ids
+    if request.return_token_ids and not request.chat:
+        found["prompt_token_ids"] = output.prompt_token_ids
     return found | {"finish_reason": output.finish_reason}
 
 
-def _chat_log_probs(tokens: Sequence[TokenLogProb], word: Decode) -> dict[str, Any]:
+def _chat_log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any]:
     def one(token: int, log_prob: float) -> dict[str, Any]:
-        text = word(token)
-        return {"token": text, "logprob": max(log_prob, _LOWEST), "bytes": list(text.encode())}
+        text, data = _spelled(token, detokenizer)
+        return {"token": text, "logprob": max(log_prob, _LOWEST), "bytes": list(data)}
 
     return {"content": [one(each.token_id, each.log_prob)
-                        | {"top_logprobs": [one(*top) for top in each.top]} for each in tokens],
+                        | {"top_logprobs": [one(*top) for top in each.top]}
+                        for each in output.log_probs or ()],
             "refusal": None}
 
 
-def _log_probs(tokens: Sequence[TokenLogProb], word: Decode) -> dict[str, Any]:
-    words = [word(each.token_id) for each in tokens]
-    offsets, end = [], 0
-    for text in words:
+def _log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any]:
+    def word(token: int) -> str:
+        text, data = _spelled(token, detokenizer)
+        return text if text.encode() == data else f"bytes:{text}"
+
+    tokens, end = output.log_probs or (), 0
+    likeliest: list[dict[str, float]] = []
+    offsets = []
+    step = word if detokenizer is None else IncrementalDetokenizer(
+        detokenizer, output.prompt_token_ids).step
+    for each in tokens:
         offsets.append(end)
-        end += len(text)
-    return {"tokens": words, "token_logprobs": [max(each.log_prob, _LOWEST) for each in tokens],
-            "top_logprobs": [{word(token): max(log_prob, _LOWEST) for token, log_prob in each.top}
-                             for each in tokens],
-            "text_offset": offsets}
+        end += len(step(each.token_id))
+        likeliest.append({})  # as in the API, the token itself is among them
+        for token, log_prob in (*each.top, (each.token_id, each.log_prob)):
+            likeliest[-1].setdefault(word(token), max(log_prob, _LOWEST))
+    return {"tokens": [word(each.token_id) for each in tokens],
+            "token_logprobs": [max(each.log_prob, _LOWEST) for each in tokens],
+            "top_logprobs": likeliest, "text_offset": offsets}
+
+
+def _spelled(token: int, detokenizer: Detokenizer | None) -> tuple[str, bytes]:
+    """Return a token's text and bytes; bytes that are no whole character are spelled in hex."""
+    data = b"" if detokenizer is None else detokenizer.token_bytes(token)
+    data = data or f"token_id:{token}".encode()
+    return data.decode("utf-8", "backslashreplace"), data
