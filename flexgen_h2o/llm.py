@@ -290,8 +290,8 @@ class LLM(Session):
         Returns
         -------
         list of Output
-            In the order of the conversations; `prompt` is what the template made. `content` is the
-            answer without the reasoning, which `reasoning_content` has.
+            In the order of the conversations; `prompt` is what the template made. `content` and
+            `reasoning_content` are set.
 
         Raises
         ------
@@ -347,8 +347,8 @@ class LLM(Session):
         ----------
         pairs : sequence of (context, continuation)
             Text or token ids. An empty context stands for the start of a text. White space at the
-            end of a text context is scored with the continuation, and so is what else shares a
-            token with it.
+            end of a text context is scored with the continuation, and so is text of the context
+            that shares a token with the continuation.
 
         Returns
         -------

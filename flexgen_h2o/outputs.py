@@ -26,9 +26,9 @@ class Output:
     with which token_ids and text end, but for what its last token has after it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
     log_probs has an entry for each of token_ids where `SamplingParams.logprobs` asks for it.
-    text is what token_ids add to the prompt, without special tokens and without the bytes of a
-    character that is cut off at its end. An answer of `LLM.chat` has content, the text without what
-    a reasoning model has thought before, and that as reasoning_content; None: nothing.
+    text is decoded after the prompt, without special tokens and without an incomplete character at
+    its end. Answers of `LLM.chat` have it also as content and reasoning_content, which is None for
+    an answer without reasoning.
     """
 
     prompt: str | None

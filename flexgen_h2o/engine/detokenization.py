@@ -1,4 +1,4 @@
-"""Text of token ids: the bytes of each token, and characters as they become complete. No torch."""
+"""Detokenization: token ids to bytes and text, whole or incremental. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LONGEST = 4  # bytes of a character, and so the most tokens of one
 
 
 class Detokenizer:
-    """The bytes of tokens, and the text of several.
+    """Decoder of token ids to bytes and text.
 
-    A tokenizer's own `decode` takes its tokens for the beginning of a text, where SentencePiece
-    drops a space, and puts U+FFFD in place of bytes that are no whole character.
+    A tokenizer's own `decode` drops the first space of a SentencePiece text, as if the tokens began
+    it, and replaces bytes of incomplete characters by U+FFFD.
 
     Parameters
     ----------
@@ -27,22 +27,22 @@ class Detokenizer:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[bytes, bool]] = {}
-        # A token to put in front of others, of a word: two tokens of bytes are decoded together.
+        # Tokens are decoded after one of a word. Byte tokens would be decoded as one group.
         word = next((token for token in range(len(tokenizer)) if self._is_word(token)), None)
         self._before = [] if word is None else [word]
         self._skipped = len(self._decode(self._before))
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; those of a special token are its name."""
+        """Return the bytes that a token adds to a text; for a special token, its name."""
         return self.lookup(token)[0]
 
     def text(self, tokens: Iterable[int], prompt: Sequence[int] = (),
              keep: Collection[int] = ()) -> str:
-        """Return the text that tokens add to a prompt; see `IncrementalDetokenizer`."""
+        """Decode the tokens that follow a prompt; see `IncrementalDetokenizer`."""
         return "".join(map(IncrementalDetokenizer(self, prompt, keep).step, tokens))
 
     def lookup(self, token: int) -> tuple[bytes, bool]:
-        """Return the bytes of a token, and True if it is a special one."""
+        """Return the bytes of a token, and whether the token is special."""
         if token not in self._known:
             text = self._decode([*self._before, token])[self._skipped :]
             special = bool(self._decode([token])) and not self._decode([token], skip=True)
@@ -53,7 +53,7 @@ class Detokenizer:
         return self._known[token]
 
     def first_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token that begins a text, without the space that words have."""
+        """Return the bytes of the first token of a text, without SentencePiece's space."""
         data = self.token_bytes(token)
         alone = self._decode([token]).encode()
         return alone if data == b" " + alone else data
@@ -69,16 +69,15 @@ class Detokenizer:
 
 
 class IncrementalDetokenizer:
-    """Text of the tokens that follow a prompt, as they come.
+    """Decoder of the tokens that follow a prompt, one by one.
 
-    A character is given once its last byte has come, one that the prompt begins too. Bytes that can
-    be of no character become U+FFFD. Special tokens have no text.
+    A character is returned with its last byte, also if its first bytes end the prompt. Invalid
+    bytes become U+FFFD. Special tokens have no text.
 
     Parameters
     ----------
     detokenizer : Detokenizer
     prompt : sequence of int
-        The tokens in front.
     keep : collection of int
         Special tokens whose names are part of the text.
     """
@@ -92,7 +91,7 @@ class IncrementalDetokenizer:
         self._in_character = self._utf8.getstate()[0] != b""
 
     def step(self, token: int) -> str:
-        """Return the characters that a token completes."""
+        """Decode the next token and return the characters that it completes."""
         data, special = self._detokenizer.lookup(token)
         if special and token not in self._keep:
             return ""
@@ -102,12 +101,12 @@ class IncrementalDetokenizer:
         text = self._utf8.decode(data)
         if text and self._in_character:
             self._in_character = False
-            text = text.removeprefix(_REPLACEMENT)  # the prompt's, which nothing has completed
+            text = text.removeprefix(_REPLACEMENT)  # of the prompt's incomplete character
         return text
 
 
 def _part_of_character(name: str | None) -> bytes | None:
-    """Return the bytes of a token by its name in the vocabulary; None if it does not tell."""
+    """Return the bytes of a token from its name in the vocabulary; None if it has no such name."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if name is None:

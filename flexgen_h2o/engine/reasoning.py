@@ -1,4 +1,4 @@
-"""Answers of reasoning models, split into what the model thought and what it says. No torch."""
+"""Reasoning parser: split answers of reasoning models into reasoning and content. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MARKS = (_CHANNEL, "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|call
           "<|constrain|>", *(mark for pair in _PAIRS for mark in pair))
 _MESSAGE = re.compile(r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)"
                       r"(?=<\|(?:channel|start|end|return|call)\|>|\Z)", re.DOTALL)
-_LAST = 32  # tokens of a prompt that may open the reasoning of its answer
+_LAST = 32  # tokens at a prompt's end that are searched for an opening mark
 
 
 class ReasoningParser:
-    """Splits answers of a model that marks its reasoning, whichever way it does.
+    """Splits answers of chat models into reasoning and content.
 
-    Known are ``<think>``, ``<seed:think>`` and ``[THINK]``, which the answer begins with or the
-    prompt ends with, and the channels of gpt-oss.
+    It knows ``<think>``, ``<seed:think>`` and ``[THINK]``, where the answer begins or the prompt
+    ends with one, and the channels of gpt-oss.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class ReasoningParser:
         self._has_channels = _CHANNEL in added
 
     def split(self, output: Output) -> tuple[str, str | None]:
-        """Return the answer without the reasoning, and the reasoning if there is some."""
+        """Return content and reasoning of an answer; the latter is None if there is none."""
         prompt = output.prompt_token_ids
         text = self.detokenizer.text(output.token_ids, prompt, self._keep)
         before = self.detokenizer.text(prompt[-_LAST:], prompt[:-_LAST], self._keep)
@@ -55,7 +55,7 @@ class ReasoningParser:
 
 
 def _by_channels(text: str) -> tuple[str, str | None]:
-    """Split messages of gpt-oss; a header that is cut off is of no message."""
+    """Split the messages of a gpt-oss answer; ignore a header that is cut off."""
     found = _MESSAGE.findall(text)
     content, reasoning = ("\n".join(body for channel, body in found
                                     if (channel == "analysis") == thought)

@@ -14,7 +14,7 @@ def until(text: str, stops: Sequence[str]) -> str:
 class StopStrings:
     """Tells if generated tokens hold one of some texts, special tokens counted as text.
 
-    Asked after each new token, it looks only at a tail of them, as long as the longest text.
+    Call it after each new token. It decodes a tail as long as the longest text.
 
     Parameters
     ----------

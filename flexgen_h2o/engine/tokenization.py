@@ -51,7 +51,7 @@ class Prompts:
 
     @property
     def detokenizer(self) -> Detokenizer | None:
-        """The way back from tokens to text, or None where the model has no tokenizer."""
+        """The detokenizer, or None where the model has no tokenizer."""
         if self._detokenizer is None and self.tokenizer is not None:
             self._detokenizer = Detokenizer(self.tokenizer)
         return self._detokenizer
@@ -154,9 +154,9 @@ class Prompts:
     def _split(self, context: str, continuation: str, what: str) -> tuple[list[int], list[int]]:
         """Tokenize a context and its continuation as one text.
 
-        White space at the context's end is scored with the continuation, as in lm-eval: most
-        tokenizers have it in one token with the word that follows. So is the end of a context that
-        shares a token with the continuation in another way.
+        White space at the context's end belongs to the continuation, as in lm-eval: most tokenizers
+        join it with the next word. So does any other text of the context that shares a token with
+        the continuation.
         """
         if not continuation:
             return [], []

@@ -79,6 +79,8 @@ def test_a_generation_ends_with_the_first_and_the_others_go_on(tiny_model, tmp_p
         stops = [" ".join(words[0][4:6]), words[1][2][1:], "never"]
         outputs = llm.generate(prompts, max_new_tokens=12, stop_strings=stops)
         one = llm.generate(prompts[:1], max_new_tokens=12, stop_strings=stops[0])
+        (first,) = llm.generate(prompts[:1], max_new_tokens=12, stop_strings=f" {words[0][0]}")
+    assert first.text == f" {words[0][0]}" and first.token_ids == free[0].token_ids[:1]
     for prompt, text, out in zip(prompts, free, outputs, strict=True):
         end = next((i for i in range(1, 13) if any(
             stop in tokenizer.decode(text.token_ids[:i]) for stop in stops)), 12)

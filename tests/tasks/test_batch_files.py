@@ -35,7 +35,7 @@ def line_of(found: JobInput, place: int) -> bytes:
     except BadRequest as error:
         return failure(error, key=key, number=number, custom_id=None)
     return answer(one, [Output(None, [1], [2], "text", "length")] * one.n, key=key, model="m",
-                  created=1, decode=None)
+                  created=1, parser=None)
 
 
 # --- the input

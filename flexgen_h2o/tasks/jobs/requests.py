@@ -63,7 +63,7 @@ class JobRequest:
     params : SamplingParams
         With the request's own seed, of which `choice_params` makes those of the choices.
     return_token_ids : bool
-        Give the token ids of prompts and choices, too.
+        Add token ids of prompts and choices to the response.
     """
 
     custom_id: str

@@ -121,7 +121,7 @@ def _log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any
     for each in tokens:
         offsets.append(end)
         end += len(step(each.token_id))
-        likeliest.append({})  # as in the API, the token itself is among them
+        likeliest.append({})  # the sampled token is always included, as in the API
         for token, log_prob in (*each.top, (each.token_id, each.log_prob)):
             likeliest[-1].setdefault(word(token), max(log_prob, _LOWEST))
     return {"tokens": [word(each.token_id) for each in tokens],
@@ -130,7 +130,7 @@ def _log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any
 
 
 def _spelled(token: int, detokenizer: Detokenizer | None) -> tuple[str, bytes]:
-    """Return a token's text and bytes; bytes that are no whole character are spelled in hex."""
+    """Return a token's text and bytes; invalid UTF-8 is escaped in the text."""
     data = b"" if detokenizer is None else detokenizer.token_bytes(token)
     data = data or f"token_id:{token}".encode()
     return data.decode("utf-8", "backslashreplace"), data

@@ -1,4 +1,4 @@
-"""Text of a stream as it comes, on a terminal that may not hold it. No torch."""
+"""Printer of a stream's text as tokens come. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexgen_h2o.files.terminal import show
 
 
 class Printer:
-    """Prints each character once it is complete; a streamer in transformers' form.
+    """Streamer with transformers' interface that prints each complete character.
 
     Parameters
     ----------
@@ -22,10 +22,10 @@ class Printer:
         self._text = IncrementalDetokenizer(self._detokenizer)
 
     def put(self, value: Any) -> None:
-        """Print the text of token ids, a tensor of any shape."""
+        """Print the text of a tensor of token ids."""
         show("".join(map(self._text.step, value.flatten().tolist())), end="")
 
     def end(self) -> None:
-        """Print a line's end after the last token of a turn."""
+        """Print a newline after the last token of a turn."""
         self._text = IncrementalDetokenizer(self._detokenizer)
         show("")
