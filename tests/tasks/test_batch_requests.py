@@ -303,8 +303,10 @@ def test_reasoning_comes_beside_the_answer():
                        "reasoning_content": "so it is"}
     # It may come back with the next question.
     history = [{"role": "user", "content": "a"}, message, {"role": "user", "content": "b"}]
-    assert read(chat_line(messages=history)).messages[1] == {
-        "role": "assistant", "content": "so", "reasoning_content": "so it is"}
+    for name in ("reasoning_content", "reasoning"):  # the latter is vLLM's name
+        message[name] = message.pop("reasoning_content", None) or message.pop("reasoning")
+        assert read(chat_line(messages=history)).messages[1] == {
+            "role": "assistant", "content": "so", "reasoning_content": "so it is"}
 
 
 def test_failures_have_the_api_s_two_shapes():

@@ -28,7 +28,7 @@ URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 """The addresses that can be asked, and the fields of each."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
-_IN_MESSAGES = ("role", "content", "name", "reasoning_content")
+_IN_MESSAGES = ("role", "content", "name", "reasoning", "reasoning_content")
 _COLDEST = 1e-30
 """A lower temperature counts as 0: logits over it are more than float32 holds."""
 
@@ -236,9 +236,11 @@ def _message(message: object, where: str) -> Mapping[str, str]:
     # Templates know no developer, whose messages are the system's of older models.
     found = {"role": "system" if role == "developer" else role,
              "content": _content(message.get("content"), f"{where}.content")}
-    for name in ("name", "reasoning_content"):
+    for name in ("name", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
-            found[name] = _text(message[name], f"{where}.{name}")
+            # vLLM calls it reasoning, and templates read reasoning_content.
+            found["name" if name == "name" else "reasoning_content"] = _text(
+                message[name], f"{where}.{name}")
     return found
 
 
