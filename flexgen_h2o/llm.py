@@ -73,8 +73,8 @@ class LLM(Session):
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
         Fields of `LoadOptions`: path, activation_bits, key_bits, value_bits, attn_sparsity,
-        weight_cache, verify, seed, memory_limit, device_memory_limit, workload, texts,
-        implementations, pipeline, bounds, progress, trace, verbose.
+        weight_cache, verify, generation_config, seed, memory_limit, device_memory_limit, workload,
+        texts, implementations, pipeline, bounds, progress, trace, verbose.
 
     Raises
     ------
@@ -153,6 +153,11 @@ class LLM(Session):
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
+
+    @property
+    def chat_end_tokens(self) -> tuple[int, ...]:
+        """The ids that end an answer of a chat: the model's end tokens and the tokenizer's."""
+        return self._prompts.chat_end_tokens
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str = 0, new_tokens: int = 1,
                special: bool = True) -> list[int]:
@@ -270,8 +275,10 @@ class LLM(Session):
     def chat(self, conversations: Sequence, sampling_params: SamplingParams
              | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None,
-             **sampling: Any) -> list[Output]:
+             cut_gen_len: int | None = None, **sampling: Any) -> list[Output]:
         """Answer conversations, which the tokenizer's chat template makes prompts of.
+
+        An answer ends at any of `chat_end_tokens`, unless `eos_token_id` is given.
 
         Templates are rendered in a process of their own, whose time and memory are bounded.
 
@@ -280,7 +287,7 @@ class LLM(Session):
         conversations : sequence of sequences of mappings
             The messages of each, such as ``{"role": "user", "content": "Hello"}``; messages alone
             are one conversation.
-        sampling_params, **sampling
+        sampling_params, cut_gen_len, **sampling
             As of `generate`.
         chat_template : str, optional
             A jinja template in place of the tokenizer's.
@@ -305,7 +312,10 @@ class LLM(Session):
         texts = render_chats(self.tokenizer, conversations, chat_template, chat_template_kwargs)
         # Special tokens are the template's: the tokenizer adds none.
         prompts = [self._prompts.encode(text, key, goes_on=True) for key, text in enumerate(texts)]
-        outputs = self.generate(prompts, sampling_params, **sampling)
+        ends = self.chat_end_tokens or None
+        each = [params if params.eos_token_id is not None else replace(params, eos_token_id=ends)
+                for params in params_of_each(sampling_params, sampling, len(prompts))]
+        outputs = self.generate(prompts, each, cut_gen_len=cut_gen_len)
         parser, found = ReasoningParser(self.tokenizer), []
         for output, text in zip(outputs, texts, strict=True):
             content, reasoning = parser.split(output)

@@ -23,6 +23,8 @@ from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
 WARM_UP = ("generate from the first GPU batch before what is measured: two tokens, or all on a "
            "GPU, where kernels are compiled for the lengths that they meet")
 """The help of `--warm-up`, which is on in `bench`."""
+_MODELS = "the model's"
+"""What `--help` shows as the default of a flag that generation_config.json sets."""
 GOALS = ("throughput", "latency")
 GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
           "results", "several processes")
@@ -312,28 +314,36 @@ class RunFlags:
     do_sample: bool = _flag(
         "sampling", "bool", False, help="sample the next token; otherwise take the likeliest",
     )
-    temperature: float = _flag(
-        "sampling", "float", 1.0, help="divide logits by this (with --do-sample)",
+    temperature: float | None = _flag(
+        "sampling", "float", None, shown=_MODELS, help="divide logits by this (with --do-sample)",
     )
-    top_k: int = _flag(
-        "sampling", "int", 50,
+    top_k: int | None = _flag(
+        "sampling", "int", None, shown=_MODELS,
         help="sample among this many likeliest tokens; 0 for all (with --do-sample)",
     )
-    top_p: float = _flag(
-        "sampling", "float", 1.0,
+    top_p: float | None = _flag(
+        "sampling", "float", None, shown=_MODELS,
         help="sample among the likeliest tokens of this total probability (with --do-sample)",
     )
     min_p: float | None = _flag(
-        "sampling", "float", None, shown="off",
+        "sampling", "float", None, shown=_MODELS,
         help="drop tokens below this fraction of the top probability (with --do-sample)",
     )
-    repetition_penalty: float = _flag(
-        "sampling", "float", 1.0, help="factor against tokens already seen; 1 is none",
+    repetition_penalty: float | None = _flag(
+        "sampling", "float", None, shown=_MODELS,
+        help="factor against tokens already seen; 1 is none",
     )
-    no_repeat_ngram_size: int = _flag(
-        "sampling", "int", 0, help="never repeat a run of this many tokens; 0 is off",
+    no_repeat_ngram_size: int | None = _flag(
+        "sampling", "int", None, shown=_MODELS,
+        help="never repeat a run of this many tokens; 0 is off",
     )
-    min_new_tokens: int = _flag("sampling", "int", 0, help="tokens to generate before EOS may come")
+    min_new_tokens: int | None = _flag(
+        "sampling", "int", None, shown=_MODELS, help="tokens to generate before EOS may come",
+    )
+    no_generation_config: bool = _flag(
+        "sampling", "bool", False,
+        help="leave the defaults in the model's generation_config.json out, but for end tokens",
+    )
     ignore_eos: bool = _flag("sampling", "bool", False, help="generate all of --gen-len, past EOS")
     seed: int = _flag(
         "sampling", "int", 0, help="seed of sampling, synthetic prompts and random weights",

@@ -23,6 +23,7 @@ def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:
         "weight_bits": config.resolved_weight_bits,
         "weight_cache": config.resolved_weight_cache,
         "cache_bits": config.resolved_cache_bits,
+        "generation_config": not config.no_generation_config,
     } | others
 
 

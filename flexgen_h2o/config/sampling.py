@@ -2,37 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flexgen_h2o.config.checks import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError, check_text, shown
 
+_OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
+    "min_new_tokens": (check_int, {"low": 0}), "min_length": (check_int, {"low": 0}),
+    "temperature": (check_number, {"above": 0}), "top_k": (check_int, {"low": 0}),
+    "top_p": (check_number, {"low": 0, "high": 1}), "min_p": (check_number, {"low": 0, "high": 1}),
+    "repetition_penalty": (check_number, {"above": 0}),
+    "no_repeat_ngram_size": (check_int, {"low": 0}),
+    "logprobs": (check_int, {"low": 0, "high": 20})}
+"""The checks of parameters that may be None."""
+
+_NEUTRAL: Mapping[str, Any] = {
+    "min_new_tokens": 0, "min_length": 0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
+    "min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": (),
+    "begin_suppress_tokens": (), "bad_words_ids": (), "stop_strings": ()}
+"""transformers' values for parameters that neither the user nor the model sets."""
+
+OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Parameters that greedy decoding does not use."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters: names and meaning of transformers' ``generate``.
 
-    Lengths are tokens. Without `do_sample` decoding is greedy, and a `temperature` is refused.
-    `top_k` 0 is off. `eos_token_id` is None (the model's own), -1 (never stop early), or one or
-    more token ids. `stop_strings` is a text or several that end a generation once it contains one.
-    The same `seed` gives the same tokens for every batch split. Two penalties are those of OpenAI's
-    API, from -2 to 2: `frequency_penalty` is taken off a token's logit for each time that it has
-    been generated, `presence_penalty` once if it has. `logprobs` is how many of the likeliest
-    tokens come with each generated one in `Output.log_probs`, 0 to 20; None: there are none.
-    Raises `UserError` for a value of a wrong type or range.
+    None is the model's default: the value in its generation_config.json, else that of transformers.
+
+    Parameters
+    ----------
+    max_new_tokens : int
+    min_new_tokens : int, optional
+        Tokens before which no end token is generated; it also replaces the model's `min_length`.
+    min_length : int, optional
+        The same, but counted with the prompt.
+    do_sample : bool
+        False: greedy decoding, for which a `temperature` is refused.
+    temperature, top_k, top_p, min_p : float or int, optional
+        For sampling. Default: 1, 50, 1 and 0; a `top_k` of 0 is off.
+    repetition_penalty : float, optional
+        Divides positive logits of tokens in the prompt or the text, and multiplies negative ones.
+    no_repeat_ngram_size : int, optional
+        Runs of so many tokens do not come twice; 0 is off.
+    suppress_tokens, begin_suppress_tokens : sequence of int, optional
+        Tokens that are never generated, or not as the first one.
+    bad_words_ids : sequence of sequence of int, optional
+        Sequences of tokens that are never generated.
+    presence_penalty, frequency_penalty : float
+        Those of OpenAI's API, from -2 to 2: subtracted from the logit of a token that has been
+        generated, once or for each time.
+    eos_token_id : int or sequence of int, optional
+        Tokens that end a text; -1: none.
+    stop_strings : str or sequence of str, optional
+        Texts that end a generation once it contains one.
+    seed : int
+        The same seed gives the same tokens for every batch split.
+    logprobs : int, optional
+        Likeliest tokens that come with each generated one in `Output.log_probs`, 0 to 20; None:
+        no log-probabilities.
+
+    Raises
+    ------
+    UserError
+        A value is of a wrong type or out of range.
     """
 
     max_new_tokens: int = 32
-    min_new_tokens: int = 0
+    min_new_tokens: int | None = None
+    min_length: int | None = None
     do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 50
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
     min_p: float | None = None
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     eos_token_id: int | Sequence[int] | None = None
@@ -42,28 +94,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, low=1)
-        check_int("min_new_tokens", self.min_new_tokens, low=0)
-        if self.min_new_tokens > self.max_new_tokens:
+        check_bool("do_sample", self.do_sample)
+        for name, (check, bounds) in _OPTIONAL.items():
+            if getattr(self, name) is not None:
+                check(name, getattr(self, name), **bounds)
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens must be at most the {self.max_new_tokens} tokens to generate, "
                 f"got {self.min_new_tokens}"
             )
-        check_bool("do_sample", self.do_sample)
-        check_number("temperature", self.temperature, above=0)
-        if self.temperature != 1 and not self.do_sample:
+        if self.temperature not in (None, 1) and not self.do_sample:
             raise UserError("temperature has no effect on greedy decoding: give do_sample=True, or "
                             "leave it out")
-        check_int("top_k", self.top_k, low=0)
-        check_number("top_p", self.top_p, low=0, high=1)
-        if self.min_p is not None:
-            check_number("min_p", self.min_p, low=0, high=1)
-        check_number("repetition_penalty", self.repetition_penalty, above=0)
-        check_int("no_repeat_ngram_size", self.no_repeat_ngram_size, low=0)
         check_number("presence_penalty", self.presence_penalty, low=-2, high=2)
         check_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
         check_int("seed", self.seed, low=0, high=2**63 - 1)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, low=0, high=20)
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            self._keep_tokens(name, getattr(self, name))
+        self._check_bad_words()
         self._check_eos()
         self._check_stop_strings()
 
@@ -75,14 +123,55 @@ class SamplingParams:
             return ()
         return tuple(eos) if isinstance(eos, Sequence) else (eos,)
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return a copy with values in place of None: those of a model, else transformers'.
+
+        Parameters
+        ----------
+        defaults : mapping
+            The model's own, by the names of these parameters; those of sampling count where
+            `do_sample` is set.
+        """
+        values = {name: value for name, value in {**_NEUTRAL, **defaults}.items()
+                  if getattr(self, name) is None}
+        if not self.do_sample:
+            values.update((name, _NEUTRAL[name]) for name in OF_SAMPLING if name in values)
+        if self.min_new_tokens is not None and "min_length" in values:
+            values["min_length"] = 0  # of the model, whose place min_new_tokens takes
+        elif isinstance(values.get("min_new_tokens"), int):
+            values["min_new_tokens"] = min(values["min_new_tokens"], self.max_new_tokens)
+        return replace(self, **values)
+
+    def _keep_tokens(self, name: str, tokens: object) -> None:
+        """Keep token ids as a tuple, so that the parameters stay hashable; None stays None."""
+        if tokens is None:
+            return
+        if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
+            raise UserError(f"{name} must be a list of token ids, got {shown(tokens)}")
+        for token in tokens:
+            check_int(f"each of {name}", token, low=0)
+        object.__setattr__(self, name, tuple(tokens))
+
+    def _check_bad_words(self) -> None:
+        words = self.bad_words_ids
+        if words is None:
+            return
+        if isinstance(words, (str, bytes)) or not isinstance(words, Sequence) or not all(
+                isinstance(word, Sequence) and not isinstance(word, (str, bytes)) and len(word)
+                for word in words):
+            raise UserError("bad_words_ids must be a list of lists of token ids, none empty, got "
+                            f"{shown(words)}")
+        for word in words:
+            for token in word:
+                check_int("each token of bad_words_ids", token, low=0)
+        object.__setattr__(self, "bad_words_ids", tuple(map(tuple, words)))
+
     def _check_eos(self) -> None:
         eos = self.eos_token_id
         if eos is None:
             return
         if isinstance(eos, Sequence) and not isinstance(eos, str) and len(eos) > 0:
-            for token in eos:
-                check_int("each eos_token_id", token, low=0)
-            object.__setattr__(self, "eos_token_id", tuple(eos))  # frozen, but kept hashable
+            self._keep_tokens("eos_token_id", eos)
         else:
             check_int("eos_token_id", eos, low=-1)
 
@@ -91,7 +180,7 @@ class SamplingParams:
         if stops is None:
             return
         texts = (stops,) if isinstance(stops, str) else stops
-        if not isinstance(texts, Sequence) or not texts or not all(
+        if not isinstance(texts, Sequence) or not all(
                 isinstance(text, str) and text for text in texts):
             raise UserError(f"stop_strings must be a text, or several, none empty, got {stops!r}")
         for text in texts:

@@ -41,6 +41,9 @@ class LoadOptions:
         Hold each tensor of weights that is read from disk against a checksum, made when it was
         first read or written. What has changed ends the run with a `UserError` that names file and
         offset. Hashing takes 0.03 s of a core for each GB (AMD EPYC).
+    generation_config : bool
+        Use the defaults of generation_config.json for sampling parameters that are None; False:
+        transformers' own.
     seed : int
         Of dummy weights.
     memory_limit, device_memory_limit : int, optional
@@ -74,6 +77,7 @@ class LoadOptions:
     attn_sparsity: float = 1.0
     weight_cache: str | os.PathLike | None = "auto"
     verify: bool = False
+    generation_config: bool = True
     seed: int = 0
     memory_limit: int | None = None
     device_memory_limit: int | None = None

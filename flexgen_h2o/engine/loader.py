@@ -42,13 +42,13 @@ from flexgen_h2o.models.convert import (
 )
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import describe_gguf
+from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf_config import make_alike, weight_options
 from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
-    MOST_TOKENS,
     ModelConfig,
     ModelWeights,
     TensorSpec,
@@ -82,8 +82,7 @@ class Source:
         Configuration and tokenizer, and the weights unless `gguf` has them. None for dummy weights
         of a published shape, which have no tokenizer either.
     dummy : bool
-    end_tokens : tuple of int
-        The ids that end a text.
+    generation : GenerationDefaults
     gguf : GgufHeader or None
         The GGUF file that the weights are read from. With 16 bits the folder has a converted copy
         of them instead.
@@ -102,7 +101,7 @@ class Source:
     dtype: torch.dtype
     folder: Path | None
     dummy: bool
-    end_tokens: tuple[int, ...]
+    generation: GenerationDefaults
     gguf: GgufHeader | None = None
     bits: int | str = 16
     activation_bits: int = 16
@@ -250,7 +249,8 @@ def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
 
 
 def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str, device: Device,
-         progress: ByteProgress, activation_bits: int = 16) -> Source:
+         progress: ByteProgress, activation_bits: int = 16,
+         generation_config: bool = True) -> Source:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
     Parameters
@@ -267,6 +267,8 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
         is 16 for other models.
     activation_bits : int
         Of what meets quantized weights: 16 or 8.
+    generation_config : bool
+        Use the defaults of generation_config.json; False: its end tokens alone.
 
     Raises
     ------
@@ -299,8 +301,10 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
         weights = family(config).weights(config)
     else:
         weights, codes = _weights(config, _opened(folder, gguf))
-    return Source(config, weights, _dtype(dtype, config, device), folder, dummy,
-                  _end_tokens(config, folder), gguf, bits, activation_bits, stored, codes)
+    generation = read_generation_config(folder, config.eos_token_ids,
+                                        end_tokens_alone=not generation_config)
+    return Source(config, weights, _dtype(dtype, config, device), folder, dummy, generation, gguf,
+                  bits, activation_bits, stored, codes)
 
 
 def _has_codes(gguf: GgufHeader) -> bool:
@@ -451,18 +455,3 @@ def _plain_config(folder: Path) -> PreTrainedConfig | None:
         if name in (given := read_config(folder)):
             setattr(config, name, given[name])
     return config
-
-
-def _end_tokens(config: ModelConfig, folder: Path | None) -> tuple[int, ...]:
-    """Token ids that end a text, as transformers' generate takes them."""
-    path = folder and folder / "generation_config.json"
-    if not path or not path.exists():
-        return config.eos_token_ids
-    try:
-        given = checkpoint_json(path).get("eos_token_id")
-        tokens = given if isinstance(given, list) else [] if given is None else [given]
-        if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
-            raise ValueError("eos_token_id is not a token id")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
-    return tuple(tokens) or config.eos_token_ids

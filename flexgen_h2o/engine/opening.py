@@ -67,7 +67,8 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     opened.limit(load.device_memory_limit)
     with byte_bar("converting", off=load.no_bars) as bar:
         source = find(given.name, path=load.path, dtype=dtype, bits=weight_bits,
-                      activation_bits=load.activation_bits, device=opened, progress=bar)
+                      activation_bits=load.activation_bits, device=opened, progress=bar,
+                      generation_config=load.generation_config)
     check_cache(source.config, h2o)
     cache = replace(given.cache, h2o=windowed(h2o, source.config.attention))
     settings = replace(given, cache=cache)

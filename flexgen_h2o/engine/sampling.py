@@ -22,16 +22,19 @@ class Sampler:
     Parameters
     ----------
     params : SamplingParams
-        Its `seed` does not count.
+        Its `seed` does not count. transformers' defaults replace None.
     eos_token_ids : tuple of int
-        Tokens that end a sequence; min_new_tokens keeps them away.
+        Tokens that end a sequence; min_new_tokens and min_length keep them away.
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]):
-        self._params = params
-        self._suppressed = list(eos_token_ids)
+        self._params = params = params.with_defaults({})
+        self._ends = eos_token_ids
+        self._suppresses = any((params.min_new_tokens, params.min_length, params.suppress_tokens,
+                                params.begin_suppress_tokens))
         self._generators: dict[int, torch.Generator] = {}
-        self._history, self._warpers = _history_processors(params), _warpers(params)
+        self._history = _history_processors(params, eos_token_ids)
+        self._warpers = _warpers(params)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Choose a token for each row.
@@ -49,14 +52,13 @@ class Sampler:
             ended are not looked at.
         """
         raw = logits
-        early = [row for row, request in enumerate(requests)
-                 if len(request.generated) < self._params.min_new_tokens]
-        if early:
-            ends = [token for token in self._suppressed if token < logits.shape[1]]
-            rows, index = (torch.tensor(each, dtype=torch.int64, device=logits.device)
-                           for each in (early, ends))
+        suppressed = [(row, token) for row, request in enumerate(requests)
+                      for token in self._suppressed(request) if token < logits.shape[1]
+                      ] if self._suppresses else []
+        if suppressed:
+            rows, tokens = torch.tensor(suppressed, device=logits.device).T
             logits = logits.clone()
-            logits[rows[:, None], index] = float("-inf")
+            logits[rows, tokens] = float("-inf")
         if self._params.presence_penalty or self._params.frequency_penalty:
             logits = torch.stack([self._penalized(row, request.generated)
                                   for row, request in zip(logits.float(), requests, strict=True)])
@@ -82,6 +84,15 @@ class Sampler:
         """Draw the same random numbers again for a request that begins anew."""
         self._generators.pop(request.key, None)
 
+    def _suppressed(self, request: Request) -> Sequence[int]:
+        """Return the tokens that must not come next."""
+        params, new = self._params, len(request.generated)
+        tokens = params.suppress_tokens
+        if not new:
+            tokens += params.begin_suppress_tokens
+        early = new < params.min_new_tokens or len(request.prompt) + new < params.min_length
+        return tokens + self._ends if early else tokens
+
     def _penalized(self, logits: torch.Tensor, generated: Sequence[int]) -> torch.Tensor:
         """The logits [vocab] less what each token's number among the generated ones costs."""
         tokens, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)
@@ -94,10 +105,12 @@ class Sampler:
         return torch.rand((), generator=self._generators[request.key], dtype=torch.float64).item()
 
 
-def _history_processors(params: SamplingParams) -> list[Callable]:
+def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[Callable]:
     """transformers' processors that look at the text so far. It is loaded only for those."""
     repeated, ngram = params.repetition_penalty != 1.0, params.no_repeat_ngram_size
-    if not (repeated or ngram > 0):
+    words = [list(word) for word in params.bad_words_ids
+             if len(word) > 1 or word[0] not in ends]  # an end token alone may always come
+    if not (repeated or ngram > 0 or words):
         return []
     from transformers import generation as hf
 
@@ -106,6 +119,8 @@ def _history_processors(params: SamplingParams) -> list[Callable]:
         found.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if ngram > 0:
         found.append(hf.NoRepeatNGramLogitsProcessor(ngram))
+    if words:
+        found.append(hf.NoBadWordsLogitsProcessor(words))
     return found
 
 
@@ -122,7 +137,7 @@ def _warpers(params: SamplingParams) -> list[Callable]:
         found.append(hf.TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
         found.append(hf.TopPLogitsWarper(params.top_p))
-    if params.min_p is not None:
+    if params.min_p:
         found.append(hf.MinPLogitsWarper(params.min_p))
     return found
 
@@ -147,8 +162,8 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
             if not math.isfinite(top):
                 raise not_finite(request.key, top)
             raise UserError(f"prompt {request.key}: the sampling options leave no token to choose: "
-                            "relax min_new_tokens, no_repeat_ngram_size, penalties or "
-                            "temperature")
+                            "relax min_new_tokens, no_repeat_ngram_size, suppressed tokens, "
+                            "penalties or temperature")
     return tokens
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -21,6 +23,7 @@ from flexgen_h2o.models.positions import check_length, longest_prompt
 from flexgen_h2o.outputs import Output
 
 _Each = TypeVar("_Each")
+_log = logging.getLogger(__name__)
 
 _CHARACTERS = 8  # of a token, at the most that is usual
 _CUT = 128  # tokens that the cut at the end of a text's beginning may have made
@@ -39,6 +42,7 @@ class Prompts:
         self._name = name
         self._tokenizer = None
         self._detokenizer: Detokenizer | None = None
+        self._warned = False
         longest = longest_prompt(source.config, h2o)
         self._limit = longest, f"the model's {longest} positions: shorten it"
 
@@ -55,6 +59,20 @@ class Prompts:
         if self._detokenizer is None and self.tokenizer is not None:
             self._detokenizer = Detokenizer(self.tokenizer)
         return self._detokenizer
+
+    @property
+    def chat_end_tokens(self) -> tuple[int, ...]:
+        """The ids that end an answer of a chat: the model's end tokens and the tokenizer's."""
+        ends = self._source.generation.end_tokens
+        own = self._missing_end
+        return ends if own is None else (*ends, own)
+
+    @property
+    def _missing_end(self) -> int | None:
+        """The id of the tokenizer's EOS where it is none of the model's end tokens."""
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        known = own is None or own in self._source.generation.end_tokens
+        return None if known or own >= self._config.vocab_size else own
 
     def encode(self, prompt: str | Sequence[int], key: int | str, *, goes_on: bool = False,
                limit: tuple[int | None, str] | None = None) -> list[int]:
@@ -183,9 +201,27 @@ class Prompts:
         return Generation(rules, on_token=on_token)
 
     def _rules(self, params: SamplingParams, steps: int) -> Rules:
-        eos = params.end_tokens if params.eos_token_id is not None else self._source.end_tokens
+        params = self._source.generation.apply(params)
+        eos = params.end_tokens
+        if params.eos_token_id is None:
+            eos = self._source.generation.end_tokens
+            self._warn_of_missing_end()
+        for token in chain.from_iterable(params.bad_words_ids or ()):
+            if token >= self._config.vocab_size:
+                raise UserError(f"token id {token} of bad_words_ids is not below the vocabulary's "
+                                f"{self._config.vocab_size}")
         return Rules(Sampler(params, eos), min(steps, params.max_new_tokens), frozenset(eos),
                      self._stops(params.stop_strings), params.logprobs)
+
+    def _warn_of_missing_end(self) -> None:
+        """Warn once where the tokenizer's EOS ends chats alone."""
+        own = self._missing_end
+        if own is not None and not self._warned:
+            self._warned = True
+            named = ", ".join(map(str, self._source.generation.end_tokens)) or "none"
+            _log.warning("%s: the tokenizer's EOS, %s (%d), is none of the model's end tokens (%s) "
+                         "and ends chats alone; give eos_token_id to choose", self._name,
+                         self.tokenizer.eos_token, own, named)
 
     def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
         """The result of a request that has ended, for the prompt that was given and its ids."""
@@ -196,7 +232,7 @@ class Prompts:
 
     def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
         """A finder of these stop strings in generated tokens; None for none."""
-        if strings is None:
+        if not strings:
             return None
         if self.detokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here, and stop_strings are text: leave "

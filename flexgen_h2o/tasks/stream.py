@@ -31,7 +31,8 @@ from flexgen_h2o.tasks.streams.printer import Printer
 _CACHE = ("eviction", "num_heavy_hitter_tokens", "num_window_length", "score", "score_decay",
           "sink_tokens", "enable_position_rolling")
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-             "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "seed")
+             "no_repeat_ngram_size", "min_new_tokens", "no_generation_config", "ignore_eos",
+             "seed")
 _SHARED = (*task_flags.ENGINE, "attn_sparsity", "prefill_chunk", "gen_len", *_CACHE, *_SAMPLING)
 _WINDOW = 512
 _DEFAULTS = {"model": "smollm2-135m", "gen_len": 256}
@@ -103,9 +104,10 @@ class StreamOptions:
                             "all")
         task_flags.check_files(self, _FILES)
 
-    def sampling(self) -> dict[str, object]:
-        """Fields of `SamplingParams`. A turn ends at the model's end token, unless told not to."""
-        return asdict(self.run.sampling()) | {"eos_token_id": -1 if self.run.ignore_eos else None}
+    def sampling(self, chat_end_tokens: tuple[int, ...]) -> dict[str, object]:
+        """Fields of `SamplingParams`. A turn ends at the model's end tokens, unless told not to."""
+        ends = chat_end_tokens if self.chat_template and chat_end_tokens else None
+        return asdict(self.run.sampling()) | {"eos_token_id": -1 if self.run.ignore_eos else ends}
 
 
 def parser() -> Parser:
@@ -147,7 +149,7 @@ def run(options: StreamOptions) -> None:
               llm.stream(max_tokens=_room(llm, options), past_context=options.past_context)
               as stream):
             answers = stream_figures.answer(stream, turns, encode, streamer=streamer,
-                                            sampling=options.sampling())
+                                            sampling=options.sampling(llm.chat_end_tokens))
             _keep(answers, options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,8 @@ class BatchGenerator:
             prompt = self._renderer.render(messages)
         assert prompt is not None  # one of the two is there
         params = _params(given, self._seed, prompt)
+        if messages is not None and params.eos_token_id is None and self._llm.chat_end_tokens:
+            params = replace(params, eos_token_id=self._llm.chat_end_tokens)
         return self._llm.encode(prompt, name=number, new_tokens=params.max_new_tokens,
                                 special=messages is None), params
 

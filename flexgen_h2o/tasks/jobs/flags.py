@@ -19,7 +19,8 @@ from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.tasks.jobs.requests import Defaults
 
 _GROUPS = ("model", "policy", "planning", "cache")
-_SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed", "csv")
+_SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed",
+           "no_generation_config", "csv")
 _NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "num_prompts", "prompt_len",
              "cut_gen_len", "warm_up",
              "plan_only", "do_sample", "top_k", "top_p", "min_p", "repetition_penalty",
@@ -31,7 +32,8 @@ _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", 
          "ray", "ray_address", "replicas", "data_parallel")
 """Flags that say nothing of a dry run."""
 DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "cache_bits",
-            "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template")
+            "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template",
+            "no_generation_config")
 """Settings that texts depend on. Batches, placements and the device may change in between."""
 
 
@@ -165,7 +167,7 @@ class BatchOptions:
         return {
             **{name: getattr(run, name) for name in
                ("model", "path", "dtype", "activation_bits", "attn_sparsity", "gen_len", "seed",
-                "device", "offload_dir", "prefill_chunk")},
+                "no_generation_config", "device", "offload_dir", "prefill_chunk")},
             "weight_bits": run.resolved_weight_bits,
             "cache_bits": (cache.bits if cache.key_bits == cache.value_bits
                            else [cache.key_bits, cache.value_bits]),

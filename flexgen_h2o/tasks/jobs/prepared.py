@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flexgen_h2o.config.sampling import SamplingParams
@@ -23,6 +23,10 @@ class Encoder(Protocol):
     @property
     def tokenizer(self) -> Any:
         """The transformers tokenizer, or None where the model has none."""
+
+    @property
+    def chat_end_tokens(self) -> tuple[int, ...]:
+        """The ids that end an answer of a chat."""
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
                special: bool) -> list[int]:
@@ -110,7 +114,11 @@ class Preparation:
                 raise BadRequest(f"{custom_id!r:.80} is the id of an earlier line",
                                  param="custom_id", code="duplicate_custom_id")
             request = read_request(line, number, self._defaults)
-            return Prepared(place, request, self._prompts(request, number))
+            prompts = self._prompts(request, number)
+            if (request.chat and request.params.eos_token_id is None
+                    and (ends := self._encoder.chat_end_tokens)):
+                request = replace(request, params=replace(request.params, eos_token_id=ends))
+            return Prepared(place, request, prompts)
         except BadRequest as error:
             return Failed(place, custom_id, error)
 

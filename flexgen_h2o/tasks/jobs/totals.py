@@ -33,6 +33,11 @@ class TokenizerAlone:
         """The transformers tokenizer, or None where the model has none."""
         return self._prompts.tokenizer
 
+    @property
+    def chat_end_tokens(self) -> tuple[int, ...]:
+        """The ids that end an answer of a chat."""
+        return self._prompts.chat_end_tokens
+
     def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
                special: bool) -> list[int]:
         """Token ids of a prompt, made and checked as `LLM.encode` does."""

@@ -1,0 +1,116 @@
+"""A model's defaults of generation: generation_config.json, as transformers uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config.sampling import OF_SAMPLING, SamplingParams
+from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.files.readers import checkpoint_json
+from flexgen_h2o.models.fields import MOST_TOKENS
+
+_SUPPORTED = (*OF_SAMPLING, "min_new_tokens", "min_length", "repetition_penalty",
+              "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+              "stop_strings")
+
+_OTHERS: Mapping[str, object] = {
+    "num_beams": 1, "penalty_alpha": 0, "dola_layers": None, "guidance_scale": 1,
+    "sequence_bias": None, "encoder_repetition_penalty": 1, "encoder_no_repeat_ngram_size": 0,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": None,
+    "exponential_decay_length_penalty": None, "watermarking_config": None, "constraints": None,
+    "force_words_ids": None, "token_healing": False, "max_time": None}
+"""Parameters that change greedy tokens and are not supported, and values that change nothing."""
+
+_OTHERS_OF_SAMPLING: Mapping[str, object] = {
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+"""Those that change sampled tokens alone."""
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """A model's defaults of generation.
+
+    Attributes
+    ----------
+    end_tokens : tuple of int
+        The ids that end a text.
+    params : mapping
+        Values of `SamplingParams` that replace None.
+    others : mapping
+        Values of parameters that are not supported.
+    path : Path or None
+        The file that sets them.
+    """
+
+    end_tokens: tuple[int, ...] = ()
+    params: Mapping[str, Any] = field(default_factory=dict)
+    others: Mapping[str, object] = field(default_factory=dict)
+    path: Path | None = None
+
+    def apply(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters with these defaults in place of None.
+
+        Raises `UserError` where the model sets a parameter that is not supported, or to a value
+        that makes no sense.
+        """
+        advice = ("mend it, or leave these defaults out with generation_config=False "
+                  "(--no-generation-config)")
+        for name, value in self.others.items():
+            if params.do_sample or name not in _OTHERS_OF_SAMPLING:
+                raise UserError(f"{self.path} sets {name} to {shown(value)}, which is not "
+                                f"supported: {advice}")
+        try:
+            return params.with_defaults(self.params)
+        except UserError as error:
+            raise UserError(f"{self.path}: {error}: {advice}") from None
+
+
+def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], *,
+                           end_tokens_alone: bool = False) -> GenerationDefaults:
+    """Read the defaults of a model.
+
+    A model without the file has those of config.json, where older models keep them.
+
+    Parameters
+    ----------
+    folder : Path or None
+        None: there is none.
+    eos_token_ids : tuple of int
+        Those of config.json, which count where the file names none.
+    end_tokens_alone : bool
+        Leave out all but the end tokens.
+
+    Raises
+    ------
+    UserError
+        The file is damaged.
+    """
+    if folder is None:
+        return GenerationDefaults(eos_token_ids)
+    path = folder / "generation_config.json"
+    has_file = path.exists()
+    path = path if has_file else folder / "config.json"
+    given = checkpoint_json(path)
+    try:
+        if not isinstance(given, dict):
+            raise ValueError("it is not a JSON object")
+        ends = given.get("eos_token_id") if has_file else None
+        tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
+            raise ValueError("eos_token_id is not a token id")
+    except ValueError as error:
+        raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
+    end_tokens = tuple(tokens) or eos_token_ids
+    if end_tokens_alone:
+        return GenerationDefaults(end_tokens)
+    params = {name: given[name] for name in _SUPPORTED if given.get(name) is not None}
+    if "min_new_tokens" in params:
+        params.pop("min_length", None)
+    others = {name: given[name] for name, neutral in {**_OTHERS, **_OTHERS_OF_SAMPLING}.items()
+              if given.get(name, neutral) not in (None, neutral, [], {}, False)}
+    if given.get("cache_implementation") == "quantized":
+        others["cache_implementation"] = "quantized"
+    return GenerationDefaults(end_tokens, params, others, path)
