@@ -29,7 +29,7 @@ from flexgen_h2o.models.stacked import View, unstacked
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]
 
-_FORMAT = 3  # raise it when what is written changes: copies of an older format are then made anew
+_FORMAT = 4  # raise it when what is written changes: copies of an older format are then made anew
 # Hashed into the key of a copy, of each source file: so many chunks, the first at its beginning and
 # the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10

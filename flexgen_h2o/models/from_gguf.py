@@ -22,7 +22,7 @@ from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.gguf_reader import read_gguf
 from flexgen_h2o.models.gguf_tokenizer import save_tokenizer
 
-_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
+_GENERATION = ("bos_token_id", "pad_token_id")
 
 
 def convert_gguf(source: Path, dtype: str | None = None,
@@ -66,8 +66,7 @@ def convert_gguf(source: Path, dtype: str | None = None,
 
         # The small files first: what they refuse is then refused before the long part.
         packed = any(dtype == torch.uint8 for dtype, _ in layout.values())
-        _write_config(folder, header, dtype, {"quantization_config": MXFP4} if packed else {})
-        save_tokenizer(header, folder)
+        _write_small_files(folder, header, dtype, {"quantization_config": MXFP4} if packed else {})
         write_weights(folder, layout, chunks, keep=converted(), progress=progress)
 
     return build_once(read_header(source).files, dtype, source.stem, build, keep=converted())
@@ -84,16 +83,21 @@ def describe_gguf(header: GgufHeader) -> Path:
         If the file is of another architecture, or the cache cannot be written.
     """
     def build(folder: Path) -> None:
-        _write_config(folder, header, None, {"quantization_config": MXFP4}
-                      if has_mxfp4_experts(header) else {})
-        save_tokenizer(header, folder)
+        _write_small_files(folder, header, None, {"quantization_config": MXFP4}
+                           if has_mxfp4_experts(header) else {})
 
     return build_once(header.files, "description", header.source.stem, build, keep=converted())
 
 
-def _write_config(folder: Path, header: GgufHeader, dtype: str | None, more: Mapping[str, Any]
-                  ) -> None:
+def _write_small_files(folder: Path, header: GgufHeader, dtype: str | None,
+                       more: Mapping[str, Any]) -> None:
+    """Write configuration and tokenizer."""
     config = {**config_of(header, dtype), **more}
-    generation = {name: config[name] for name in _GENERATION if config[name] is not None}
+    ends = save_tokenizer(header, folder)
+    suppressed = header.values.get("tokenizer.ggml.suppress_tokens")
+    generation = {name: config[name] for name in _GENERATION} | {
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "suppress_tokens": list(suppressed) if isinstance(suppressed, tuple) else None}
+    generation = {name: value for name, value in generation.items() if value is not None}
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(content, indent=2))

@@ -69,7 +69,6 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
     """
     meta, kind = architecture_of(header)
     head_dim = head_size(meta)
-    end, turn = meta.token("eos"), meta.token("eot")
     config = {
         "architectures": [kind.class_name], "model_type": kind.model_type,
         "vocab_size": meta.tensor("token_embd.weight").shape[0],
@@ -80,7 +79,7 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
         "rope_parameters": kind.rope(meta, head_dim),
         **kind.fixed, **kind.more(meta, head_dim),
         "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
-        "eos_token_id": end if turn is None or turn == end or end is None else [end, turn]}
+        "eos_token_id": meta.token("eos")}
     return {**config, "dtype": dtype} if dtype else config
 
 
