@@ -43,6 +43,9 @@ INSTALL = [
 ]
 
 EXTRAS = {
+    "sentencepiece": [
+        "sentencepiece>=0.2",  # reads a tokenizer.model that has no tokenizer.json beside it
+    ],
     "test": [
         "pytest>=8",  # runs the tests
         "pytest-xdist>=3.6",  # runs them on several cores: each file's in one process

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flexgen_h2o.config.argument_types import typed
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
@@ -171,8 +171,8 @@ class LLM(Session):
         new_tokens : int
             How many are to follow it.
         special : bool
-            Put the tokenizer's special tokens in front; False for a text in a chat template, which
-            has them.
+            Put the tokenizer's special tokens in front of a text, as `add_special_tokens` of
+            `generate`; False for a text in a chat template, which has them.
 
         Raises
         ------
@@ -184,7 +184,8 @@ class LLM(Session):
     @one_at_a_time
     def generate(self, prompts: Sequence[str | Sequence[int]],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-                 cut_gen_len: int | None = None, **sampling: Any) -> list[Output]:
+                 cut_gen_len: int | None = None, add_special_tokens: bool = True,
+                 **sampling: Any) -> list[Output]:
         """Continue every prompt.
 
         Parameters
@@ -196,6 +197,9 @@ class LLM(Session):
             decides the random numbers of its prompt.
         cut_gen_len : int, optional
             Generate only so many tokens and project the times in `stats` to max_new_tokens.
+        add_special_tokens : bool
+            Put the tokenizer's special tokens in front of texts. A text that begins with BOS gets
+            no second one.
         **sampling
             In place of `sampling_params`: fields of `SamplingParams`, with transformers' names and
             meaning, such as max_new_tokens, do_sample, temperature, top_p, eos_token_id (-1: never
@@ -212,7 +216,8 @@ class LLM(Session):
         """
         self._orders.check("generate")
         prompts = several("prompt", prompts)
-        work, run = self._begin_generation(prompts, sampling_params, sampling, cut_gen_len)
+        work, run = self._begin_generation(prompts, sampling_params, sampling, cut_gen_len,
+                                           add_special_tokens)
         stats = self._run_all(run)
         if cut_gen_len is not None and cut_gen_len < work.planned:
             self.stats = stats.project(cut=cut_gen_len, gen_len=work.planned)
@@ -222,6 +227,7 @@ class LLM(Session):
     @one_at_a_time
     def generate_in_blocks(self, prompts: Sequence[str | Sequence[int]],
                            sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+                           *, add_special_tokens: bool = True,
                            **sampling: Any) -> Iterator[dict[int, Output]]:
         """Continue every prompt, and get what has ended after each block.
 
@@ -231,7 +237,7 @@ class LLM(Session):
 
         Parameters
         ----------
-        prompts, sampling_params, **sampling
+        prompts, sampling_params, add_special_tokens, **sampling
             As of `generate`, which gives the same outputs.
 
         Returns
@@ -246,7 +252,7 @@ class LLM(Session):
         """
         self._orders.check("generate_in_blocks")
         given = several("prompt", prompts)
-        _, run = self._begin_generation(given, sampling_params, sampling, None)
+        _, run = self._begin_generation(given, sampling_params, sampling, None, add_special_tokens)
 
         def blocks() -> Iterator[dict[int, Output]]:
             try:
@@ -262,11 +268,13 @@ class LLM(Session):
 
     def _begin_generation(self, prompts: Sequence[str | Sequence[int]],
                           sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-                          sampling: Mapping[str, Any], cut_gen_len: int | None
-                          ) -> tuple[CallWork, BlockRun]:
+                          sampling: Mapping[str, Any], cut_gen_len: int | None,
+                          add_special_tokens: bool = True) -> tuple[CallWork, BlockRun]:
         """The work of a `generate`, once its arguments are checked, and its run on all ranks."""
+        check_bool("add_special_tokens", add_special_tokens)
         each = params_of_each(sampling_params, sampling, len(prompts))
-        work = generation_work(self._prompts, prompts, each, cut_gen_len)
+        work = generation_work(self._prompts, prompts, each, cut_gen_len,
+                               special=add_special_tokens)
         run = self._begin(work)
         self._orders.give(Generate([request.prompt for request in work.requests], each,
                                    cut_gen_len), run)

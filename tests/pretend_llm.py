@@ -9,6 +9,7 @@ class PretendLLM:
     """What the pretend LLMs have in common; `opened` notes them, or their options."""
 
     opened: list = []
+    chat_end_tokens = ()
 
     def __enter__(self):
         return self

@@ -40,7 +40,8 @@ class ScoringWork(CallWork):
 
 
 def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
-                    params: Sequence[SamplingParams], steps: int | None) -> CallWork:
+                    params: Sequence[SamplingParams], steps: int | None, *,
+                    special: bool = True) -> CallWork:
     """The work of continuing prompts, each by its own parameters.
 
     Parameters
@@ -50,6 +51,8 @@ def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
     params : sequence of SamplingParams
     steps : int or None
         Tokens at most, whatever the parameters say.
+    special : bool
+        Put the tokenizer's special tokens in front of texts.
 
     Raises
     ------
@@ -57,7 +60,7 @@ def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
         A prompt is empty or too long, or a parameter does not go with the model.
     """
     _ = prompts.tokenizer  # a damaged one must show now and not after the work
-    requests = [Request(key, prompts.encode(prompt, key), seed=each.seed)
+    requests = [Request(key, prompts.encode(prompt, key, goes_on=not special), seed=each.seed)
                 for key, (prompt, each) in enumerate(zip(given, params, strict=True))]
     prompts.check_lengths(requests, {key: each.max_new_tokens for key, each in enumerate(params)})
     if steps is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ByteProgress = Callable[[int, int], None]
+_REMOTE_CODE = "trust_remote_code"  # in the error of transformers over a tokenizer of own code
 _COMPARED = 1 << 20  # elements of two tensors at a time
 LEAST_KEPT_SECONDS = 1.0
 """Constants that take less to measure are measured by each run."""
@@ -423,20 +425,46 @@ def load_tokenizer(folder: Path | None):
     """The tokenizer of a folder, or None where it has none (dummy weights)."""
     if folder is None or not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
         return None
-    from transformers import AutoTokenizer
-
     for path in folder.iterdir():
         if not path.is_dir():  # there is no saying which of them it reads
             (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
+    if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
+        raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
+                        "tokenizer.json: pip install 'flexgen-h2o[sentencepiece]'")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
-                                             config=_plain_config(folder))
+        return _read_tokenizer(folder)
     except BaseException as error:  # the libraries raise anything over a damaged file
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())
+        if _REMOTE_CODE in reason:
+            raise UserError(f"the tokenizer in {folder} is code of the model's own, which is not "
+                            "run: add a tokenizer.json, or give prompts as token ids in a folder "
+                            "without tokenizer files") from None
         raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
-                        f"{reason}); get its files again") from error
+                        f"{reason[:200]}); get its files again") from error
+
+
+def _read_tokenizer(folder: Path):
+    """Read a folder's tokenizer, without running code that comes with it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
+                                             config=_plain_config(folder))
+    except ValueError as error:
+        if _REMOTE_CODE not in str(error) or not (folder / "tokenizer.json").exists():
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _is_sentencepiece(folder: Path) -> bool:
+    """Return True if a folder's only tokenizer is a SentencePiece model."""
+    path = folder / "tokenizer.model"
+    if not path.exists() or (folder / "tokenizer.json").exists():
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) == b"\n"  # a protocol buffer; tiktoken's file is text
 
 
 def _plain_config(folder: Path) -> PreTrainedConfig | None:

@@ -81,7 +81,8 @@ class Prompts:
         Parameters
         ----------
         goes_on : bool
-            It comes after other text, and gets no special tokens in front.
+            It comes after other text, and gets no special tokens in front. Otherwise a text gets
+            those of the tokenizer, but no second BOS where it begins with one.
         limit : (int or None, str), optional
             The most tokens that a text may have, if there is a limit, and what sets it. Default:
             the model's positions. Only what is far above it is refused here, and soon.
@@ -114,7 +115,15 @@ class Prompts:
         if self.tokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
         self._check_beginning(text, what, *(limit or self._limit))
-        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
+        ids = self._ids(text, special)
+        bos = self.tokenizer.bos_token_id
+        if special and bos is not None and ids[:2] == [bos, bos] == self._ids("", True)[:1] * 2:
+            ids = ids[1:]  # the text has one of its own
+        return ids
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        # Lengths are checked against the positions: tokenizers' own limits are often wrong.
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _check_beginning(self, text: str, what: str, most: int | None, why: str) -> None:
         """Refuse a text whose beginning alone has too many tokens: all takes seconds a megabyte."""
@@ -122,7 +131,7 @@ class Prompts:
             return
         length = _CHARACTERS * (most + _CUT)
         while length < len(text):
-            tokens = len(self.tokenizer(text[:length], add_special_tokens=False)["input_ids"])
+            tokens = len(self._ids(text[:length], special=False))
             if tokens > most + _CUT:
                 raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
                                 f"than {why}")

@@ -178,7 +178,7 @@ def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
 
     def encode(text: str) -> list[int]:
-        return list(llm.tokenizer(text)["input_ids"])
+        return list(llm.tokenizer(text, verbose=False)["input_ids"])
 
     if options.has_articles:
         return halves(choose(texts, encode, articles=options.articles or _ARTICLES,

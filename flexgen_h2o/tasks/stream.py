@@ -196,7 +196,7 @@ def _encoder(tokenizer, chat_template: bool) -> Iterator[Callable[[str], object]
     with ChatRenderer(tokenizer) as renderer:
         # The template has written its own special tokens.
         yield lambda text: tokenizer(renderer.render([{"role": "user", "content": text}]),
-                                     add_special_tokens=False)["input_ids"]
+                                     add_special_tokens=False, verbose=False)["input_ids"]
 
 
 @command

@@ -134,7 +134,7 @@ class FlexGenLM(TemplateLM):
                 add_special_tokens = False
         check_text("a text of the task", string)
         special = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer(string, **special)["input_ids"])
+        return list(self.tokenizer(string, verbose=False, **special)["input_ids"])
 
     def apply_chat_template(self, chat_history: list[dict[str, str]],
                             add_generation_prompt: bool = True) -> str:

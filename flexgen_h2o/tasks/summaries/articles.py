@@ -71,9 +71,10 @@ def _group(llm, articles: dict[int, Article], renderer: ChatRenderer | None, *, 
             alike.setdefault((article.max_tokens, article.stop), []).append(number)
         else:
             rows[number] = _row(number, article.reference, len(prompts[number]))
+    ends = None if renderer is None else llm.chat_end_tokens or None
     for (max_tokens, stop), numbers in alike.items():
         outputs = llm.generate([prompts[number] for number in numbers], max_new_tokens=max_tokens,
-                               stop_strings=stop or None)
+                               stop_strings=stop or None, eos_token_id=ends)
         for number, output in zip(numbers, outputs, strict=True):
             rows[number] = _summary_row(llm, number, articles[number], output, len(numbers), score)
     return [rows[number] for number in articles]
@@ -81,9 +82,9 @@ def _group(llm, articles: dict[int, Article], renderer: ChatRenderer | None, *, 
 
 def _encode(tokenizer, text: str, renderer: ChatRenderer | None) -> list[int]:
     if renderer is None:
-        return list(tokenizer(text)["input_ids"])
+        return list(tokenizer(text, verbose=False)["input_ids"])
     whole = renderer.render([{"role": "user", "content": text}])
-    return list(tokenizer(whole, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _fits(llm, length: int, new_tokens: int) -> bool:
