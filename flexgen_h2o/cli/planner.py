@@ -27,7 +27,7 @@ from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_config import config_of, header_options
-from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf_header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
 from flexgen_h2o.models.spec import (
@@ -186,14 +186,16 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
 def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
-    if is_there(path) and path.is_dir():
+    is_there(path)  # or it raises an error
+    file = gguf_file(path) if name else None
+    if file is not None:
+        header = read_header(file)
+        shape = from_transformers(config_of(header), model)
+        return shape, partial(header_options, header, shape)
+    if path.is_dir():
         values = read_config(path)
         shape = from_transformers(values, model)
         return shape, _options(shape, quantization(values, model))
-    if path.suffix.lower() == ".gguf" and path.is_file():
-        header = read_header(path)
-        shape = from_transformers(config_of(header), model)
-        return shape, partial(header_options, header, shape)
     known = published(name)
     if known is None:
         raise UserError("--hardware plans for folders, .gguf files and published shapes: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -64,8 +65,11 @@ from flexgen_h2o.storage.tiers import Device
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+_log = logging.getLogger(__name__)
+
 ByteProgress = Callable[[int, int], None]
 _REMOTE_CODE = "trust_remote_code"  # in the error of transformers over a tokenizer of own code
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMPARED = 1 << 20  # elements of two tensors at a time
 LEAST_KEPT_SECONDS = 1.0
 """Constants that take less to measure are measured by each run."""
@@ -296,6 +300,7 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
             folder = checkpoint_folder(name, dtype=wanted, progress=progress)
         else:
             folder = describe_gguf(gguf)
+        _check_adapter(folder)
         given = read_config(folder)
         config, stored = from_transformers(given, model), quantization(given, model)
     codes = WeightOptions()
@@ -307,6 +312,17 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
                                         end_tokens_alone=not generation_config)
     return Source(config, weights, _dtype(dtype, config, device), folder, dummy, generation, gguf,
                   bits, activation_bits, stored, codes)
+
+
+def _check_adapter(folder: Path) -> None:
+    """Warn of a LoRA adapter beside a model, and refuse one without."""
+    name = next((name for name in _ADAPTER if (folder / name).exists()), None)
+    advice = "merge it into the model, as peft's merge_and_unload does, and give that folder"
+    if name is not None and not (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a LoRA adapter ({name}) and no model: {advice}")
+    if name is not None:
+        _log.warning("%s: the LoRA adapter beside the model (%s) is not applied: %s", folder, name,
+                     advice)
 
 
 def _has_codes(gguf: GgufHeader) -> bool:
@@ -430,7 +446,8 @@ def load_tokenizer(folder: Path | None):
             (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
     if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
         raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
-                        "tokenizer.json: pip install 'flexgen-h2o[sentencepiece]'")
+                        "tokenizer.json: pip install sentencepiece, which the extra "
+                        "flexgen-h2o[sentencepiece] brings")
     try:
         return _read_tokenizer(folder)
     except BaseException as error:  # the libraries raise anything over a damaged file

@@ -12,6 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -21,6 +22,7 @@ from flexgen_h2o.errors import UserError, check_text, shown
 _MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _MOST_JSON = 64 << 20  # and the largest indexes 20
 _MOST_YAML = 1 << 20
+_POINTER, _MOST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
 _MOST_BITS = 4096  # of a number of a YAML file
 _MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stands for
 _MERGE = "tag:yaml.org,2002:merge"
@@ -45,14 +47,27 @@ def regular_file(path: Path) -> Path:
     return path
 
 
+def whole_file(path: Path) -> Path:
+    """Return the path of a checkpoint's file that is to be read.
+
+    Raises `UserError` as `regular_file` does, and for a git-LFS pointer in place of the file.
+    """
+    if 0 < _size(path) < _MOST_POINTER:
+        with suppress(OSError), open(path, "rb") as file:
+            if file.read(len(_POINTER)) == _POINTER:
+                raise UserError(f"{path} is a git-LFS pointer and not the file itself: run "
+                                "git lfs pull in its repository")
+    return path
+
+
 def checkpoint_text(path: Path, most: int = _MOST_TEXT) -> Path:
     """The path of a checkpoint's file that is not weights, if it can be read whole.
 
-    Raises `UserError` as `regular_file` does, for a larger file, and for a link that leads out of
+    Raises `UserError` as `whole_file` does, for a larger file, and for a link that leads out of
     the folder: what it says may come to stand in outputs and copies, and so must not be another
     file of the user's. The hub's cache, whose files are links to its folder of blobs, may.
     """
-    if _size(path) > most:
+    if _size(whole_file(path)) > most:
         raise UserError(f"{path} has {_size(path)} bytes, more than any model's: get it again")
     if path.is_symlink():
         real, folder = path.resolve(), path.parent.resolve()

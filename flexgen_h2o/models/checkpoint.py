@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.models.checkpoint_formats.dequantizing import DequantizingCheckpoint
 from flexgen_h2o.models.checkpoint_formats.settings import quantization
@@ -52,7 +52,7 @@ class SafetensorsCheckpoint(Checkpoint):
     ------
     UserError
         If a file is missing, truncated or damaged, or the index names a shard outside the
-        folder or a tensor that its shard lacks.
+        folder.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -60,14 +60,14 @@ class SafetensorsCheckpoint(Checkpoint):
         self.source = str(path)
         self._files: dict[Path, int] = {}
         try:
-            self._infos = _collect(path, _SAFETENSORS, self._open)
+            self._infos, self.absent = _collect(path, _SAFETENSORS, self._open)
         except BaseException:
             self.close()
             raise
 
     def _open(self, file: Path) -> dict[str, TensorInfo]:
         try:
-            self._files[file] = os.open(regular_file(file), os.O_RDONLY | os.O_CLOEXEC)
+            self._files[file] = os.open(whole_file(file), os.O_RDONLY | os.O_CLOEXEC)
             return read_header(file, self._files[file])
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
@@ -116,8 +116,7 @@ class BinCheckpoint(Checkpoint):
     ------
     UserError
         If a file is missing, damaged, not in torch's zip format or holds anything but
-        tensors, or if the index names a shard outside the folder or a tensor that its shard
-        lacks.
+        tensors, or if the index names a shard outside the folder.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -126,7 +125,7 @@ class BinCheckpoint(Checkpoint):
         self._lock = threading.Lock()
         self._mapped: tuple[Path, dict[str, torch.Tensor]] | None = None
         self._file: dict[str, Path] = {}
-        self._infos = _collect(folder, _BIN, self._open)
+        self._infos, self.absent = _collect(folder, _BIN, self._open)
 
     def _open(self, file: Path) -> dict[str, TensorInfo]:
         tensors = _load_bin(file)
@@ -250,6 +249,10 @@ def resolve(
         if actual is None:
             also = [name for name in tried if name != spec.name]
             hint = f" (nor {' or '.join(also)})" if also else ""
+            absent = next((name for name in tried if name in checkpoint.absent), None)
+            if absent is not None:
+                raise UserError(f"{checkpoint.absent[absent]} has no tensor {absent}, which the "
+                                "index places in it; get the file again")
             raise UserError(
                 f"{checkpoint.source} has no tensor {spec.name}{hint}; "
                 "is it complete, and does its config.json belong to it?"
@@ -266,18 +269,18 @@ def resolve(
 
 def _collect(
     path: Path, name: str, open_shard: Callable[[Path], dict[str, TensorInfo]]
-) -> dict[str, TensorInfo]:
-    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`."""
+) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`;
+    and the shards of those that the index names and no shard has."""
     file = path / name if path.is_dir() else path
     index = path / f"{name}.index.json"
     if file.exists() or not index.exists():
-        return open_shard(file)
+        return open_shard(file), {}
     shards_of = _read_index(index)
     shards = {shard: open_shard(shard) for shard in dict.fromkeys(shards_of.values())}
-    for tensor, shard in shards_of.items():
-        if tensor not in shards[shard]:
-            raise UserError(f"{shard} has no tensor {tensor}, which {index.name} places in it")
-    return {tensor: shards[shard][tensor] for tensor, shard in shards_of.items()}
+    present = {tensor: shards[shard][tensor] for tensor, shard in shards_of.items()
+               if tensor in shards[shard]}
+    return present, {tensor: shard for tensor, shard in shards_of.items() if tensor not in present}
 
 
 def _read_index(index: Path) -> dict[str, Path]:

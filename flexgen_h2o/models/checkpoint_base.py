@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -45,9 +47,12 @@ class Checkpoint(ABC):
     ----------
     source : str
         What error messages call it: a path, mostly.
+    absent : mapping of str to Path
+        The shards of tensors that an index names and no shard has.
     """
 
     source: str
+    absent: Mapping[str, Path] = MappingProxyType({})
 
     @abstractmethod
     def names(self) -> Collection[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
-from flexgen_h2o.models.gguf_header import GgufHeader
+from flexgen_h2o.models.gguf_header import GgufHeader, gguf_file
 from flexgen_h2o.models.gguf_metadata import Metadata
 from flexgen_h2o.models.model_config import ModelConfig
 
@@ -25,8 +27,9 @@ _KEPT_GROUP = 32
 
 
 def names_gguf(model: str) -> bool:
-    """Return True if the name of a model is that of a GGUF file."""
-    return model.lower().endswith(".gguf") or model == SMOLLM2
+    """Return True if the name of a model is that of a GGUF file, or of a folder with one."""
+    return (model == SMOLLM2 or model.lower().endswith(".gguf")
+            or bool(model) and gguf_file(Path(os.path.expanduser(model))) is not None)
 
 
 def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 import struct
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from flexgen_h2o.config.block_types import KINDS, OTHERS, BlockType
 from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.files.readers import whole_file
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -34,6 +36,7 @@ _MOST_KEPT = 1 << 12  # bytes of a text, or numbers of a list, that is kept
 _MOST_DIMS = 4
 _ALIGNMENTS = {1 << power for power in range(17)}
 _LENGTH = struct.Struct("<Q")
+_OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
 _SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 
 
@@ -81,6 +84,35 @@ class GgufHeader:
     files: tuple[Path, ...]
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that a path names: itself, or that of a folder without other weights.
+
+    It is known by its first four bytes, as files may have no suffix, or by its suffix. Raises
+    `UserError` for a folder with the files of several models.
+    """
+    if os.path.isfile(path):  # which, other than Path.is_file, does not raise an error
+        return path if _is_gguf(path) else None
+    if not os.path.isdir(path) or any(any(path.glob(each)) for each in _OTHER_WEIGHTS):
+        return None
+    found = [file for file in sorted(path.glob("*")) if os.path.isfile(file) and _is_gguf(file)
+             and not file.name.startswith("mmproj")]  # which is an encoder of images
+    first = [file for file in found
+             if (match := _SPLIT.fullmatch(file.name)) is None or int(match[2]) == 1]
+    if len(first) > 1:
+        raise UserError(f"{path} holds several GGUF files: give one of them, such as {first[0]}")
+    return next(iter(first), None)
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
 def read_header(source: Path) -> GgufHeader:
     """Read the header of a GGUF file, and those of the other files of a split model.
 
@@ -124,7 +156,8 @@ def read_header(source: Path) -> GgufHeader:
 
 def _read_one(source: Path) -> GgufHeader:
     try:
-        with open(source, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+        with (open(whole_file(source), "rb") as file,
+              mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data):
             return _Walk(source, data).header()
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}") from error

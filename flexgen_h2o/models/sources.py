@@ -11,10 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import is_there, regular_file
+from flexgen_h2o.files.readers import is_there, whole_file
 from flexgen_h2o.models.convert import ByteProgress, cache_dir, converted_folder
 from flexgen_h2o.models.from_gguf import convert_gguf
 from flexgen_h2o.models.gguf_config import SMOLLM2
+from flexgen_h2o.models.gguf_header import gguf_file
 from flexgen_h2o.models.spec import read_config
 
 __all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
@@ -80,14 +81,14 @@ def checkpoint_folder(
         If there is no such model, or it cannot be fetched or converted.
     """
     path = _local(name)
-    if name and path.is_dir():
-        return path
     source = gguf_of(name)
     if source is not None:
         return convert_gguf(source, dtype, progress)
+    if name and path.is_dir():
+        return path
     if name and path.exists():
-        regular_file(path)
-        raise UserError(f"{name} is a file, but not a .gguf; give the model's folder instead")
+        whole_file(path)
+        raise UserError(f"{name} is a file, but not GGUF: give the model's folder instead")
     repo_id = SHORT_NAMES.get(name, name)
     if not _REPO_ID.fullmatch(repo_id) or repo_id.lower().endswith(".gguf"):
         raise UserError(
@@ -105,13 +106,14 @@ def _local(name: str) -> Path:
 
 
 def gguf_of(name: str) -> Path | None:
-    """The `.gguf` file that `checkpoint_folder` converts for this name; None for other models.
+    """The GGUF file that `checkpoint_folder` converts for this name; None for other models.
 
-    Converts nothing. Raises `UserError` for "smollm2-135m" where its package is missing.
+    Converts nothing. Raises `UserError` for "smollm2-135m" where its package is missing, and as
+    `gguf_file`.
     """
     path = _local(name)
-    if name and path.is_file():
-        return path if path.suffix.lower() == ".gguf" else None
+    if name and path.exists():
+        return gguf_file(path)
     return _packaged_gguf() if name == SMOLLM2 and not path.is_dir() else None
 
 

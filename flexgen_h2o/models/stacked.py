@@ -79,7 +79,7 @@ class StackedCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: Checkpoint, views: Mapping[str, Sequence[View]]):
-        self.source, self._inner = inner.source, inner
+        self.source, self.absent, self._inner = inner.source, inner.absent, inner
         present = inner.names()
         self._views: dict[str, View] = {}
         for name, places in views.items():

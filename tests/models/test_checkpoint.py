@@ -182,11 +182,14 @@ def test_shards_may_be_links_as_in_the_hubs_cache(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-def test_tensor_that_its_shard_lacks(tmp_path, kind):
+def test_a_tensor_that_its_shard_lacks_is_missed_where_it_is_needed(tmp_path, kind):
     save_sharded(tmp_path, kind)
     shard = next(tmp_path.glob("*-00001-of-*")).name
     write_index(tmp_path, {"layer.1.w": shard, "ghost": shard}, kind)
-    refused(lambda: open_checkpoint(tmp_path), "ghost", shard)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert set(checkpoint.names()) == {"layer.1.w"}
+        ghost = SimpleNamespace(name="ghost", shape=(1,))
+        refused(lambda: resolve(checkpoint, [ghost], lambda name: (name,)), "ghost", shard, "index")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', "\xff", "[" * 100000])

@@ -81,7 +81,7 @@ def test_no_such_folder(name):
 
 def test_a_file_that_is_no_gguf(tmp_path):
     (tmp_path / "model.safetensors").touch()
-    refused(lambda: checkpoint_folder(str(tmp_path / "model.safetensors")), "not a .gguf")
+    refused(lambda: checkpoint_folder(str(tmp_path / "model.safetensors")), "not GGUF")
     os.mkfifo(tmp_path / "model.gguf")
     refused(lambda: checkpoint_folder(str(tmp_path / "model.gguf")), "model.gguf is a pipe")
 

@@ -46,7 +46,7 @@ class DequantizingCheckpoint(Checkpoint):
     """
 
     def __init__(self, inner: Checkpoint, settings: Quantization):
-        self.source, self._inner = inner.source, inner
+        self.source, self.absent, self._inner = inner.source, inner.absent, inner
         self._packed = FORMATS[settings.method](inner, settings)
         parts = {name for packed in self._packed.values() for name in packed.parts}
         plain = [name for name in inner.names() if name not in parts]
