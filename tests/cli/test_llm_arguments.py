@@ -42,6 +42,7 @@ FIELDS = [
     ({"attn_sparsity": 0.25}, "attn_sparsity", 0.25),
     ({"offload_dir": "there"}, "offload_dir", "there"),
     ({"verify": True, "percent": (0, 0, 100, 0, 100, 0)}, "verify", True),
+    ({"no_generation_config": True}, "generation_config", False),
     ({"seed": 5}, "seed", 5),
     ({"memory_limit": 9 << 30}, "memory_limit", 9 << 30),
     ({"device_memory_limit": 1 << 30}, "device_memory_limit", 1 << 30),

@@ -518,6 +518,7 @@ VALUES = {
     "sink_tokens": (2, H2O), "enable_position_rolling": (True, H2O), "attn_sparsity": 0.5,
     "compress_cache": True, "cache_bits": 8, "key_bits": (8, {"cache_bits": 4}),
     "value_bits": (4, {"cache_bits": 8}), "prefill_chunk": 5, "seed": 3,
+    "no_generation_config": True,
     "expert_percent": "0/50/50", "expert_slots": 9, "cpu_expert_compute": True,
     "expert_counts": ("counts.json", {"expert_percent": "50/0/50"}),
 }

@@ -27,7 +27,7 @@ ARTICLES = Path(__file__).parents[2] / "examples/data/articles.jsonl"
 class NumberTokenizer:
     """A text of numbers is its token ids."""
 
-    def __call__(self, text: str) -> dict:
+    def __call__(self, text: str, verbose: bool = True) -> dict:
         return {"input_ids": [int(word) for word in text.split()]}
 
 

@@ -33,7 +33,7 @@ H2O = Configuration("h2o", 20)
 class FakeTokenizer:
     """A token for each word: its length."""
 
-    def __call__(self, text: str) -> dict:
+    def __call__(self, text: str, verbose: bool = True) -> dict:
         return {"input_ids": [len(word) for word in text.split()]}
 
 

@@ -42,7 +42,8 @@ class FakeTokenizer:
     chat_template = None
     special_tokens_map = {"bos_token": "<start>"}
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
+    def __call__(self, text: str, add_special_tokens: bool = True,
+                 verbose: bool = True) -> dict:
         return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
 
     def __len__(self) -> int:

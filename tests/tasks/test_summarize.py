@@ -237,7 +237,7 @@ class FakeTokenizer:
 
     chat_template = None
 
-    def __call__(self, text: str) -> dict:
+    def __call__(self, text: str, verbose: bool = True) -> dict:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
