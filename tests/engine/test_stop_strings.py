@@ -51,7 +51,7 @@ def test_tokens_without_bytes_do_not_hide_a_stop_string():
     assert not stops([1, 2, 0])  # it has been there before
 
 
-@pytest.mark.parametrize("bad", ["", [], ["a", ""], [1], 7, {"a"}, b"a"])
+@pytest.mark.parametrize("bad", ["", ["a", ""], [1], 7, {"a"}, b"a"])
 def test_bad_stop_strings(bad):
     with pytest.raises(UserError, match="stop_strings must be a text, or several, none empty"):
         SamplingParams(stop_strings=bad)
