@@ -59,7 +59,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.rope", "models.decoder", "models.families", "models.checkpoint_formats",
          "models.checkpoint_formats.settings", "models.gguf_architectures",
          "models.gguf_config", "models.gguf_header", "models.gguf_metadata",
-         "models.gguf_rope", "engine", "engine.schedule",
+         "models.gguf_rope", "models.weight_options", "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
          "engine.detokenization", "engine.reasoning", "engine.stop_strings",
          "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",

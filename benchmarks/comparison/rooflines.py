@@ -8,6 +8,7 @@ from functools import partial
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.models.spec import ModelConfig, published_quantization
+from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.planning.planned_run import part_bytes, record_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -59,8 +60,7 @@ def work(model: ModelConfig, load: Load) -> WorkAmount:
         touched = experts.touched(load.batch)
     head = model.vocab_size * model.embed_dim
     stored, attention = published_quantization(model.name), 4 * model.num_layers * model.q_size
-    options = (WeightOptions(load.weight_bits) if stored is None
-               else stored.weights(load.weight_bits, model))
+    options = weight_options(WeightOptions(), load.weight_bits, model, stored, on_gpu=False)
     layers = model.over_layers(partial(part_bytes, options, itemsize=load.itemsize))
     expert = 0 if experts is None else mixed * part_bytes(
         options, model.expert_shapes(), load.itemsize)

@@ -36,6 +36,7 @@ from flexgen_h2o.models.spec import (
     published_quantization,
     read_config,
 )
+from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import BITS, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -177,13 +178,14 @@ def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     name = config.model if config.path in (None, DUMMY) else config.path
-    model, weights = _shape(config.model, name)
+    model, weights = _shape(config.model, name, on_gpu=hardware.has_gpu)
     _check(config, model, has_gpu=hardware.has_gpu)
     return PlanSubject(hardware, _within(limits, config), model,
                        4 if config.dtype == "float32" else 2, weights)
 
 
-def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
+def _shape(model: str, name: str, *, on_gpu: bool
+           ) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
     """The shape of a model by what is small in its files, and the form of its weights by bits."""
     path = Path(os.path.expanduser(name))
     is_there(path)  # or it raises an error
@@ -191,24 +193,22 @@ def _shape(model: str, name: str) -> tuple[ModelConfig, Callable[[int | str], We
     if file is not None:
         header = read_header(file)
         shape = from_transformers(config_of(header), model)
-        return shape, partial(header_options, header, shape)
+        return shape, partial(header_options, header, shape, on_gpu=on_gpu)
     if path.is_dir():
         values = read_config(path)
         shape = from_transformers(values, model)
-        return shape, _options(shape, quantization(values, model))
+        return shape, _options(shape, quantization(values, model), on_gpu=on_gpu)
     known = published(name)
     if known is None:
         raise UserError("--hardware plans for folders, .gguf files and published shapes: "
                         f"{name!r} is none of them")
-    return known, _options(known, published_quantization(name))
+    return known, _options(known, published_quantization(name), on_gpu=on_gpu)
 
 
-def _options(model: ModelConfig, stored: Quantization | None
+def _options(model: ModelConfig, stored: Quantization | None, *, on_gpu: bool
              ) -> Callable[[int | str], WeightOptions]:
-    """The form of a model's weights by bits; `stored` is how its checkpoint has them."""
-    if stored is None:
-        return lambda bits: WeightOptions(int(bits))
-    return lambda bits: stored.weights(int(bits), model)
+    """Return the form of a model's weights by bits; `stored` is how its checkpoint has them."""
+    return lambda bits: weight_options(WeightOptions(), bits, model, stored, on_gpu=on_gpu)
 
 
 def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:

@@ -177,6 +177,10 @@ class MatrixLayout:
     the first three words keep their place in the lower 6 bits; bits 0-1, 2-3 and 4-5 of each byte
     of the fourth word lie in the upper 2 bits of the same byte of words 0, 1 and 2.
 
+    Compact blocks, with 4 bits alone, begin with 16 bytes of scales and 16 of zero points. Byte b
+    is the scale ``(1 + b % 8 / 8) * 2 ** (b // 8 - 24)``, byte z the zero point
+    ``-scale * z / 16``.
+
     In MXFP4 (OCP Microscaling Formats (MX) Specification 1.0) a block begins with 16 bytes in place
     of scales and zero points: the exponent of each output, plus 127. An element is ``number(code) *
     2 ** exponent``, where the codes from 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those
@@ -199,6 +203,8 @@ class MatrixLayout:
         Inputs that share a scale and a zero point; a multiple of 8, with 6 bits of 16.
     mxfp4 : bool
         Whether elements are MXFP4's: 4 bits in groups of 32.
+    compact : bool
+        Whether scales and zero points have 8 bits each; with 4 bits alone.
 
     Raises
     ------
@@ -211,8 +217,11 @@ class MatrixLayout:
     bits: int
     group: int = GROUP
     mxfp4: bool = False
+    compact: bool = False
 
     def __post_init__(self):
+        if self.compact and (self.bits != 4 or self.mxfp4):
+            raise UserError("cannot quantize with compact scales: use 4 bits")
         if self.mxfp4 and (self.bits, self.group) != (4, MXFP4_GROUP):
             raise UserError(f"cannot quantize to MXFP4 with {self.bits} bits in groups of "
                             f"{self.group}: use 4 and {MXFP4_GROUP}")
@@ -252,7 +261,9 @@ class MatrixLayout:
     @property
     def head_bytes(self) -> int:
         """Bytes of a block before its codes."""
-        return 4 * MATRIX_TILE if self.has_zeros else MATRIX_TILE
+        if not self.has_zeros:
+            return MATRIX_TILE
+        return (2 if self.compact else 4) * MATRIX_TILE
 
     @property
     def block_bytes(self) -> int:
@@ -286,7 +297,7 @@ class WeightOptions:
         16: products take activations as they are. 8: they round them, for matrices of codes.
     kept : mapping of str to MatrixLayout
         By name the matrices that have layouts of their own; if there are any, the others stay in
-        the run's dtype.
+        the run's dtype. With 16 `bits`: those of the values of a GGUF file.
     plain : tuple of (outputs, inputs)
         Shapes of these others.
     """
@@ -301,7 +312,7 @@ class WeightOptions:
     @property
     def asked_bits(self) -> int | str:
         """The `weight_bits` by which a user asks for these options."""
-        return AUTO if self.kept else self.bits
+        return AUTO if self.kept and self.bits == 16 else self.bits
 
     @property
     def quantizes(self) -> bool:

@@ -46,7 +46,7 @@ from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.from_gguf import describe_gguf
 from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
-from flexgen_h2o.models.gguf_config import make_alike, weight_options
+from flexgen_h2o.models.gguf_config import make_alike
 from flexgen_h2o.models.gguf_header import GgufHeader, read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
@@ -60,6 +60,7 @@ from flexgen_h2o.models.spec import (
 )
 from flexgen_h2o.models.stacked import View, unstacked
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.storage.tiers import Device
 
 if TYPE_CHECKING:
@@ -100,6 +101,8 @@ class Source:
         How the folder's weights are stored.
     codes : WeightOptions
         The options that keep the codes of `gguf`.
+    on_gpu : bool
+        Whether a GPU computes.
     """
 
     config: ModelConfig
@@ -113,12 +116,14 @@ class Source:
     activation_bits: int = 16
     quantization: Quantization | None = None
     codes: WeightOptions = WeightOptions()
+    on_gpu: bool = False
 
     @cached_property
     def form(self) -> WeightFormat:
         """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
         bits."""
-        options = weight_options(self.codes, self.bits, self.config, self.quantization)
+        options = weight_options(self.codes, self.bits, self.config, self.quantization,
+                                 on_gpu=self.on_gpu)
         options = replace(options, activation_bits=self.activation_bits)
         return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
 
@@ -311,7 +316,7 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
     generation = read_generation_config(folder, config.eos_token_ids,
                                         end_tokens_alone=not generation_config)
     return Source(config, weights, _dtype(dtype, config, device), folder, dummy, generation, gguf,
-                  bits, activation_bits, stored, codes)
+                  bits, activation_bits, stored, codes, device.torch.type == "cuda")
 
 
 def _check_adapter(folder: Path) -> None:

@@ -39,8 +39,16 @@ class QuantizedMatrix:
 
 
 def layout_of(outputs: int, inputs: int, bits: int, group: int) -> MatrixLayout:
-    """The layout that operators get as numbers (see `ops.flat`): a group of 0 is MXFP4."""
-    return MatrixLayout(outputs, inputs, bits, group or MXFP4_GROUP, mxfp4=not group)
+    """Return the layout that operators get as numbers (see `signed_group`)."""
+    return MatrixLayout(outputs, inputs, bits, abs(group) or MXFP4_GROUP, mxfp4=not group,
+                        compact=group < 0)
+
+
+def signed_group(layout: MatrixLayout) -> int:
+    """Return a layout's group as operators get it: 0 for MXFP4, negative for compact scales."""
+    if layout.mxfp4:
+        return 0
+    return -layout.group if layout.compact else layout.group
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search:
                     importance: Tensor | None = None) -> None:
     """See `library.quantize_matrix`."""
     dtype = floats("quantize_matrix", weight, 2)
-    need(group > 0, "quantize_matrix", "MXFP4 is for the reference")
+    need(group != 0, "quantize_matrix", "MXFP4 is for the reference")
     expect("quantize_matrix", dtype, weight=(weight, weight.shape))
     if importance is not None:
         expect("quantize_matrix", torch.float32, importance=(importance, weight.shape[1:]))

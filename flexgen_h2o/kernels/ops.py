@@ -45,7 +45,7 @@ from flexgen_h2o.kernels import (
     triton_ops,
 )
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
-from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix, signed_group
 
 __all__ = ["attend_chosen", "attend_recalled", "cache_records", "cache_vectors", "choose_keys",
            "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
@@ -341,7 +341,8 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
         return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search,
                                                           importance=importance))
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    _backend(weight).quantize_matrix(weight, out, layout.bits, layout.group, search, importance)
+    _backend(weight).quantize_matrix(weight, out, layout.bits, signed_group(layout), search,
+                                     importance)
     return out
 
 
@@ -427,9 +428,8 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
 
 
 def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
-    """A matrix as arguments of `native` and `library`: data, outputs, inputs, bits, and the inputs
-    of a group, or 0 for MXFP4."""
+    """Return a matrix as arguments of `native` and `library`: data, outputs, inputs, bits, and the
+    group (see `signed_group`)."""
     layout = matrix.layout
-    group = 0 if layout.mxfp4 else layout.group
-    return matrix.data, layout.outputs, layout.inputs, layout.bits, group
+    return matrix.data, layout.outputs, layout.inputs, layout.bits, signed_group(layout)
 

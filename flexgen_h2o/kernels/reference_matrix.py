@@ -29,6 +29,13 @@ ACTIVATION_LEVELS = 127
 """Codes of rounded activations to either side of 0."""
 
 _BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
+COMPACT_STEP = 1 / 16
+"""Compact zero points count so much of their scale."""
+
+COMPACT_MAX = 1800.0
+"""The largest magnitude with compact scales: half of 15 times the largest scale."""
+
+_COMPACT_LOWEST = 127 - 24 << 3  # of compact scales: the exponent of code 0 is -24
 _NIBBLES = 0x0F0F0F0F
 _BYTES = 0x01010101
 
@@ -39,7 +46,7 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     Parameters
     ----------
     weight : Tensor [outputs, inputs], any floating dtype
-        Values outside of float16's range are clamped to it.
+        Values outside of float16's range are clamped to it, with compact scales to `COMPACT_MAX`.
     layout : MatrixLayout
     search : bool
         Look for the scale and zero point of each group that give the smallest squared error, in
@@ -77,12 +84,14 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     if layout.bits == 12:
         return _shortened(weight.float(), layout)
     outputs, inputs = layout.tiles * MATRIX_TILE, layout.groups * layout.group
-    values = weight.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
+    largest = COMPACT_MAX if layout.compact else FLOAT16_MAX
+    values = weight.float().clamp(-largest, largest)
     ends = range(0, layout.inputs, layout.group)
     weigh = torch.ones(layout.inputs) if importance is None else importance.float()
-    parts = [_quantized(values[:, start : start + layout.group], layout.levels, search,
+    parts = [_quantized(values[:, start : start + layout.group], layout, search,
                         _shares(weigh[start : start + layout.group])) for start in ends]
-    scales, zeros = (torch.zeros(outputs, layout.groups, dtype=torch.float16) for _ in range(2))
+    scales, zeros = (torch.zeros(outputs, layout.groups, dtype=parts[0][0].dtype)
+                     for _ in range(2))
     codes = torch.zeros(outputs, inputs, dtype=torch.int32)
     for g, (scale, zero, code) in enumerate(parts):
         scales[: layout.outputs, g], zeros[: layout.outputs, g] = scale, zero
@@ -97,11 +106,37 @@ def _shares(importance):
     return importance / mean if mean > 0 else torch.ones_like(importance)
 
 
-def _quantized(x, levels, search, shares):
-    """Scales, zero points [rows] float16 and codes [rows, size] of one group of each row."""
-    low, high = x.amin(-1), x.amax(-1)
-    zero = half_below(low + 0.0)  # of two zeros the positive one
-    scale = half_below((zero.float() - high) / levels).abs()  # rounded up
+def compact_scales(codes):
+    """Return the float32 scales of compact codes (uint8 or int32)."""
+    return (codes.int() + _COMPACT_LOWEST << 20).view(torch.float32)
+
+
+def compact_zeros(scales, codes):
+    """Return the float32 zero points of compact codes (uint8 or int32), for their scales."""
+    return scales * (codes.float() * -COMPACT_STEP)
+
+
+def _compact(scale, zero, *, up):
+    """Return a compact scale of at least or at most this one, and the nearest zero point."""
+    bits = scale.float().view(torch.int32) + (2**20 - 1 if up else 0)
+    scale = compact_scales(((bits >> 20) - _COMPACT_LOWEST).clamp(0, 255))
+    return scale, compact_zeros(scale, _zero_codes(scale, zero))
+
+
+def _zero_codes(scale, zero):
+    return (-zero / scale / COMPACT_STEP).round().clamp(0, 255)
+
+
+def _quantized(x, layout, search, shares):
+    """Scales and zero points [rows], in float16 or as compact ones in float32, and codes [rows,
+    size] of one group of each row."""
+    levels, low, high = layout.levels, x.amin(-1), x.amax(-1)
+    if layout.compact:
+        zero = low.clamp(max=0)
+        scale, zero = _compact((high.clamp(min=0) - zero) / levels, zero, up=True)
+    else:
+        zero = half_below(low + 0.0)  # of two zeros the positive one
+        scale = half_below((zero.float() - high) / levels).abs()  # rounded up
     best = (scale, zero, _codes(x, scale, zero, levels))
     if not search:
         return best
@@ -118,13 +153,15 @@ def _quantized(x, levels, search, shares):
         total = (shares * x).sum(-1)
         variance = count * squares - sums * sums
         scale = (count * product - sums * total) / variance.clamp_min(SMALLEST_VARIANCE)
-        scale = scale.clamp(0, FLOAT16_MAX).half()
-        zero = ((total - scale.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
-        fit = (scale, zero, _codes(x, scale, zero, levels))
-        error = _error(x, *fit, shares)
-        better = (error < least) & (variance > SMALLEST_VARIANCE)
-        least = torch.where(better, error, least)
-        best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
+        for rounded in _neighbours(scale.clamp(0, FLOAT16_MAX), layout):
+            zero = ((total - rounded.float() * sums) / count).clamp(-FLOAT16_MAX, FLOAT16_MAX)
+            zero = (compact_zeros(rounded, _zero_codes(rounded, zero)) if layout.compact
+                    else zero.half())
+            fit = (rounded, zero, _codes(x, rounded, zero, levels))
+            error = _error(x, *fit, shares)
+            better = (error < least) & (variance > SMALLEST_VARIANCE)
+            least = torch.where(better, error, least)
+            best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
                      for one, other in zip(fit, best, strict=True))
     return best
 
@@ -176,6 +213,13 @@ def _lengthened(words, exponents):
     return codes.view(torch.float32).mul_(some).mul_((exponents << 23).view(torch.float32))
 
 
+def _neighbours(scale, layout):
+    """Return the scales that are tried for a fit: in float16, or the compact ones next to it."""
+    if not layout.compact:
+        return [scale.half()]
+    return [_compact(scale, torch.zeros_like(scale), up=up)[0] for up in (False, True)]
+
+
 def _codes(x, scale, zero, levels):
     steps = scale.float().clamp_min(SMALLEST)
     return ((x - zero.float()[:, None]) / steps[:, None]).round().clamp(0, levels).to(torch.int32)
@@ -193,6 +237,7 @@ def assembled(codes, scales, zeros, layout):
     ----------
     codes : int32 Tensor [tiles * MATRIX_TILE, groups * group]
     scales, zeros : float16 Tensor [tiles * MATRIX_TILE, groups]
+        In float32 for compact scales, which they are.
     layout : MatrixLayout
 
     Returns
@@ -208,6 +253,10 @@ def assembled(codes, scales, zeros, layout):
         words = torch.stack([word | (last & 3 * _BYTES << 2 * n) << 6 - 2 * n
                              for n, word in enumerate(three)], dim=-1).flatten(-2)
     words = words.where(words < 2**31, words - 2**32).to(torch.int32)
+    if layout.compact:
+        scaled = scales.clamp_min(compact_scales(torch.zeros(1, dtype=torch.uint8)).item())
+        zeros = _zero_codes(scaled, zeros).to(torch.uint8)
+        scales = ((scaled.view(torch.int32) >> 20) - _COMPACT_LOWEST).to(torch.uint8)
     halves = torch.stack((scales, zeros)).view(2, tiles, MATRIX_TILE, groups).permute(1, 3, 0, 2)
     return _joined(halves.contiguous().view(torch.uint8), words)
 
@@ -291,7 +340,12 @@ def unpack_rows(data, layout, rows, dtype):
         exponents = of_rows(torch.uint8, 0, head).int() - _BIAS
         values = torch.ldexp(numbers[codes], exponents)
     else:
-        scale, zero = of_rows(torch.float16, 0, head).float().split(1, dim=-1)
+        scale, zero = of_rows(torch.uint8 if layout.compact else torch.float16, 0, head).split(
+            1, dim=-1)
+        if layout.compact:
+            scale = compact_scales(scale)
+            zero = compact_zeros(scale, zero)
+        scale, zero = scale.float(), zero.float()
         values = zero + scale * codes
     return values.flatten(1)[:, : layout.inputs].to(dtype)
 

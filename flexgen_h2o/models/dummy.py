@@ -90,6 +90,12 @@ class DummyCheckpoint(Checkpoint):
             return True
         # Codes from 0 to `levels` have a deviation of about levels / sqrt(12).
         scale = _STD * math.sqrt(12) / layout.levels
+        if layout.compact:
+            mantissa, exponent = math.frexp(scale)
+            heads = out.view(-1, layout.block_bytes)[:, : layout.head_bytes]
+            heads[:, :MATRIX_TILE] = 8 * (exponent - 1 + 24) + round(16 * mantissa - 8)
+            heads[:, MATRIX_TILE:] = 8 * layout.levels  # in sixteenths: half of the levels
+            return True
         factors = out.view(-1, layout.block_bytes)[:, : 4 * MATRIX_TILE].view(torch.float16)
         factors[:, :MATRIX_TILE] = scale
         factors[:, MATRIX_TILE:] = -scale * layout.levels / 2

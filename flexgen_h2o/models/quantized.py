@@ -121,9 +121,12 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
 
     form = checkpoint.form
     dtype = str(form.dtype).removeprefix("torch.")
-    kept = "-mxfp4" if form.options.mxfp4 else ""
-    bits = f"{form.options.bits}bit-{form.options.group}{kept}"
-    tag = f"{AUTO if form.options.kept else bits}-{dtype}-v{_VERSION}"
+    options = form.options
+    what = AUTO
+    if options.asked_bits != AUTO:
+        what = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
+                + ("-mixed" if options.kept else ""))
+    tag = f"{what}-{dtype}-v{_VERSION}"
     with checkpoint:
         folder = build_once(sources, tag, title, build, keep=keep)
     try:

@@ -27,9 +27,13 @@ SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32),
           (40, 96, 16), (7, 72, 24)]
 
 
+COMPACT = 4.5  # stands for 4 bits with compact scales
+
+
 def layout_of(size, bits, group):
-    """A layout whose groups are a multiple of 16 with 6 bits."""
-    return MatrixLayout(*size, bits, -(-group // 16) * 16 if bits == 6 else group)
+    """A layout, whose groups are a multiple of 16 with 6 bits."""
+    return MatrixLayout(*size, int(bits), -(-group // 16) * 16 if bits == 6 else group,
+                        compact=bits == COMPACT)
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +78,11 @@ def by_hand(data, layout):
     """The matrix, byte by byte in plain Python, and the scale of each element."""
     raw = bytes(data.tolist())
     per_word = 32 // layout.bits
-    rows, scales = [], []
+    rows, scales, head = [], [], 32 if layout.compact else 64
 
     def code_of(block, lane, i):
         def word(n):
-            return struct.unpack_from("<I", raw, block + 64 + 64 * n + 4 * lane)[0]
+            return struct.unpack_from("<I", raw, block + head + 64 * n + 4 * lane)[0]
 
         if layout.bits != 6:
             n, within = divmod(i, per_word)
@@ -95,9 +99,14 @@ def by_hand(data, layout):
         for i in range(layout.inputs):
             tile, lane = divmod(output, 16)
             block = (tile * -(-layout.inputs // layout.group) + i // layout.group) * (
-                64 + 2 * layout.group * layout.bits)
-            scale, = struct.unpack_from("<e", raw, block + 2 * lane)
-            zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
+                head + 2 * layout.group * layout.bits)
+            if layout.compact:
+                exponent, mantissa = divmod(raw[block + lane], 8)
+                scale = (1 + mantissa / 8) * 2.0 ** (exponent - 24)
+                zero = -scale * raw[block + 16 + lane] / 16
+            else:
+                scale, = struct.unpack_from("<e", raw, block + 2 * lane)
+                zero, = struct.unpack_from("<e", raw, block + 32 + 2 * lane)
             row.append(zero + scale * code_of(block, lane, i % layout.group))
             mine.append(scale)
         rows.append(row)
@@ -109,9 +118,10 @@ def by_hand(data, layout):
     (MatrixLayout(4096, 16384, 4), 4096 * 16384 * 9 // 16),
     (MatrixLayout(4096, 4096, 8, 32), 4096 * 4096 * 9 // 8),
     (MatrixLayout(1, 1, 4), 576), (MatrixLayout(17, 65, 8), 4 * 1088),
-    (MatrixLayout(16, 256, 6, 16), 16 * (64 + 192))])
+    (MatrixLayout(16, 256, 6, 16), 16 * (64 + 192)),
+    (MatrixLayout(4096, 4096, 4, 32, compact=True), 4096 * 4096 * 9 // 16)])
 def test_known_sizes(layout, nbytes):
-    assert layout.nbytes == nbytes and layout.block_bytes % 64 == 0
+    assert layout.nbytes == nbytes and layout.block_bytes % 32 == 0
 
 
 @pytest.mark.parametrize("arguments", [(8, 8, 3), (8, 8, 16), (8, 8, 4, 12), (8, 8, 4, 0),
@@ -122,7 +132,7 @@ def test_what_cannot_be_is_refused(arguments):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
     *size, group = shape
@@ -130,8 +140,10 @@ def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
     data = ops.quantize_matrix(weight, layout)
     assert data.dtype == torch.uint8 and data.shape == (layout.nbytes,)
     values, scales = by_hand(data, layout)
-    # Beside half a scale, the zero point's rounding to float16.
+    # Beside half a scale, the zero point's rounding: to float16, or to a sixteenth of the scale.
     bound = 0.5 * scales + weight.double().abs().max() * 2**-11
+    if layout.compact:
+        bound += scales / 32
     assert ((values - weight.double()).abs() <= bound).all()
     assert torch.equal(data, reference_matrix.quantize_matrix(weight, layout))
 
@@ -162,11 +174,25 @@ def test_extreme_groups(backend, low, high, search):
     assert ((values - wanted).abs() <= step + wanted.abs() * 2**-10 + 2**-24).all()
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 0.0), (-3.5, -3.5), (3.5, 4.0), (-4.0, -3.5),
+                                           (1e-8, 2e-8), (-0.0, 0.0), (-1e9, 1e9)])
+@pytest.mark.parametrize("search", [False, True])
+def test_extreme_groups_with_compact_scales(backend, low, high, search):
+    """They span 0, and go from 2^-24 to 15 * 240."""
+    weight = torch.full((3, 64), low)
+    weight[:, ::3] = high
+    layout = layout_of((3, 64), COMPACT, 64)
+    values, _ = by_hand(ops.quantize_matrix(weight, layout, search=search), layout)
+    wanted = weight.double().clamp(-1800, 1800)
+    step = (max(wanted.max(), 0) - min(wanted.min(), 0)) / 15 * 1.125
+    assert ((values - wanted).abs() <= step * 0.6 + 2**-24).all()
+
+
+@pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
 def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
     *size, group = shape
-    weight, layout = weights(*size), MatrixLayout(*size, bits, group)
+    weight, layout = weights(*size), layout_of(size, bits, group)
 
     def errors(search, quantize=ops.quantize_matrix):
         values, _ = by_hand(quantize(weight, layout, search=search), layout)
@@ -176,16 +202,16 @@ def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
 
     plain, searched = errors(False), errors(True)
     assert (searched <= plain * (1 + 1e-5)).all()
-    if bits == 4:
+    if layout.bits == 4:
         assert searched.sum() < 0.9 * plain.sum()
     # Sums in another order may choose another of two scales that are about as good.
     wanted = errors(True, reference_matrix.quantize_matrix)
     assert abs(searched.sum() / wanted.sum() - 1) < 1e-2
 
 
-@pytest.mark.parametrize("bits", [4, 6])
+@pytest.mark.parametrize("bits", [4, COMPACT, 6])
 def test_a_search_minimizes_the_error_by_importance(backend, bits):
-    weight, layout = weights(33, 200), MatrixLayout(33, 200, bits)
+    weight, layout = weights(33, 200), layout_of((33, 200), bits, 64)
     importance = torch.rand(200) ** 8
     importance[64:128] = 0  # a group of which nothing counts
 
@@ -238,7 +264,7 @@ def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 def test_rows(backend, shape, bits):
     *size, group = shape
     layout = layout_of(size, bits, group)
@@ -287,7 +313,7 @@ def check_product(layout, rows, *, dtype, bias, add, data=None):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(backend, shape, bits, dtype):
     *size, group = shape
@@ -300,6 +326,7 @@ def test_products(backend, shape, bits, dtype):
 @pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
                                              ((70, 2100, 24), 8), ((20, 70, 32), 8),
                                              ((70, 700, 16), 6), ((161, 1100, 64), 6),
+                                             ((161, 1100, 32), COMPACT),
                                              ((2 * TILED_OUTPUTS, 2000, 64), 4),
                                              ((96, 40, 1000), 4), ((1100, 200, 32), 4),
                                              ((2 * TILED_OUTPUTS + 40, 40, 32), 4)])
@@ -308,11 +335,12 @@ def test_products_in_tiles(rows, shape, bits):
     *size, group = shape
     for name in {"amx", "amx_emulated"} & set(SETS):
         with using(name):
-            check_product(MatrixLayout(*size, bits, group), rows, dtype=torch.bfloat16,
+            check_product(layout_of(size, bits, group), rows, dtype=torch.bfloat16,
                           bias=rows % 2 == 1, add=rows % 3 == 0)
 
 
-@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150), st.sampled_from([4, 6, 8]),
+@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150),
+       st.sampled_from([4, COMPACT, 6, 8]),
        st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]),
        st.sampled_from(SETS or [None]))
 @settings(max_examples=120)

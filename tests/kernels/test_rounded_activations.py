@@ -12,14 +12,17 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 MXFP4 = 4.25  # bits of a number
+COMPACT = 4.5
 FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32, 64, 136])),
-                  st.tuples(st.just(6), st.sampled_from([16, 32, 48, 64])), st.just((MXFP4, 32)))
+                  st.tuples(st.just(6), st.sampled_from([16, 32, 48, 64])),
+                  st.tuples(st.just(COMPACT), st.sampled_from([8, 32, 64])), st.just((MXFP4, 32)))
 
 
 def rounding_matrix(outputs, inputs, bits, group, *, seed=0):
     """A random matrix whose products round activations."""
     generator = torch.Generator().manual_seed(seed)
-    layout = MatrixLayout(outputs, inputs, int(bits), group, mxfp4=bits == MXFP4)
+    layout = MatrixLayout(outputs, inputs, int(bits), group, mxfp4=bits == MXFP4,
+                          compact=bits == COMPACT)
     weight = torch.randn(outputs, inputs, generator=generator)
     return QuantizedMatrix(ops.quantize_matrix(weight, layout), layout, activation_bits=8)
 

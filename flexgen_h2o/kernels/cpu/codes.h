@@ -77,6 +77,13 @@ struct CodedBlock {
     }
 };
 
+// Codes that are taken for bfloat16 by their bits, which adds 128 to each.
+template <class C>
+constexpr bool shifted() {
+    return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ||
+           std::is_same_v<C, Compact<4>>;
+}
+
 // Products of floats: an element of x by a code, each step one input.
 struct Single {
     static constexpr int64_t inputs = 1;  // of a step
@@ -204,7 +211,7 @@ struct Pairs {
 
     template <class C>
     static constexpr float shift() {
-        return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ? 128.0f : 0.0f;
+        return shifted<C>() ? 128.0f : 0.0f;
     }
 
     static uint32_t pack(const bf16* x, int64_t left) {

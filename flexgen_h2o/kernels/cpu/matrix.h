@@ -16,9 +16,14 @@ struct Blocks {
 
     explicit Blocks(const Matrix& m)
         : data(static_cast<const uint8_t*>(m.data)), bits(m.bits),
-          group(m.group ? m.group : MXFP4_GROUP), groups((m.inputs + group - 1) / group),
-          words(group * m.bits / 32),
-          block_bytes(MATRIX_TILE * ((m.group && m.bits != 12 ? 4 : 1) + 4 * words)) {}
+          group(m.group < 0 ? -m.group : m.group ? m.group : MXFP4_GROUP),
+          groups((m.inputs + group - 1) / group), words(group * m.bits / 32),
+          block_bytes(MATRIX_TILE * (head_bytes(m) + 4 * words)) {}
+
+    // Of an output, before its codes. A negative group is compact, and one of 0 MXFP4.
+    static int64_t head_bytes(const Matrix& m) {
+        return m.group == 0 || m.bits == 12 ? 1 : m.group < 0 ? 2 : 4;
+    }
 
     const uint8_t* at(int64_t tile, int64_t g) const {
         return data + (tile * groups + g) * block_bytes;
@@ -98,6 +103,34 @@ struct Spaced : Codes<BITS> {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
+// The same with a scale and a zero point of 8 bits each. A scale has 5 bits of exponent and 3 of
+// mantissa; a zero point counts sixteenths of the scale, and is subtracted.
+template <int BITS>
+struct Compact : Codes<BITS> {
+    static constexpr int32_t LOWEST = (127 - 24) << 3;  // the exponent of code 0 is -24
+    static constexpr float STEP = 1.0f / 16;
+    static INLINE Floats most() { return broadcast(1800.0f); }  // of an element's magnitude
+
+    static INLINE const uint8_t* words(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
+
+    static INLINE Floats scale_of(Ints code) { return bits_of<Floats>((code + LOWEST) << 20); }
+    static INLINE Floats scales(const uint8_t* block, int64_t lane) {
+        return scale_of(widen(block + lane));
+    }
+    static INLINE Floats zeros(const uint8_t* block, int64_t lane) {
+        const Floats steps = __builtin_convertvector(widen(block + MATRIX_TILE + lane), Floats);
+        return scales(block, lane) * (steps * -STEP);
+    }
+
+    static float scale(const uint8_t* block, int64_t lane) {
+        return bits_of<float>((block[lane] + LOWEST) << 20);
+    }
+    static float zero(const uint8_t* block, int64_t lane) {
+        return scale(block, lane) * (static_cast<float>(block[MATRIX_TILE + lane]) * -STEP);
+    }
+    static float number(uint32_t code) { return static_cast<float>(code); }
+};
+
 // Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number,
 // which is whole, and so the scale is half of it.
 struct Mxfp4 : Codes<4> {
@@ -172,6 +205,7 @@ struct Float12 : Unit<3, 8> {
 template <class F>
 INLINE int by_codes(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});
+    if (m.group < 0) return f(Compact<4>{});
     if (m.bits == 12) return f(Float12{});
     if (m.bits == 6) return f(Spaced<6>{});
     return m.bits == 4 ? f(Spaced<4>{}) : f(Spaced<8>{});

@@ -64,7 +64,7 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
 template <class A, class C>
 constexpr int64_t few_rows() {
     if (A::inputs == 1) return ROWS;
-    return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ? 8 * ROWS : 2 * ROWS;
+    return shifted<C>() ? 8 * ROWS : 2 * ROWS;
 }
 
 // How many chains of sums R rows need: a sum has to wait for the last one.

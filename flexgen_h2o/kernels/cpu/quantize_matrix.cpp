@@ -15,15 +15,18 @@ struct Group {
     const float *x, *shares;
     int64_t size;
     float levels;
+    bool compact;
 
     Floats at(int64_t i) const { return load(x + i * WIDTH); }
     Floats share(int64_t i) const { return broadcast(shares[i]); }
 };
 
-// Of each lane; both are float16's.
+// Of each lane, as blocks hold them.
 struct Fit {
     Floats scale, zero;
 };
+
+using Small = Compact<4>;
 
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
@@ -36,6 +39,23 @@ INLINE Floats as_half(Floats x) {
     for (int i = 0; i < WIDTH; i++) x[i] = from_half(to_half(x[i]));
     return x;
 #endif
+}
+
+// The codes of compact scales: the largest that is no larger, or the smallest that is no smaller.
+INLINE Ints scale_code(Floats scale, bool up) {
+    const Ints bits = bits_of<Ints>(scale);
+    const Ints code = ((bits + (up ? (1 << 20) - 1 : 0)) >> 20) - Small::LOWEST;
+    return code < 0 ? Ints{} : code > 255 ? Ints{} + 255 : code;
+}
+INLINE Floats zero_code(const Fit& fit) {
+    const Floats steps = rounded(-fit.zero / fit.scale * (1.0f / Small::STEP));
+    return smaller(larger(steps, Floats{}), broadcast(255.0f));
+}
+// A compact scale of at least, or of at most this, and the nearest zero point for it.
+INLINE Fit as_compact(const Fit& fit, bool up) {
+    Fit to{Small::scale_of(scale_code(fit.scale, up)), fit.zero};
+    to.zero = to.scale * (zero_code(to) * -Small::STEP);
+    return to;
 }
 
 INLINE Floats code_of(Floats x, float levels) {
@@ -56,18 +76,38 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
     return all;
 }
 
-// As wide as the values are: as quantize_row of groups.h.
-INLINE Fit spanning(Floats low, Floats high, float levels) {
+// As wide as the values are: as quantize_row of groups.h. A compact zero point is not above 0.
+INLINE Fit spanning(Floats low, Floats high, const Group& g) {
     Fit fit;
+    if (g.compact) {
+        fit.zero = smaller(low, Floats{});
+        fit.scale = (larger(high, Floats{}) - fit.zero) / g.levels;
+        return as_compact(fit, true);
+    }
     for (int i = 0; i < WIDTH; i++) {
         fit.zero[i] = from_half(half_below(low[i] + 0.0f));  // of two zeros the positive one
-        fit.scale[i] = from_half(half_below((fit.zero[i] - high[i]) / levels) & 0x7fff);
+        fit.scale[i] = from_half(half_below((fit.zero[i] - high[i]) / g.levels) & 0x7fff);
     }
     return fit;
 }
 
-// The scale and zero point that fit the codes best which `low` and a product with `wide` give.
-INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
+// The best of fits so far by lane, and its error.
+struct Best {
+    Fit fit;
+    Floats least;
+
+    INLINE void keep(const Group& g, const Fit& other, Ints possible) {
+        const Floats error = error_of(g, other);
+        const Ints better = possible & (error < least);
+        least = better ? error : least;
+        fit.scale = better ? other.scale : fit.scale;
+        fit.zero = better ? other.zero : fit.zero;
+    }
+};
+
+// Tries the scale and zero point that fit the codes best which `low` and a product with `wide` give;
+// of compact ones those next to this scale.
+INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
         const Floats x = g.at(i), code = code_of((x - low) * wide, g.levels);
@@ -77,40 +117,46 @@ INLINE Fit refitted(const Group& g, Floats low, Floats wide, Ints& possible) {
         products = fma(weighed, x, products);
         values = fma(g.share(i), x, values);
     }
-    const Floats count = broadcast(static_cast<float>(g.size));
+    const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(LEAST_VARIANCE);
     const Floats apart = count * squares - codes * codes;
-    const Floats least = broadcast(LEAST_VARIANCE);
     const Floats scale = (count * products - codes * values) / larger(apart, least);
-    possible = apart > least;
-    Fit fit;
-    fit.scale = as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX)));
-    fit.zero = as_half(clamped((values - fit.scale * codes) / count));
-    return fit;
+    const auto keep = [&](Floats rounded_scale) ALWAYS_INLINE {
+        Fit fit{rounded_scale, (values - rounded_scale * codes) / count};
+        fit.zero = g.compact ? fit.scale * (zero_code(fit) * -Small::STEP) : as_half(clamped(fit.zero));
+        best.keep(g, fit, apart > least);
+    };
+    if (g.compact) {
+        keep(Small::scale_of(scale_code(larger(scale, Floats{}), false)));
+        keep(Small::scale_of(scale_code(larger(scale, Floats{}), true)));
+    } else {
+        keep(as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX))));
+    }
 }
 
-// The better one of two fits by lane; `least` is the error of `best`.
-INLINE void keep_better(const Group& g, const Fit& fit, Ints possible, Fit& best, Floats& least) {
-    const Floats error = error_of(g, fit);
-    const Ints better = possible & (error < least);
-    least = better ? error : least;
-    best.scale = better ? fit.scale : best.scale;
-    best.zero = better ? fit.zero : best.zero;
-}
-
-INLINE Fit searched(const Group& g, Floats low, Floats high, Fit best) {
-    Floats least = error_of(g, best);
+INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned) {
+    Best best{spanned, error_of(g, spanned)};
     const Floats width = larger(high - low, broadcast(TINY));
-    Ints possible;
-    for (int step = 0; step < STEPS; step++) {
-        const Floats wide = broadcast(g.levels - 1.0f + 0.2f * static_cast<float>(step)) / width;
-        const Fit fit = refitted(g, low, wide, possible);
-        keep_better(g, fit, possible, best, least);
+    for (int step = 0; step < STEPS; step++)
+        refit(g, low, broadcast(g.levels - 1.0f + 0.2f * static_cast<float>(step)) / width, best);
+    for (int i = 0; i < REFINEMENTS; i++)
+        refit(g, best.fit.zero, 1.0f / step_of(best.fit), best);
+    return best.fit;
+}
+
+// The scales and zero points of WIDTH outputs from `lane` on.
+INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lane) {
+    const Ints scales = scale_code(fit.scale, false);
+    const Ints zeros = g.compact ? __builtin_convertvector(zero_code(fit), Ints) : Ints{};
+    for (int i = 0; i < WIDTH; i++) {
+        if (g.compact) {
+            block[lane + i] = static_cast<uint8_t>(scales[i]);
+            block[MATRIX_TILE + lane + i] = static_cast<uint8_t>(zeros[i]);
+            continue;
+        }
+        const uint16_t scale = to_half(fit.scale[i]), zero = to_half(fit.zero[i]);
+        std::memcpy(block + 2 * (lane + i), &scale, 2);
+        std::memcpy(block + 2 * (MATRIX_TILE + lane + i), &zero, 2);
     }
-    for (int i = 0; i < REFINEMENTS; i++) {
-        const Fit fit = refitted(g, best.zero, 1.0f / step_of(best), possible);
-        keep_better(g, fit, possible, best, least);
-    }
-    return best;
 }
 
 // WIDTH outputs of a block, from `lane` on; x holds their values.
@@ -121,13 +167,10 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
         low = smaller(g.at(i), low);
         high = larger(g.at(i), high);
     }
-    Fit fit = spanning(low, high, g.levels);
+    Fit fit = spanning(low, high, g);
     if (search) fit = searched(g, low, high, fit);
-    for (int i = 0; i < WIDTH; i++) {
-        const uint16_t scale = to_half(fit.scale[i]), zero = to_half(fit.zero[i]);
-        std::memcpy(block + 2 * (lane + i), &scale, 2);
-        std::memcpy(block + 2 * (MATRIX_TILE + lane + i), &zero, 2);
-    }
+    put_head(g, fit, block, lane);
+    uint8_t* const words = block + m.block_bytes - 4 * MATRIX_TILE * m.words;
     const Floats step = step_of(fit);
     const int64_t width = m.bits == 4 ? 4 : 8, per_word = 32 / width;
     const auto word_of = [&](int64_t n) {
@@ -140,17 +183,17 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
         return word;
     };
     const auto put = [&](int64_t n, Words word) {
-        std::memcpy(block + 4 * MATRIX_TILE + 4 * (n * MATRIX_TILE + lane), &word, sizeof word);
+        std::memcpy(words + 4 * (n * MATRIX_TILE + lane), &word, sizeof word);
     };
     if (m.bits != 6) {
         for (int64_t n = 0; n < m.words; n++) put(n, word_of(n));
         return;
     }
     for (int64_t unit = 0; unit < m.words / 3; unit++) {
-        Words wide[4], words[3];
+        Words wide[4], three[3];
         for (int n = 0; n < 4; n++) wide[n] = word_of(4 * unit + n);
-        Codes<6>::join(wide, words);
-        for (int n = 0; n < 3; n++) put(3 * unit + n, words[n]);
+        Codes<6>::join(wide, three);
+        for (int n = 0; n < 3; n++) put(3 * unit + n, three[n]);
     }
 }
 
@@ -238,12 +281,14 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
             gather<true, T>(a, output, g * m.group, size, values);
-            shorten_lanes({values, shares, size, 0.0f}, m, block, lane);
+            shorten_lanes({values, shares, size, 0.0f, false}, m, block, lane);
             continue;
         }
         gather<false, T>(a, output, g * m.group, size, values);
-        quantize_lanes({values, shares, size, static_cast<float>((1 << m.bits) - 1)}, m, a.search,
-                       block, lane);
+        for (int64_t i = 0; a.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
+            store(values + i, smaller(larger(load(values + i), -Small::most()), Small::most()));
+        const float levels = static_cast<float>((1 << m.bits) - 1);
+        quantize_lanes({values, shares, size, levels, a.matrix.group < 0}, m, a.search, block, lane);
     }
 }
 
