@@ -49,11 +49,11 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
         Values outside of float16's range are clamped to it, with compact scales to `COMPACT_MAX`.
     layout : MatrixLayout
     search : bool
-        Look for the scale and zero point of each group that give the smallest squared error, in
-        place of the ones that span from its minimum to its maximum.
+        Look for the scale and zero point of each group that give the smallest squared error,
+        weighed by `error_weights`, in place of the ones that span from its minimum to its maximum.
     importance : float32 Tensor [inputs], optional
-        Weights of the inputs in the squared error of a search, such as the mean square of each
-        input over a calibration text. Default: all equal.
+        Weights of the inputs in the error of a search, such as the mean square of each input over a
+        calibration text. Default: all equal.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     ends = range(0, layout.inputs, layout.group)
     weigh = torch.ones(layout.inputs) if importance is None else importance.float()
     parts = [_quantized(values[:, start : start + layout.group], layout, search,
-                        _shares(weigh[start : start + layout.group])) for start in ends]
+                        weigh[start : start + layout.group]) for start in ends]
     scales, zeros = (torch.zeros(outputs, layout.groups, dtype=parts[0][0].dtype)
                      for _ in range(2))
     codes = torch.zeros(outputs, inputs, dtype=torch.int32)
@@ -100,10 +100,28 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     return assembled(codes, scales, zeros, layout)
 
 
-def _shares(importance):
-    """Return the weights [size] of a group's inputs: of mean 1, all equal where none counts."""
-    mean = importance.mean()
-    return importance / mean if mean > 0 else torch.ones_like(importance)
+def error_weights(x, importance):
+    """Return the weights of a group's elements in the error of a search, of mean 1.
+
+    Those of large elements are larger, as in llama.cpp's K-quants: with equal ones a fit makes all
+    elements smaller on average, which costs perplexity.
+
+    Parameters
+    ----------
+    x : float32 Tensor [rows, size]
+    importance : float32 Tensor [size]
+
+    Returns
+    -------
+    float32 Tensor [rows, size]
+        ``importance * (rms(x) + |x|)`` over its mean; ones where none counts.
+    """
+    if not importance.any():
+        importance = torch.ones_like(importance)
+    importance = importance / importance.mean()
+    weights = importance * (x.square().mean(-1, keepdim=True).sqrt() + x.abs())
+    mean = weights.mean(-1, keepdim=True)
+    return torch.where(mean > SMALLEST, weights / mean.clamp_min(SMALLEST), 1.0)
 
 
 def compact_scales(codes):
@@ -127,7 +145,7 @@ def _zero_codes(scale, zero):
     return (-zero / scale / COMPACT_STEP).round().clamp(0, 255)
 
 
-def _quantized(x, layout, search, shares):
+def _quantized(x, layout, search, importance):
     """Scales and zero points [rows], in float16 or as compact ones in float32, and codes [rows,
     size] of one group of each row."""
     levels, low, high = layout.levels, x.amin(-1), x.amax(-1)
@@ -140,7 +158,8 @@ def _quantized(x, layout, search, shares):
     best = (scale, zero, _codes(x, scale, zero, levels))
     if not search:
         return best
-    least = _error(x, *best, shares)
+    weights = error_weights(x, importance)
+    least = _error(x, *best, weights)
     # From one level less than there are to one level more, then by the best scale so far.
     for step in range(STEPS + REFINEMENTS):
         start, inverse = low, (levels - 1.0 + 0.2 * step) / (high - low).clamp_min(SMALLEST)
@@ -148,9 +167,9 @@ def _quantized(x, layout, search, shares):
             start, inverse = best[1].float(), 1 / best[0].float().clamp_min(SMALLEST)
         code = ((x - start[:, None]) * inverse[:, None]).round().clamp(0, levels)
         count = x.shape[1]
-        weighed = shares * code
+        weighed = weights * code
         sums, squares, product = weighed.sum(-1), (weighed * code).sum(-1), (weighed * x).sum(-1)
-        total = (shares * x).sum(-1)
+        total = (weights * x).sum(-1)
         variance = count * squares - sums * sums
         scale = (count * product - sums * total) / variance.clamp_min(SMALLEST_VARIANCE)
         for rounded in _neighbours(scale.clamp(0, FLOAT16_MAX), layout):
@@ -158,7 +177,7 @@ def _quantized(x, layout, search, shares):
             zero = (compact_zeros(rounded, _zero_codes(rounded, zero)) if layout.compact
                     else zero.half())
             fit = (rounded, zero, _codes(x, rounded, zero, levels))
-            error = _error(x, *fit, shares)
+            error = _error(x, *fit, weights)
             better = (error < least) & (variance > SMALLEST_VARIANCE)
             least = torch.where(better, error, least)
             best = tuple(torch.where(better if one.dim() == 1 else better[:, None], one, other)
@@ -225,9 +244,9 @@ def _codes(x, scale, zero, levels):
     return ((x - zero.float()[:, None]) / steps[:, None]).round().clamp(0, levels).to(torch.int32)
 
 
-def _error(x, scale, zero, code, shares):
+def _error(x, scale, zero, code, weights):
     off = zero.float()[:, None] + scale.float()[:, None] * code - x
-    return (shares * off.square()).sum(-1)
+    return (weights * off.square()).sum(-1)
 
 
 def assembled(codes, scales, zeros, layout):

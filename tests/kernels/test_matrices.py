@@ -196,9 +196,12 @@ def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
 
     def errors(search, quantize=ops.quantize_matrix):
         values, _ = by_hand(quantize(weight, layout, search=search), layout)
-        off = torch.nn.functional.pad((values - weight.double()).square(),
-                                      (0, layout.groups * group - size[1]))
-        return off.unflatten(1, (-1, group)).sum(-1)
+        off = (values - weight.double()).square()
+        ones = torch.ones(size[1])
+        return torch.stack([(part * reference_matrix.error_weights(x, one)).sum(-1)
+                            for part, x, one in zip(off.split(layout.group, 1),
+                                                    weight.split(layout.group, 1),
+                                                    ones.split(layout.group), strict=True)], 1)
 
     plain, searched = errors(False), errors(True)
     assert (searched <= plain * (1 + 1e-5)).all()
@@ -219,7 +222,7 @@ def test_a_search_minimizes_the_error_by_importance(backend, bits):
         data = quantize(weight, layout, search=True, importance=importance_of_search)
         return (importance * (by_hand(data, layout)[0] - weight).square()).sum()
 
-    assert error(importance) < 0.9 * error(None)
+    assert error(importance) < 0.95 * error(None)
     wanted = error(importance, reference_matrix.quantize_matrix)
     assert abs(error(importance) / wanted - 1) < 1e-2
     same = [ops.quantize_matrix(weight, layout, search=True, importance=each)

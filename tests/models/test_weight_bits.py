@@ -19,14 +19,17 @@ from inside import quantize_in_a_new_way, weight_sizes, weights_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.engine.spill import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops, reference_matrix
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
+from flexgen_h2o.models.checkpoint_formats.settings import Quantization
 from flexgen_h2o.models.convert import Keep
+from flexgen_h2o.models.spec import from_transformers, published, read_config
+from flexgen_h2o.models.weight_options import mixed_options, weight_options
 from flexgen_h2o.storage.disk import Disk
 
 NEW = 20
@@ -45,10 +48,14 @@ class Rounded:
 
     def __init__(self, tiny, bits: int):
         self.model = copy.deepcopy(tiny.model)
+        model = from_transformers(read_config(tiny.folder), "tiny")
+        options = weight_options(WeightOptions(), bits, model, None, on_gpu=False)
         with torch.no_grad():
-            for parameter in self.model.parameters():
+            for name, parameter in self.model.named_parameters():
                 if parameter.dim() == 2:
-                    layout = MatrixLayout(*parameter.shape, bits)
+                    if tiny.config.model_type == "gpt_neox":
+                        name = name.replace("lm_head.", "embed_out.")
+                    layout = options.layout(tuple(parameter.shape), name)
                     data = ops.quantize_matrix(parameter, layout, search=True)
                     parameter.copy_(reference_matrix.unpack_rows(
                         data, layout, torch.arange(len(parameter)), torch.float32))
@@ -101,6 +108,25 @@ def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
     for weights in PLACES:
         assert tokens(tiny.folder, prompts, weights=weights, cache=Placement(30, 30, 40),
                       offload_dir=str(tmp_path), gpu_batch_size=3, **options) == expected
+
+
+def test_the_matrices_whose_error_costs_most_have_six_bits():
+    model = published("meta-llama/Llama-3.2-1B")  # 16 layers, tied
+    layouts = mixed_options(model).kept
+    wide = {name for name, layout in layouts.items() if layout.bits == 6}
+    layers = {0, 1, 4, 7, 10, 13, 14, 15}
+    assert wide == {"model.embed_tokens.weight"} | {
+        f"model.layers.{layer}.{name}_proj.weight" for layer in layers
+        for name in ("self_attn.v", "mlp.down")}
+    assert all(layout.compact and layout.group == 32 for name, layout in layouts.items()
+               if name not in wide)
+    assert len(layouts) == 1 + 7 * 16
+    # A GPU's kernels, and checkpoints with 4-bit values of their own, have 4 bits throughout.
+    awq = Quantization("awq", bits=(4,), group_size=128)
+    for stored, on_gpu in ((None, True), (awq, False)):
+        assert weight_options(WeightOptions(), 4, model, stored, on_gpu=on_gpu) == WeightOptions(4)
+    fp8 = Quantization("fp8")
+    assert weight_options(WeightOptions(), 4, model, fp8, on_gpu=False).kept == layouts
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -207,11 +233,9 @@ def test_percentages_are_of_quantized_bytes(tiny_model):
              policy=Policy(weights=Placement(50, 50, 0))) as llm:
         store, sizes = weights_of(llm), weight_sizes(llm)
         here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
-    assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
-    assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name) == sum(
-        MatrixLayout(*s.shape, bits=4).nbytes
-        for s in {s.name: s for u in store.units for s in u.specs.values()}.values()
-        if len(s.shape) == 2)
+        assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
+        assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name
+                   ) == sum(layout.nbytes for layout in llm.weight_options.kept.values())
 
 
 # The cache
@@ -225,7 +249,8 @@ def test_weights_are_quantized_once(tiny_model, cache, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_model("llama").folder, tmp_path / "llama")
     prompts = [[3, 4, 5]]
     first = tokens(folder, prompts)
-    assert len(names(cache)) == 1 and names(cache)[0].startswith("llama-4bit-64-float32-v")
+    assert len(names(cache)) == 1 and names(cache)[0].startswith(
+        "llama-4bit-32-mixed-float32-v")
     with monkeypatch.context() as patch:
         patch.setattr(quantized.QuantizingCheckpoint, "read", None)  # nothing is quantized again
         assert tokens(folder, prompts) == first

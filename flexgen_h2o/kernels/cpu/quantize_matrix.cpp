@@ -10,15 +10,15 @@ constexpr int STEPS = 10;        // scales that a search tries
 constexpr int REFINEMENTS = 4;  // least-squares fits of the best one, each to the codes of the last
 constexpr float LEAST_VARIANCE = 1e-3f;  // of codes that a fit is taken from, times their count squared
 
-// A group of WIDTH outputs: values [size, WIDTH], and weights of their errors [size], of mean 1.
+// A group of WIDTH outputs: values [size, WIDTH], and weights of their errors alike, of mean 1.
 struct Group {
-    const float *x, *shares;
+    const float *x, *weights;
     int64_t size;
     float levels;
     bool compact;
 
     Floats at(int64_t i) const { return load(x + i * WIDTH); }
-    Floats share(int64_t i) const { return broadcast(shares[i]); }
+    Floats weight(int64_t i) const { return load(weights + i * WIDTH); }
 };
 
 // Of each lane, as blocks hold them.
@@ -71,7 +71,7 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
         const Floats x = g.at(i);
         const Floats code = code_of((x - fit.zero) * inverse, g.levels);
         const Floats off = fma(fit.scale, code, fit.zero) - x;
-        all = fma(g.share(i) * off, off, all);
+        all = fma(g.weight(i) * off, off, all);
     }
     return all;
 }
@@ -94,7 +94,7 @@ INLINE Fit spanning(Floats low, Floats high, const Group& g) {
 // The best of fits so far by lane, and its error.
 struct Best {
     Fit fit;
-    Floats least;
+    Floats least{};
 
     INLINE void keep(const Group& g, const Fit& other, Ints possible) {
         const Floats error = error_of(g, other);
@@ -111,11 +111,11 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
         const Floats x = g.at(i), code = code_of((x - low) * wide, g.levels);
-        const Floats weighed = g.share(i) * code;
+        const Floats weighed = g.weight(i) * code;
         codes += weighed;
         squares = fma(weighed, code, squares);
         products = fma(weighed, x, products);
-        values = fma(g.share(i), x, values);
+        values = fma(g.weight(i), x, values);
     }
     const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(LEAST_VARIANCE);
     const Floats apart = count * squares - codes * codes;
@@ -130,6 +130,25 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
         keep(Small::scale_of(scale_code(larger(scale, Floats{}), true)));
     } else {
         keep(as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX))));
+    }
+}
+
+// The weights of a search: the importance of an input by the size of an element, of which small ones
+// count for as much as the root mean square.
+INLINE void weigh(const Group& g, const float* shares, float* to) {
+    Floats squares{}, all{};
+    for (int64_t i = 0; i < g.size; i++) squares = fma(g.at(i), g.at(i), squares);
+    Floats least{};
+    for (int i = 0; i < WIDTH; i++) least[i] = std::sqrt(squares[i] / static_cast<float>(g.size));
+    for (int64_t i = 0; i < g.size; i++) {
+        const Floats weight = broadcast(shares[i]) * (least + larger(g.at(i), -g.at(i)));
+        store(to + i * WIDTH, weight);
+        all += weight;
+    }
+    const Floats mean = all / static_cast<float>(g.size);
+    for (int64_t i = 0; i < g.size; i++) {
+        const Floats weight = load(to + i * WIDTH) / larger(mean, broadcast(TINY));
+        store(to + i * WIDTH, mean > TINY ? weight : broadcast(1.0f));
     }
 }
 
@@ -275,27 +294,29 @@ template <class T>
 void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
     uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
     const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
-    float* const shares = values + m.group * WIDTH;
+    float *const weights = values + m.group * WIDTH, *const shares = weights + m.group * WIDTH;
     shares_of(a, g * m.group, size, shares);
     for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
             gather<true, T>(a, output, g * m.group, size, values);
-            shorten_lanes({values, shares, size, 0.0f, false}, m, block, lane);
+            shorten_lanes({values, weights, size, 0.0f, false}, m, block, lane);
             continue;
         }
         gather<false, T>(a, output, g * m.group, size, values);
         for (int64_t i = 0; a.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
             store(values + i, smaller(larger(load(values + i), -Small::most()), Small::most()));
         const float levels = static_cast<float>((1 << m.bits) - 1);
-        quantize_lanes({values, shares, size, levels, a.matrix.group < 0}, m, a.search, block, lane);
+        const Group group{values, weights, size, levels, a.matrix.group < 0};
+        if (a.search) weigh(group, shares, weights);
+        quantize_lanes(group, m, a.search, block, lane);
     }
 }
 
 template <class T>
 int quantize(const Quantize& a) {
     const Blocks m(a.matrix);
-    const int64_t size = m.group * (WIDTH + 1);
+    const int64_t size = m.group * (2 * WIDTH + 1);
     const Memory<float> values = memory<float>(a.threads * size);
     if (!values) return NO_MEMORY;
     const int64_t tiles = tiles_of(a.matrix);

@@ -52,14 +52,17 @@ class Quantization:
     def group(self, bits: int) -> int:
         """Inputs of a group for weights of so many bits: such that the checkpoint's codes can be
         kept, where these have no more bits."""
-        if bits not in CODED_BITS or not self.keeps(bits) or self.group_size is None:
+        if bits not in CODED_BITS or not self._codes_fit(bits) or self.group_size is None:
             return GROUP
         fitting = (size for size in range(GROUP, 0, -8) if self.group_size % size == 0)
         return next(fitting, GROUP)
 
     def keeps(self, bits: int) -> bool:
         """Return True if any of the checkpoint's values are kept in so many bits."""
-        return self.method == "mxfp4" or bool(self.bits) and min(self.bits) <= bits
+        return self.method == "mxfp4" or self._codes_fit(bits)
+
+    def _codes_fit(self, bits: int) -> bool:
+        return bool(self.bits) and min(self.bits) <= bits
 
     def weights(self, bits: int, model: ModelConfig) -> WeightOptions:
         """The storage options of a model's weights in so many bits: its codes are kept where these
