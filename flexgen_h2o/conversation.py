@@ -67,7 +67,11 @@ class Stream(Session):
     ----------
     stats : RunStats or None
         Of the last call.
+    owner : object
+        The LLM that made it: one that nothing refers to is closed.
     """
+
+    owner: object = None
 
     def __init__(self, runtime: Runner, prompts: Prompts, memory: MemoryCheck, *,
                  max_tokens: int | None, past_context: bool):

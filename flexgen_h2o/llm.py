@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.block_run import BlockRun
 from flexgen_h2o.engine.block_runs import BlockRuns
 from flexgen_h2o.engine.call_work import CallWork, generation_work, scoring_work
-from flexgen_h2o.engine.calls import Session, one_at_a_time
+from flexgen_h2o.engine.calls import Session, check_not_forked, one_at_a_time
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.opening import OpenedModel, open_model
 from flexgen_h2o.engine.orders import Close, Generate, Orders
@@ -42,6 +43,9 @@ from flexgen_h2o.planning.memory_check import MemoryCheck
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_CLOSING = 10.0
+"""Seconds to wait for what a dropped LLM has left to be closed."""
 
 
 class LLM(Session):
@@ -93,6 +97,7 @@ class LLM(Session):
                  h2o: H2OConfig | None = None, weight_bits: int | str = AUTO, cache_bits: int = 16,
                  device: str = "auto", dtype: str = "auto",
                  offload_dir: str | os.PathLike | None = None, **options: Any):
+        check_not_forked()
         (*named, _options) = inspect.signature(LLM).parameters
         load = load_options(options, beside=named)
         settings = RunnerSettings(
@@ -121,13 +126,19 @@ class LLM(Session):
                     loaded_bytes=None, show=load.verbose))
             with self._runtime.sampled_memory(), self._orders.working():
                 self._runtime.load(opened)
-            # From here on it is close() that closes.
+            # From here on it is close() that closes, or the end of the last reference.
             self._opened = opened.pop_all()
+        self._drop = weakref.finalize(self, _close_dropped, self._runs, self._opened, os.getpid())
+        self._drop.atexit = False  # threads have ended then; folders have finalizers of their own
         self._runtime.load_seconds = time.perf_counter() - began
 
     @one_at_a_time
     def close(self) -> None:
-        """Stop the workers and remove what was offloaded to disk; a second call does nothing."""
+        """Stop the workers and remove what was offloaded to disk; a second call does nothing.
+
+        An LLM that nothing refers to any more is closed, too, but for other ranks of a pipeline.
+        """
+        self._drop.detach()
         if not self._closed:
             self._closed = True
             with contextlib.suppress(PipelineFailure):
@@ -340,6 +351,7 @@ class LLM(Session):
         UserError
             Another rank has failed or gone.
         """
+        self.calls.check_process()
         self._check_open()
         run: BlockRun | None = None
         while not isinstance(order := self._orders.take(), Close):
@@ -458,6 +470,7 @@ class LLM(Session):
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, max_tokens=max_tokens,
                         past_context=past_context)
+        stream.owner = self  # which is open as long as the stream is
         self._streams.add(stream)
         return stream
 
@@ -529,6 +542,24 @@ class LLM(Session):
         """Stop a run for which there is no memory beside the weights."""
         self._memory.refuse(self.policy, self._cache, workload,
                             loaded_bytes=self._runtime.loaded_bytes)
+
+
+def _close_dropped(runs: BlockRuns, opened: contextlib.ExitStack, process: int) -> None:
+    """Close what an LLM that nothing refers to has left.
+
+    The garbage collector may call it in any thread, also in one that holds a lock which closing
+    takes: another thread closes, and is waited for no longer than closing should take.
+    """
+    if os.getpid() != process:
+        return
+
+    def close() -> None:
+        with opened:
+            runs.close()
+
+    closing = threading.Thread(target=close, name="closing a dropped LLM")
+    closing.start()
+    closing.join(_CLOSING)
 
 
 def _memory_check(model: OpenedModel) -> MemoryCheck:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Protocol
 
 from flexgen_h2o.cli.signals import _Signals
 from flexgen_h2o.config.launch import MESSAGES
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.terminal import flush_streams, open_closed_streams, tell
 
 
 class Main(Protocol):
@@ -29,6 +28,8 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Main:
     """
     @functools.wraps(main)
     def entry(argv: Sequence[str] | None = None) -> int:
+        if argv is None:
+            open_closed_streams()
         try:
             status = exit_status(lambda: main(argv), last=argv is None)
         except SystemExit as end:
@@ -43,11 +44,10 @@ def command(main: Callable[[Sequence[str] | None], None]) -> Main:
 
 
 def _leave_what_waits(status: object) -> None:
-    """End the process now if a thread of it waits for a rank that is gone or hangs: before 3.14
-    Python aborts if such a thread wakes up while it ends."""
+    """Flush, and end the process now if a thread of it waits for a rank that is gone or hangs:
+    before 3.14 Python aborts if such a thread wakes up while it ends."""
+    flush_streams()
     if any(thread.name == MESSAGES for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
 
 
@@ -73,8 +73,7 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
         return _refused("the system lets this process start no more threads: raise its limit "
                         "(ulimit -u, or a container's limit of pids)")
     except KeyboardInterrupt as interrupt:
-        with suppress(OSError):  # the terminal may be what has gone
-            print(f"interrupted {interrupt}".rstrip(), file=sys.stderr)
+        tell(f"interrupted {interrupt}".rstrip())
         return 128 + signals.number
     finally:
         signals.restore(last=last)
@@ -83,5 +82,5 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
 
 def _refused(message: object) -> int:
     """Tell a user's error in its line. Returns the exit status."""
-    print(f"error: {message}", file=sys.stderr)
+    tell(f"error: {message}")
     return 2

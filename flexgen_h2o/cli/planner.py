@@ -6,7 +6,6 @@ For this machine it measures, which loads torch; for the one of `--hardware` it 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
+from flexgen_h2o.files.terminal import tell
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf_config import config_of, header_options
@@ -141,9 +141,9 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     from flexgen_h2o.planning.calibrate import machine
     from flexgen_h2o.storage.tiers import open_device
 
-    def tell(words: str) -> None:
+    def tell_of(words: str) -> None:
         if config.verbose:
-            print(f"measuring {words}", file=sys.stderr, flush=True)
+            tell(f"measuring {words}")
 
     device = open_device(config.device)
     device.limit(config.device_memory_limit)
@@ -155,7 +155,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate
         prompts.check_longest(texts, config.gen_len)
-    hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell)
+    hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell_of)
     free = free_memory(config.offload_dir, device.free_bytes())
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
         here = launched().local_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,11 +17,34 @@ _Self = TypeVar("_Self", bound="Session")
 
 
 class Calls:
-    """Whose turn it is: held by the call that is under way."""
+    """Whose turn it is: held by the call that is under way, in the process that made it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.under_way = False
+        self.process = os.getpid()
+
+    def check_process(self) -> None:
+        """Raise `UserError` in a forked child: the threads that do the work are its parent's."""
+        _check_process(self.process)
+
+
+_first_process: int | None = None
+
+
+def check_not_forked() -> None:
+    """Raise `UserError` in a child of a process that has made an LLM: torch's threads, which the
+    child waits for, are its parent's."""
+    global _first_process
+    _first_process = _first_process or os.getpid()
+    _check_process(_first_process)
+
+
+def _check_process(process: int) -> None:
+    if os.getpid() != process:
+        raise UserError("an LLM cannot be used in a process forked from the one that made it, "
+                        "whose threads it needs: start the child with multiprocessing's \"spawn\","
+                        " and make an LLM there")
 
 
 class Session(ABC):
@@ -39,7 +63,8 @@ class Session(ABC):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if self.calls.process == os.getpid():  # what a forked child leaves is its parent's
+            self.close()
 
     @abstractmethod
     def close(self) -> None:
@@ -59,6 +84,7 @@ def one_at_a_time(method: Callable[Concatenate[_Self, _Options], _Result]
     @functools.wraps(method)
     def call(self: _Self, *args: _Options.args, **options: _Options.kwargs) -> _Result:
         calls = self.calls
+        calls.check_process()
         # An RLock and a plain `with`, so that an interrupt finds the lock taken and let go as one.
         with calls.lock:
             if calls.under_way:

@@ -26,6 +26,7 @@ from flexgen_h2o.config.formats import (
     MatrixLayout,
     WeightOptions,
 )
+from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.spill import KeptWeights
 from flexgen_h2o.errors import UserError
@@ -64,7 +65,7 @@ from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.storage.tiers import Device
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -467,7 +468,8 @@ def load_tokenizer(folder: Path | None):
                         f"{reason[:200]}); get its files again") from error
 
 
-def _read_tokenizer(folder: Path):
+@retry_imports
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read a folder's tokenizer, without running code that comes with it."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

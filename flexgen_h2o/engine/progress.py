@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.schedule import LayerStep
+from flexgen_h2o.files.terminal import ProgressBar
 
 
 @contextmanager
 def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
     """A bar as a callback that takes (bytes done, bytes in all). off None: only on a terminal."""
-    with tqdm(desc=what, unit="B", unit_scale=True, disable=off) as bar:
+    with ProgressBar(desc=what, unit="B", unit_scale=True, disable=off) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total
@@ -36,8 +35,8 @@ class RunBars:
 
     def __init__(self, layer_steps: range, *, off: bool | None):
         self._layer_steps = layer_steps
-        self._prefill = tqdm(total=0, desc="prefill", unit="layer", disable=off)
-        self._decode = tqdm(total=0, desc="decode", unit="step", disable=off)
+        self._prefill = ProgressBar(total=0, desc="prefill", unit="layer", disable=off)
+        self._decode = ProgressBar(total=0, desc="decode", unit="step", disable=off)
 
     def begin(self, block: Sequence[Batch]) -> None:
         """Make room for a block, behind what the last one has done."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.errors import NotFinite, UserError
@@ -105,6 +106,7 @@ class Sampler:
         return torch.rand((), generator=self._generators[request.key], dtype=torch.float64).item()
 
 
+@retry_imports
 def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[Callable]:
     """transformers' processors that look at the text so far. It is loaded only for those."""
     repeated, ngram = params.repetition_penalty != 1.0, params.no_repeat_ngram_size
@@ -124,6 +126,7 @@ def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[C
     return found
 
 
+@retry_imports
 def _warpers(params: SamplingParams) -> list[Callable]:
     """transformers' processors that change the distribution to draw from."""
     if not params.do_sample:

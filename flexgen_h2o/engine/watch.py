@@ -8,7 +8,6 @@ where it does not come to that, the process is ended.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import msgspec
 
 from flexgen_h2o.engine.patient_store import NoAnswer
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.terminal import tell
 
 IDLE, WORKING, WAITING, FAILED, LEFT = "idle", "working", "waiting", "failed", "left"
 _MOST_BEATS = 4  # within the time after which a rank counts as gone
@@ -216,5 +216,5 @@ class Watch:
             return
         # Of one that hangs the others tell, who find the same.
         if not self._failure.startswith(self.names[self.rank]) and self.tells():
-            print(f"error: {self._failure}", file=sys.stderr, flush=True)
+            tell(f"error: {self._failure}")
         os._exit(2)

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.models.gguf_header import GgufHeader
 from flexgen_h2o.models.gguf_metadata import Metadata
@@ -66,6 +67,7 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> list[int]:
                         ) from error
 
 
+@retry_imports
 def _tokenizer(meta: Metadata, split: str) -> Any:
     from tokenizers import decoders, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -105,11 +107,17 @@ def _end_tokens(meta: Metadata, tokenizer: Any) -> list[int]:
     return [*found]
 
 
+@retry_imports
+def _mapped_splits() -> Collection[str]:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return GGUF_PRE_TOKENIZER_SPLITS.keys()
+
+
 def _splits() -> Collection[str]:
     """The splits that come out right."""
     ours = _PLAIN | _DIGITS
     try:
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+        return ours | _mapped_splits()
     except ImportError:  # an older transformers knows them by architecture
         return ours | {"llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"}
-    return ours | GGUF_PRE_TOKENIZER_SPLITS.keys()

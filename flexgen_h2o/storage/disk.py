@@ -293,6 +293,11 @@ def _remove_folder(path: Path, owner: int | None = None) -> None:
             os.close(owner)
 
 
+def _remove_own(path: Path, owner: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has the finalizer, too
+        _remove_folder(path, owner)
+
+
 class RunFolder:
     """A private (0700) folder for one run's offload files, gone when the run is.
 
@@ -335,7 +340,7 @@ class RunFolder:
             self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._owner, fcntl.LOCK_EX)
             # Also when the interpreter exits and it was not closed.
-            self._remove = weakref.finalize(self, _remove_folder, self.path, self._owner)
+            self._remove = weakref.finalize(self, _remove_own, self.path, self._owner, os.getpid())
         except BaseException:
             _remove_folder(self.path)
             raise

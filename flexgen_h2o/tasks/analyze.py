@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from tqdm import tqdm
-
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
@@ -25,7 +23,7 @@ from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
 from flexgen_h2o.files.checks import check_folder, writing
 from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.files.rows import RowsFile, keeping
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import ProgressBar, show
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.statistics import against
@@ -161,7 +159,7 @@ def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dic
         survey = Survey(parts, [head + tail[:-1] for head, tail in pairs],
                         [len(head) for head, _ in pairs], options.budgets)
         steps = llm.model_config.num_layers * len(pairs) * (1 + len(cases))
-        with tqdm(total=steps, unit="layer", disable=None) as bar:
+        with ProgressBar(total=steps, unit="layer", disable=None) as bar:
             log_probs = llm.probe(pairs, _counting(survey.attend, bar))
             run = _run_columns(llm, pairs)
             found = {part: _save(options, part, [{**run, **row} for row in survey.rows(part)])
@@ -190,7 +188,7 @@ def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
     return halves([ids[: options.max_tokens]])
 
 
-def _counting(attend: Callable, bar: tqdm) -> Callable:
+def _counting(attend: Callable, bar: ProgressBar) -> Callable:
     """`attend`, and a step of the bar for each call."""
     def attend_and_count(*arguments):
         out = attend(*arguments)
@@ -207,7 +205,7 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
 
 
 def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
-                  full: Sequence[Sequence[float]], run: dict, bar: tqdm) -> list[dict]:
+                  full: Sequence[Sequence[float]], run: dict, bar: ProgressBar) -> list[dict]:
     """Perplexities of the second halves without some keys of the first; rows as they come."""
     from flexgen_h2o.tasks.analysis.evicted import Without
     from flexgen_h2o.tasks.analysis.stats import share_of

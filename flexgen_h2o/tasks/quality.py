@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from flexgen_h2o.cli import llm_arguments, task_flags
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import Parser
@@ -96,7 +94,7 @@ def run(options: QualityOptions) -> None:
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
     """Measure every cache on the articles; rows go to ``--csv`` as they come."""
     todo = configurations(options.budgets, options.only)
-    with tqdm(total=2 * len(todo), unit="part", disable=None) as bar:
+    with terminal.ProgressBar(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
         rows = measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
                                 gen_len=options.run.gen_len, on_part=bar.update)

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tqdm import tqdm
-
 from flexgen_h2o.cli import task_flags
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
@@ -21,7 +19,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import ProgressBar, show
 from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.streams import plot as stream_plot
 from flexgen_h2o.tasks.streams import segments as segments
@@ -127,7 +125,7 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
     """The rows of one cache after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
-    with tqdm(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
+    with ProgressBar(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
         for one in todo:
             bar.set_description(one.policy)
             with open_llm(options.config(one.policy), progress=False) as llm:

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tqdm import tqdm
-
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.llm_arguments import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
@@ -21,7 +19,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts
 from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.line_file import LineFile
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import ProgressBar, show
 from flexgen_h2o.tasks import measured
 from flexgen_h2o.tasks.summaries import plot as summary_plot
 from flexgen_h2o.tasks.summaries import rows as summary_rows
@@ -56,7 +54,7 @@ def measure(options: SummarizeOptions) -> list[dict[str, object]]:
         check_rows(path, made[name], articles)
     score = Rouge()
     done = sum(min(len(rows), len(articles)) for rows in made.values())
-    with tqdm(total=len(files) * len(articles), initial=done, unit="article",
+    with ProgressBar(total=len(files) * len(articles), initial=done, unit="article",
               disable=None) as bar:
         for name, config in options.configs().items():
             bar.set_description(name)
@@ -68,7 +66,7 @@ def measure(options: SummarizeOptions) -> list[dict[str, object]]:
 
 def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article], file: LineFile,
           *,
-          score: Score, bar: tqdm) -> list[dict[str, object]]:
+          score: Score, bar: ProgressBar) -> list[dict[str, object]]:
     """Rows of the articles that the file lacks; they are in it, too."""
     found: list[dict[str, object]] = []
     with (_telling(file, len(articles)),

@@ -20,10 +20,10 @@ from lm_eval.utils import (
     make_disjoint_window,
     simple_parse_args_string,
 )
-from tqdm import tqdm
 
 from flexgen_h2o.errors import UserError, check_text
 from flexgen_h2o.files.chat_template import ChatRenderer
+from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.integrations.lm_eval.arguments import parse
 
 NAME = "flexgen_h2o"
@@ -170,7 +170,8 @@ class FlexGenLM(TemplateLM):
         found: dict[int, tuple[float, bool]] = {}
         # The longest first: those of a batch are alike, and what does not fit shows at once.
         order = sorted(range(len(pairs)), key=lambda number: -len(pairs[number][0]))
-        with tqdm(total=len(pairs), desc="loglikelihood", disable=disable_tqdm or None) as bar:
+        with ProgressBar(total=len(pairs), desc="loglikelihood",
+                         disable=disable_tqdm or None) as bar:
             for group in self._groups(order):
                 for number, scored in zip(
                         group, self.llm.score([pairs[number] for number in group]), strict=True):
@@ -231,7 +232,8 @@ class FlexGenLM(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         found: dict[int, str] = {}
-        with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm or None) as bar:
+        with ProgressBar(total=len(requests), desc="generate_until",
+                         disable=disable_tqdm or None) as bar:
             for numbers in alike.values():
                 sampling = sampling_of(requests[numbers[0]].args[1], self.max_gen_toks)
                 room = self.max_length - sampling["max_new_tokens"] + 1
@@ -266,7 +268,7 @@ class FlexGenLM(TemplateLM):
         size = _BLOCKS * policy.gpu_batch_size * policy.num_gpu_batches
         return (order[start : start + size] for start in range(0, len(order), size))
 
-    def _after(self, group: Sequence[int], bar: tqdm) -> None:
+    def _after(self, group: Sequence[int], bar: ProgressBar) -> None:
         self.kv_cache_bytes = max(self.kv_cache_bytes, self.llm.stats.kv_cache_bytes)
         bar.update(len(group))
 

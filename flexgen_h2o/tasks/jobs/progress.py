@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
-from tqdm import tqdm
 
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.metrics.run_stats import over
 
 _MOST_SAMPLES = 4096
@@ -61,7 +61,7 @@ class JobProgress:
         self._began = self._loaded = clock()
         self.prompt_tokens = self.generated_tokens = self._device_bytes = 0
         self.samples: list[JobSample] = []
-        self._bar = tqdm(total=total, initial=answered, unit="request",
+        self._bar = ProgressBar(total=total, initial=answered, unit="request",
                          disable=None if shown else True)
         self._process = psutil.Process()
         self.note("running")

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.tasks.jobs.flags import BatchOptions
 from flexgen_h2o.tasks.jobs.job_input import JobInput
 from flexgen_h2o.tasks.jobs.prepared import Encoder, Failed, Preparation, Prepared
@@ -119,7 +118,7 @@ def count(source: JobInput, encoder: Encoder, options: BatchOptions) -> JobTotal
     """Read, check and tokenize every request."""
     found = JobTotals()
     with Preparation(source, encoder, options.defaults(), options.template) as preparation:
-        for place in tqdm(range(len(source)), desc="checking", unit="line", disable=None):
+        for place in ProgressBar(range(len(source)), desc="checking", unit="line", disable=None):
             found.add(preparation.prepare(place), int(source.numbers[place]))
     return found
 
