@@ -148,7 +148,7 @@ class Stream(Session):
         params = replace(params, seed=mixed_seed(params.seed, self._turns))
         ids = self._encode(turn)
         self._check_length(len(ids) + params.max_new_tokens)
-        request = Request(self._turns, [*self._pending, *ids], seed=params.seed)
+        request = Request(self._turns, [*self._pending, *ids], seed=params.seed, params=params)
         on_token: Callable[[int], None] | None = None
         if streamer is not None:
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731

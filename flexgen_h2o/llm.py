@@ -192,6 +192,20 @@ class LLM(Session):
         """
         return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
 
+    def clamped(self, tokens: int, most: int) -> int:
+        """Return how many new tokens, up to `most`, fit after a prompt of so many tokens.
+
+        Parameters
+        ----------
+        tokens, most : int
+
+        Returns
+        -------
+        int
+            At least 1: a prompt that is too long itself is for `encode` to refuse.
+        """
+        return self._prompts.clamped(tokens, most)
+
     @one_at_a_time
     def generate(self, prompts: Sequence[str | Sequence[int]],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,

@@ -22,8 +22,9 @@ class TokenLogProb:
 class Output:
     """The generated continuation of one prompt.
 
-    finish_reason is ``"stop"`` (an end token came and is the last of token_ids, or a stop string,
-    with which token_ids and text end, but for what its last token has after it) or ``"length"``.
+    finish_reason is ``"stop"`` (an end token came, which is the last of token_ids and not in the
+    text, or a stop string, with which token_ids and text end, but for what its last token has after
+    it) or ``"length"``.
     prompt and text are None where there is no text (token id prompts, no tokenizer).
     log_probs has an entry for each of token_ids where `SamplingParams.logprobs` asks for it.
     text is decoded after the prompt, without special tokens and without an incomplete character at

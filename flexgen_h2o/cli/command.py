@@ -21,7 +21,11 @@ class Main(Protocol):
         """Run the command line `argv`, or the process's. Returns the `exit_status`."""
 
 
-def command(main: Callable[[Sequence[str] | None], None]) -> Main:
+ALL_FAILED = 3
+"""The exit status of a job that has ended, and of which every request has failed."""
+
+
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
     """Let a command's `main` do the work alone: errors and signals become its `exit_status`.
 
     With no `argv` it is the process's last work.
@@ -51,8 +55,9 @@ def _leave_what_waits(status: object) -> None:
         os._exit(status if isinstance(status, int) else 1)
 
 
-def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
-    """Do the work of a command line: 0, 2 for a user's error, 128 and a signal's number if stopped.
+def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
+    """Do the work of a command line: what it returns (None is 0), 2 for a user's error, 128 and a
+    signal's number if stopped.
 
     Ctrl-C, SIGTERM and SIGHUP end the work alike. However many of them come, what the work has to
     leave behind it tidy gets done: 130, 143 or 129 is by the first. `last`: the process does
@@ -62,7 +67,7 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
     try:
         try:
             signals.listen()
-            work()
+            return work() or 0
         finally:
             signals.over = True
     except UserError as error:
@@ -77,7 +82,6 @@ def exit_status(work: Callable[[], None], *, last: bool = False) -> int:
         return 128 + signals.number
     finally:
         signals.restore(last=last)
-    return 0
 
 
 def _refused(message: object) -> int:

@@ -73,16 +73,19 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
     raise UserError(f"unknown command {first!r}{did_you_mean(first, COMMANDS)}")
 
 
-def run(words: Sequence[str]) -> None:
-    """Run the command that these words call. Raises `UserError`."""
+def run(words: Sequence[str]) -> int | None:
+    """Run the command that these words call. Returns its exit status; None is 0.
+
+    Raises `UserError`.
+    """
     name, flags = split(words)
     if name:
         module = command_module(name)
-        module.run(module.parse_args(flags))
-        return
+        return module.run(module.parse_args(flags))
     shell = parser().parse_args(flags).print_completion
     check_choice("--print-completion", shell, SHELLS)
     show(completion(shell))
+    return None
 
 
 def completion(shell: str) -> str:
@@ -106,6 +109,6 @@ def completion(shell: str) -> str:
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int | None:
     """Run a command."""
-    run(sys.argv[1:] if argv is None else argv)
+    return run(sys.argv[1:] if argv is None else argv)

@@ -14,7 +14,8 @@ from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import atomic
-from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.checks import check_writable, is_stream, writing
+from flexgen_h2o.files.rows import one_line
 from flexgen_h2o.files.shared_csv import check_header
 from flexgen_h2o.metrics import run_stats
 from flexgen_h2o.metrics.trace import Trace
@@ -85,6 +86,8 @@ def _cache_suffix(config: RunConfig) -> str:
 def check_results(files: dict[str, str]) -> None:
     """Raise `UserError` for a result that could not be written, before anything is computed."""
     for name, path in files.items():
+        if name == "output" and is_stream(path):  # nothing is put beside it
+            continue
         check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
                        hint=": give --log-file or --no-log" if name == "log_file" else "")
     if "csv" in files:
@@ -114,7 +117,7 @@ def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Ou
                     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
                     with open(path, "a", encoding="utf-8") as log:
                         log.write(f"{now}\n{summary}\n\n")
-                if name not in ("trace", "count_experts"):
+                if name not in ("trace", "count_experts") and not is_stream(path):
                     config.save(f"{path}.config.yaml")
         except UserError as error:
             failures.append(str(error))
@@ -124,7 +127,8 @@ def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Ou
 
 def write_outputs(path: str, outputs: Sequence[Output]) -> None:
     """Write a JSON line for each prompt, in order. OSError if it cannot."""
-    with atomic.open_atomic(path) as file:
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") if is_stream(path) else (
+            atomic.open_atomic(path)) as file:
         for out in outputs:
             record = {
                 "prompt": out.prompt,
@@ -135,4 +139,4 @@ def write_outputs(path: str, outputs: Sequence[Output]) -> None:
             }
             if out.content is not None:
                 record |= {"content": out.content, "reasoning_content": out.reasoning_content}
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.write(one_line(json.dumps(record, ensure_ascii=False)) + "\n")

@@ -25,10 +25,10 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.errors import UserError, did_you_mean, shown
+from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.chat_template import check_arguments
-from flexgen_h2o.files.readers import json_value
+from flexgen_h2o.files.readers import json_object
 from flexgen_h2o.models.gguf_config import names_gguf
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -83,10 +83,7 @@ class RunConfig(RunFlags):
 
     def chat_arguments(self) -> dict[str, Any]:
         """The arguments of the chat template. Raises `UserError`."""
-        text = self.chat_template_kwargs or "{}"
-        found = json_value("--chat-template-kwargs", text)
-        if not isinstance(found, dict):
-            raise UserError(f"--chat-template-kwargs must be a JSON object, got {shown(text)}")
+        found = json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
         check_arguments("--chat-template-kwargs", found)
         return found
 

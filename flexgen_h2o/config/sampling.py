@@ -58,6 +58,12 @@ class SamplingParams:
         generated, once or for each time.
     eos_token_id : int or sequence of int, optional
         Tokens that end a text; -1: none.
+    stop_token_ids : sequence of int
+        Tokens that end a text beside these, also with an `eos_token_id` of -1 (vLLM's name).
+    logit_bias : mapping of int to float
+        What is added to the logits of tokens before anything else.
+    skip_special_tokens : bool
+        Leave special tokens out of the text.
     stop_strings : str or sequence of str, optional
         Texts that end a generation once it contains one.
     seed : int
@@ -91,6 +97,9 @@ class SamplingParams:
     stop_strings: str | Sequence[str] | None = None
     seed: int = 0
     logprobs: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, low=1)
@@ -109,10 +118,14 @@ class SamplingParams:
         check_number("presence_penalty", self.presence_penalty, low=-2, high=2)
         check_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
         check_int("seed", self.seed, low=0, high=2**63 - 1)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, low=0, high=20)
+        check_bool("skip_special_tokens", self.skip_special_tokens)
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             self._keep_tokens(name, getattr(self, name))
         self._check_bad_words()
         self._check_eos()
+        self._check_tokens()
         self._check_stop_strings()
 
     @property
@@ -174,6 +187,24 @@ class SamplingParams:
             self._keep_tokens("eos_token_id", eos)
         else:
             check_int("eos_token_id", eos, low=-1)
+
+    def _check_tokens(self) -> None:
+        """Check `stop_token_ids` and `logit_bias`, which become tuples and so hashable."""
+        stops, biases = self.stop_token_ids, self.logit_bias
+        if not isinstance(stops, Sequence) or isinstance(stops, str):
+            raise UserError(f"stop_token_ids must be a list of token ids, got {shown(stops)}")
+        for token in stops:
+            check_int("each of stop_token_ids", token, low=0)
+        try:
+            pairs = sorted((biases if isinstance(biases, Mapping) else dict(biases)).items())
+        except (TypeError, ValueError):
+            raise UserError("logit_bias must be a mapping of token ids to numbers, got "
+                            f"{shown(biases)}") from None
+        for token, bias in pairs:
+            check_int("each token of logit_bias", token, low=0)
+            check_number(f"logit_bias of token {token}", bias)
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        object.__setattr__(self, "logit_bias", tuple(pairs))
 
     def _check_stop_strings(self) -> None:
         stops = self.stop_strings

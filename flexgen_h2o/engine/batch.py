@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flexgen_h2o.config.limits import SHARED_PREFIX
+from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
 
@@ -19,7 +20,8 @@ class Request:
 
     `finish_reason` is empty until it has ended. `seed` is that of its random numbers, `log_probs`
     what is known of the generated tokens if that was asked for. `rope_length` is
-    `RopeConfig.text_length` of its text; None: it rotates as all texts do.
+    `RopeConfig.text_length` of its text; None: it rotates as all texts do. `params` are its
+    sampling parameters.
     """
 
     key: int
@@ -29,6 +31,7 @@ class Request:
     seed: int = 0
     log_probs: list[TokenLogProb] = field(default_factory=list)
     rope_length: int | None = None
+    params: SamplingParams = SamplingParams()
 
     def restart(self) -> None:
         """Forget what has been generated."""

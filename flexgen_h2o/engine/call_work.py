@@ -60,7 +60,8 @@ def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
         A prompt is empty or too long, or a parameter does not go with the model.
     """
     _ = prompts.tokenizer  # a damaged one must show now and not after the work
-    requests = [Request(key, prompts.encode(prompt, key, goes_on=not special), seed=each.seed)
+    requests = [Request(key, prompts.encode(prompt, key, goes_on=not special), seed=each.seed,
+                        params=each)
                 for key, (prompt, each) in enumerate(zip(given, params, strict=True))]
     prompts.check_lengths(requests, {key: each.max_new_tokens for key, each in enumerate(params)})
     if steps is not None:

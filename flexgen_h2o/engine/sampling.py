@@ -36,6 +36,9 @@ class Sampler:
         self._generators: dict[int, torch.Generator] = {}
         self._history = _history_processors(params, eos_token_ids)
         self._warpers = _warpers(params)
+        self._biased = torch.tensor([*dict(params.logit_bias)], dtype=torch.int64)
+        self._biases = torch.tensor([*dict(params.logit_bias).values()],
+                                    dtype=torch.float32)
 
     def __call__(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Choose a token for each row.
@@ -53,6 +56,9 @@ class Sampler:
             ended are not looked at.
         """
         raw = logits
+        if len(self._biased):
+            biases = self._biases.to(logits.device).expand(len(logits), -1)
+            logits = logits.float().index_add(1, self._biased.to(logits.device), biases)
         suppressed = [(row, token) for row, request in enumerate(requests)
                       for token in self._suppressed(request) if token < logits.shape[1]
                       ] if self._suppresses else []
@@ -166,7 +172,7 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
                 raise not_finite(request.key, top)
             raise UserError(f"prompt {request.key}: the sampling options leave no token to choose: "
                             "relax min_new_tokens, no_repeat_ngram_size, suppressed tokens, "
-                            "penalties or temperature")
+                            "penalties, logit_bias or temperature")
     return tokens
 
 

@@ -19,7 +19,7 @@ from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.sinks import Generation, Rules
 from flexgen_h2o.engine.stop_strings import StopStrings
 from flexgen_h2o.errors import UserError, check_text, shown
-from flexgen_h2o.models.positions import check_length, longest_prompt
+from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
 from flexgen_h2o.outputs import Output
 
 _Each = TypeVar("_Each")
@@ -92,13 +92,17 @@ class Prompts:
         else:
             ids = _token_ids(prompt, f"prompt {key}")
         # A tokenizer, too, may know more tokens than the model that it lies beside.
-        wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
-        if wrong is not None:
-            raise UserError(f"prompt {key}: token id {wrong} is not below the vocabulary's "
-                            f"{self._config.vocab_size}")
+        self.check_tokens(f"prompt {key}", ids)
         if not ids:
             raise UserError(f"prompt {key} is empty: give it at least one token")
         return ids
+
+    def check_tokens(self, name: str, ids: Iterable[int]) -> None:
+        """Refuse a token id that the model does not have; the message begins with `name`."""
+        wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
+        if wrong is not None:
+            raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
+                            f"{self._config.vocab_size}")
 
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
@@ -108,6 +112,10 @@ class Prompts:
         check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
                      new_tokens=new_tokens)
         return ids
+
+    def clamped(self, tokens: int, most: int) -> int:
+        """New tokens, up to `most`, that have positions after a prompt of so many tokens."""
+        return clamped_new_tokens(self._config, self._h2o, length=tokens, most=most)
 
     def _tokenize(self, text: str, what: str, *, special: bool = True,
                   limit: tuple[int | None, str] | None = None) -> list[int]:
@@ -211,16 +219,19 @@ class Prompts:
 
     def _rules(self, params: SamplingParams, steps: int) -> Rules:
         params = self._source.generation.apply(params)
-        eos = params.end_tokens
         if params.eos_token_id is None:
-            eos = self._source.generation.end_tokens
             self._warn_of_missing_end()
-        for token in chain.from_iterable(params.bad_words_ids or ()):
-            if token >= self._config.vocab_size:
-                raise UserError(f"token id {token} of bad_words_ids is not below the vocabulary's "
-                                f"{self._config.vocab_size}")
-        return Rules(Sampler(params, eos), min(steps, params.max_new_tokens), frozenset(eos),
+        self.check_tokens("bad_words_ids", chain.from_iterable(params.bad_words_ids or ()))
+        self.check_tokens("logit_bias", dict(params.logit_bias))
+        ends = self._ends(params)
+        return Rules(Sampler(params, ends), min(steps, params.max_new_tokens), frozenset(ends),
                      self._stops(params.stop_strings), params.logprobs)
+
+    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that end a text."""
+        own = params.eos_token_id is not None
+        ends = params.end_tokens if own else self._source.generation.end_tokens
+        return (*ends, *params.stop_token_ids)
 
     def _warn_of_missing_end(self) -> None:
         """Warn once where the tokenizer's EOS ends chats alone."""
@@ -233,9 +244,13 @@ class Prompts:
                          self.tokenizer.eos_token, own, named)
 
     def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
-        """The result of a request that has ended, for the prompt that was given and its ids."""
-        tokens = request.generated
-        text = self.detokenizer and self.detokenizer.text(tokens, request.prompt)
+        """Return the result of a request that has ended, for the prompt that was given and its
+        ids. Its text does not have the token that ended it."""
+        tokens, params = request.generated, request.params
+        ended = request.finish_reason == "stop" and tokens[-1] in self._ends(params)
+        text = self.detokenizer and self.detokenizer.text(
+            tokens[:-1] if ended else tokens, request.prompt,
+            keep=() if params.skip_special_tokens else range(self._config.vocab_size))
         return Output(given if isinstance(given, str) else None, ids, tokens, text,
                       request.finish_reason, request.log_probs or None)
 

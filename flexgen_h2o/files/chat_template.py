@@ -8,6 +8,7 @@ process ends a loop, or one operation that makes ten billion letters. No torch.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -23,6 +24,11 @@ _ENGINES = ("chat_template", "conversation", "conversations", "max_length", "mes
             "return_assistant_tokens_mask", "return_dict", "return_tensors",
             "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation")
 """What transformers' `apply_chat_template` takes beside arguments of the template."""
+
+_OF_TRANSFORMERS = ("add_generation_prompt", "continue_final_message")
+"""Arguments that have an effect beside the template's text."""
+
+_log = logging.getLogger(__name__)
 
 _WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "
            "from flexgen_h2o.files.chat_worker import serve; serve()")
@@ -59,6 +65,7 @@ class ChatRenderer:
                   for name, token in tokenizer.special_tokens_map.items()}
         self._always: dict[str, Any] = {"template": found, "variables": tokens, "seconds": seconds}
         self._seconds = seconds
+        self._warned: set[str] = set()
         self._worker: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -79,6 +86,11 @@ class ChatRenderer:
             In one line: the template refuses the messages, is damaged, does what the sandbox
             forbids, or takes more than its time or memory.
         """
+        for name in {*(arguments or {})} - {*_OF_TRANSFORMERS} - self._warned:
+            if name not in self._always["template"]:
+                self._warned.add(name)
+                _log.warning("the chat template does not read %s, which has no effect",
+                             shown(name))
         variables = {**self._always["variables"], **(arguments or {})}
         given = {"messages": list(messages), "variables": variables}
         try:

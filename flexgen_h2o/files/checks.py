@@ -11,6 +11,12 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.atomic import temporary_name
 
 
+def is_stream(path: str) -> bool:
+    """True for a name of an open stream, such as /dev/stdout, whatever that is redirected to."""
+    whole = os.path.abspath(path)
+    return whole.startswith(("/dev/std", "/dev/fd/", "/proc/"))
+
+
 def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: str = "") -> None:
     """Raise `UserError` for a result that could not be written, before anything is computed.
 
@@ -18,7 +24,7 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
     """
     targets = (path, *beside)
     for target in targets:
-        if os.path.lexists(target) and not os.path.isfile(target):
+        if is_stream(target) or os.path.lexists(target) and not os.path.isfile(target):
             raise UserError(f"{flag} {target} is not a regular file{hint}")
         if os.path.exists(target) and not os.access(target, os.W_OK):
             raise UserError(f"{flag} {target} is not writable{hint}")

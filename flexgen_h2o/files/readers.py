@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -158,6 +159,14 @@ def json_value(where: str, line: str) -> object:
     if "\\u" in line:  # as no file in UTF-8 has one otherwise
         check_text(where, json.dumps(value, ensure_ascii=False))
     return value
+
+
+def json_object(flag: str, text: str) -> dict[str, Any]:
+    """The JSON object that is the value of a flag. Raises `UserError`."""
+    found = json_value(flag, text)
+    if not isinstance(found, dict):
+        raise UserError(f"{flag} must be a JSON object, got {shown(text)}")
+    return found
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:

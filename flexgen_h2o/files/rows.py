@@ -15,6 +15,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.checks import writing
 
+_SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+
 
 def cell(value: object, digits: int = 6) -> object:
     """A value as a CSV file holds it: empty for None, so many digits of a float."""
@@ -63,6 +65,12 @@ def append_whole(file: io.FileIO, data: bytes) -> None:
     except BaseException:
         file.truncate(start)
         raise
+
+
+def one_line(text: str) -> str:
+    """JSON as a line for readers that split lines as Python's `splitlines` does: what JSON itself
+    leaves in a text of the characters at which it splits is escaped."""
+    return text.translate(_SEPARATORS)
 
 
 class GrowingFile:
@@ -122,7 +130,7 @@ class LinesFile(GrowingFile):
 
     def write(self, record: Mapping[str, object]) -> None:
         """Add a line; the first one replaces what an earlier run has left."""
-        self._add(json.dumps(record, ensure_ascii=False) + "\n")
+        self._add(one_line(json.dumps(record, ensure_ascii=False)) + "\n")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -159,3 +160,19 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     if needed > limit:
         raise UserError(f"{prompt} of {length} tokens and {new_tokens} new ones exceed the model's "
                         f"{limit} positions: generate at most {limit - length + 1}{advice}")
+
+
+def clamped_new_tokens(config: ModelConfig, h2o: H2OConfig | None, *, length: int, most: int
+                       ) -> int:
+    """Return how many new tokens, up to `most`, have positions after a prompt of so many tokens.
+
+    It is 1 where the prompt itself is too long, which `check_length` refuses.
+    """
+    def too_many(new_tokens: int) -> bool:
+        try:
+            check_length(config, h2o, prompt="", length=length, new_tokens=new_tokens)
+        except UserError:
+            return True
+        return False
+
+    return 1 + bisect_left(range(2, most + 1), True, key=too_many)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import ALL_FAILED, command
 from flexgen_h2o.cli.ranks import follow, joined, open_on_ranks
 from flexgen_h2o.cli.result_files import check_results
 from flexgen_h2o.cli.result_rows import append_csv
@@ -48,27 +48,28 @@ if TYPE_CHECKING:
 __all__ = ["main", "parse_args", "parser", "run"]
 
 
-def run(options: BatchOptions) -> None:
-    """Answer what has no answer yet; write the files and print the summary."""
+def run(options: BatchOptions) -> int:
+    """Answer what has no answer yet; write the files and print the summary.
+
+    Returns the exit status: `ALL_FAILED` if no request of the input can run, or has run.
+    """
     for name in ("progress_file", "plot"):
         if getattr(options, name) is not None:
             check_writable(flag_name(name), getattr(options, name))
     check_results({} if options.run.csv is None else {"csv": options.run.csv})
     if options.dry_run:
         with _source(options) as source:
-            dry_run(options, source)
-        return
+            return dry_run(options, source)
     if options.data_parallel:
-        _share(options)
-        return
+        return _share(options)
     with joined(options.run, "flexgen_h2o.batch") as pipeline:
         if pipeline is not None and pipeline.rank > 0:
             follow(pipeline)
-        else:
-            _answer(options, pipeline)
+            return 0
+        return _answer(options, pipeline)
 
 
-def _answer(options: BatchOptions, pipeline: Pipeline | None) -> None:
+def _answer(options: BatchOptions, pipeline: Pipeline | None) -> int:
     """Answer on the first rank of a pipeline, or on the only one."""
     with _results(options) as (results, errors), _source(options) as source:
         config, implementations, bounds = _planned(options, source)
@@ -89,22 +90,23 @@ def _answer(options: BatchOptions, pipeline: Pipeline | None) -> None:
                           should_end=lambda: ending.asked or progress.late(options.max_hours))
                 job.run(left)
             stats = job.stats
-    _report(options, config, progress, stats)
+    return _report(options, config, progress, stats)
 
 
-def _share(options: BatchOptions) -> None:
+def _share(options: BatchOptions) -> int:
     """Answer windows of a job as a replica of several, or as a rank of a replica's pipeline."""
     place = data_parallel.seat(options.run.pipeline_parallel)
     with (data_parallel.joined(place) if place.leads else nullcontext() as queue,
           joined(options.run, "flexgen_h2o.batch", replica=place.replica) as pipeline):
         if queue is not None:
-            (_follow if place.replica else _lead)(options, place, queue, pipeline)
-        elif pipeline is not None:
+            return (_follow if place.replica else _lead)(options, place, queue, pipeline)
+        if pipeline is not None:
             follow(pipeline)
+        return 0
 
 
 def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
-          pipeline: Pipeline | None) -> None:
+          pipeline: Pipeline | None) -> int:
     """Share the job with the replicas that follow, and put the results together."""
     said = False
     try:
@@ -117,7 +119,7 @@ def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Window
                       progress=progress, files=(results, errors))
                 queue.wait_for_others()
                 progress.add(**data_parallel.absorb(source, results=results, errors=errors))
-            _report(options, config, progress, None)
+            return _report(options, config, progress, None)
     except UserError as error:
         if not said:
             data_parallel.refuse(queue, str(error))
@@ -126,7 +128,7 @@ def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Window
 
 
 def _follow(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
-            pipeline: Pipeline | None) -> None:
+            pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 shares."""
     with _source(options) as source:
         windows = data_parallel.follow(queue, source)
@@ -134,6 +136,7 @@ def _follow(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Wind
         with data_parallel.own_file(options, place) as results:
             _work(options, place, queue, windows, pipeline=pipeline, source=source,
                   progress=progress, files=(results, results))
+    return 0
 
 
 def _work(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
@@ -158,8 +161,8 @@ def _work(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Window
         data_parallel.work(queue, job, left, size, should_end)
 
 
-def dry_run(options: BatchOptions, source: JobInput) -> None:
-    """Check every line, count tokens, and predict how long they take."""
+def dry_run(options: BatchOptions, source: JobInput) -> int:
+    """Check every line, count tokens, and predict how long they take. Returns the exit status."""
     found = count(source, encoder_of(options.run), options)
     show(found.text())
     if found.failures < found.requests:
@@ -168,6 +171,7 @@ def dry_run(options: BatchOptions, source: JobInput) -> None:
         show(f"{plan.text}\nall requests   at most {hours:.4g} hours, each to its most tokens")
     if options.strict:
         _refuse_failures(options, found)
+    return ALL_FAILED if found.failures == found.requests else 0
 
 
 @contextmanager
@@ -269,8 +273,11 @@ def _telling(progress: JobProgress) -> Iterator[None]:
 
 
 def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
-            stats: RunStats | None) -> None:
-    """Print the summary; write the row and the picture of a job that has run something."""
+            stats: RunStats | None) -> int:
+    """Print the summary; write the row and the picture of a job that has run something.
+
+    Returns the exit status.
+    """
     progress.end()
     try:
         show(progress.text() + (f"\n{run_table.table(stats)}" if stats is not None else ""))
@@ -284,12 +291,13 @@ def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
                 job_plot.draw(progress.samples, options.plot,
                               title=f"{config.model}, {progress.answered} of {progress.total} "
                               f"requests, {progress.generated_tokens} tokens")
+    return ALL_FAILED if progress.failed == progress.total else 0
 
 
 @command
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line."""
-    run(parse_args(argv))
+    return run(parse_args(argv))
 
 
 if __name__ == "__main__":

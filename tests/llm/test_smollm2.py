@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o import LLM, Placement, Policy
+from flexgen_h2o import LLM, Placement, Policy, SamplingParams
 from flexgen_h2o.models import checkpoint_folder
 
 NAME, NEW = "smollm2-135m", 64
@@ -26,21 +26,28 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """transformers' greedy tokens, one prompt at a time."""
+def generate():
+    """transformers' generate: the new tokens of a prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = checkpoint_folder(NAME)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32,
                                                  attn_implementation="sdpa")
-    found = []
-    for prompt in PROMPTS:
+
+    def new_tokens(prompt: str, **options) -> list[int]:
         inputs = tokenizer(prompt, return_tensors="pt")
-        tokens = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None,
-                                pad_token_id=0)
-        found.append(tokens[0, inputs["input_ids"].shape[1]:].tolist())
-    return found
+        tokens = model.generate(**inputs, pad_token_id=0, tokenizer=tokenizer,
+                                **{"do_sample": False, "eos_token_id": None} | options)
+        return tokens[0, inputs["input_ids"].shape[1]:].tolist()
+
+    return new_tokens
+
+
+@pytest.fixture(scope="module")
+def expected(generate) -> list[list[int]]:
+    """transformers' greedy tokens, one prompt at a time."""
+    return [generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +68,39 @@ def test_greedy_tokens_are_those_of_transformers(llm, expected):
     for out in outputs:
         assert out.text == llm.tokenizer.decode(out.token_ids, skip_special_tokens=True)
         assert all(c.isprintable() or c.isspace() for c in out.text) and "\ufffd" not in out.text
+
+
+ALIKE = {  # by name: options of transformers' generate, and ours where they are called otherwise
+    "repetition_penalty": ({"repetition_penalty": 1.3}, {}),
+    "repetition_penalty below 1": ({"repetition_penalty": 0.9}, {}),
+    "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, {}),
+    "eos_token_id": ({"eos_token_id": [198, 30]}, {}),
+    "min_new_tokens": ({"eos_token_id": [198, 30], "min_new_tokens": 20}, {}),
+    "stop_strings": ({"stop_strings": ["killed sail", "\n\n"]}, {}),
+    "logit_bias": ({"sequence_bias": [[[9357], -4.0], [[30], 3.5]]},
+                   {"logit_bias": {9357: -4.0, 30: 3.5}}),
+    "stop_token_ids": ({"eos_token_id": [2, 30]}, {"eos_token_id": 2, "stop_token_ids": [30]}),
+    "top_k": ({"do_sample": True, "top_k": 1}, {}),
+    "top_p": ({"do_sample": True, "top_k": 0, "top_p": 0.0}, {}),
+    "min_p": ({"do_sample": True, "top_k": 0, "min_p": 1.0}, {}),
+    "temperature": ({"do_sample": True, "top_k": 0, "temperature": 1e-3}, {}),
+    "together": ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 12,
+                  "eos_token_id": [30], "sequence_bias": [[[525], 2.0]]},
+                 {"logit_bias": {525: 2.0}})}
+
+
+def test_each_parameter_gives_the_tokens_of_transformers(llm, generate, expected):
+    """All of them in one call, so that they share blocks."""
+    prompt, plain = PROMPTS[3], expected[3][:24]
+    params = [SamplingParams(**{"max_new_tokens": 24, "eos_token_id": -1}
+                             | {name: value for name, value in (theirs | ours).items()
+                                if name != "sequence_bias"}) for theirs, ours in ALIKE.values()]
+    outputs = llm.generate([prompt] * len(params), params)
+    for (name, (theirs, _)), out in zip(ALIKE.items(), outputs, strict=True):
+        want = generate(prompt, max_new_tokens=24, **theirs)
+        assert out.token_ids == want, name
+        greedy = name in ("top_k", "top_p", "min_p", "temperature")
+        assert (want == plain) == greedy, f"{name} should change something"
 
 
 @pytest.mark.parametrize(("bits", "read"), [(16, 500e6), ("auto", 90e6)])

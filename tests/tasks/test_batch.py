@@ -23,6 +23,7 @@ from word_models import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
+from flexgen_h2o.cli.command import ALL_FAILED
 from flexgen_h2o.cli.signals import Ending
 from flexgen_h2o.errors import NotFinite, TooLittleMemory, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -135,6 +136,88 @@ def test_requests_are_answered_as_the_engine_answers_each_alone(runs, words):
     assert stopped["text"].split() == free.text.split()[:2]
 
 
+def test_fields_of_vllm_reach_the_engine(runs, words):
+    chats = [{"id": name, "messages": [{"role": "user", "content": "w5"}], "temperature": 0,
+              "max_tokens": 3, **more} for name, more in {
+                  "plain": {}, "job": {"reasoning_effort": "w7"},
+                  "own": {"chat_template_kwargs": {"extra": "w8"}}}.items()]
+    greedy = {"prompt": "w8 w9", "temperature": 0, "max_tokens": 6}
+    template = runs.folder / "template"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }} {% endfor %}{{ extra }} {{ reasoning_effort }}")
+    with LLM(words, dtype="float32", device="cpu") as llm:
+        (whole, other) = llm.generate(["w8 w9", "w7"], max_new_tokens=6)
+        third = whole.token_ids[2]
+        (banned,) = llm.generate(["w8 w9"], max_new_tokens=6, logit_bias={third: -100})
+        want = {name: out.text for name, out in zip(
+            ("plain", "job", "own"), llm.generate(["w5 w6", "w5 w6 w7", "w5 w8"], max_new_tokens=3),
+            strict=True)}
+    runs.input([
+        *chats, {**greedy, "id": "stop", "stop_token_ids": [third]},
+        {**greedy, "id": "least", "stop_token_ids": [third], "min_tokens": 6},
+        {**greedy, "id": "bias", "logit_bias": {str(third): -100}},
+        {**greedy, "id": "echo", "prompt": ["w8 w9", [8, 9]], "echo": True},
+        {**greedy, "id": "far", "logit_bias": {"120": 1}},
+        {**greedy, "id": "far stop", "stop_token_ids": [120]}])
+    told = runs("--chat-template", str(template), "--chat-template-kwargs", '{"extra": "w6"}')
+    assert "9 of 9 requests answered, 2 of them failed" in told
+    found = runs.texts()
+    assert {name: found[name][0]["message"]["content"] for name in want} == want
+    stopped = found["stop"][0]
+    assert (stopped["finish_reason"], stopped["text"].split()) == ("stop", whole.text.split()[:2])
+    assert third not in [int(word[1:]) for word in found["least"][0]["text"].split()]
+    assert found["bias"][0]["text"] == banned.text != whole.text
+    assert [choice["text"] for choice in found["echo"]] == [
+        "w8 w9" + whole.text, "w8 w9" + whole.text]
+    assert runs.output.read_text().count("token id 120 is not below the vocabulary's 120") == 2
+    # Fields for the whole job are those that a request does not give; they decide the texts.
+    flags = ["--request-defaults", f'{{"stop_token_ids": [{third}]}}', "--top-k", "1"]
+    told = runs("--chat-template", str(template), *flags, status=2)
+    assert "was made with request_defaults {'chat_template_kwargs'" in told
+    runs.input([{**greedy, "id": "job", "temperature": 1}, {**greedy, "id": "own",
+                                                            "stop_token_ids": []}])
+    runs(*flags, "--overwrite")
+    assert runs.texts()["job"] == [stopped] and runs.texts()["own"][0]["text"] == whole.text
+    for words_, given in (("both give top_k", ["--top-k", "1", "--request-defaults",
+                                               '{"top_k": 2}']),
+                          ("JSON object", ["--request-defaults", "[]"]),
+                          ("unknown key 'model'", ["--request-defaults", '{"model": "x"}'])):
+        assert words_ in runs(*given, status=2)
+
+
+def test_a_request_without_a_length_ends_with_the_positions(runs):
+    near = " ".join(["w4"] * 250)
+    runs.input([{"id": "clamped", "prompt": [near, "w4"], "ignore_eos": True},
+                {"id": "named", "prompt": near, "max_tokens": 32},
+                {"id": "most", "prompt": near, "max_tokens": 7, "ignore_eos": True},
+                {"id": "least", "prompt": near, "min_tokens": 8}])
+    assert "4 requests answered, 2 of them failed" in runs()
+    found = {line["custom_id"]: line["response"]["body"] for line in read_jsonl(runs.output)}
+    assert [len(choice["text"].split()) for choice in found["clamped"]["choices"]] == [7, 32]
+    assert found["most"]["usage"]["completion_tokens"] == 7
+    assert "generate at most 7" in found["named"]["error"]["message"]
+    assert "min_tokens 8 is more than the 7 new tokens" in found["least"]["error"]["message"]
+    runs.capsys.readouterr()
+    assert batch.main([*runs.argv()[:2], "--model", runs.model, "--dry-run"]) == 0
+    assert "at most 46, 32 of one sequence" in "".join(runs.capsys.readouterr())
+
+
+def test_a_job_of_which_all_requests_fail_has_a_status_of_its_own(runs):
+    runs.input(["{broken\n", {"id": "t", "prompt": "w3", "tools": [1]}])
+    for _ in range(2):  # going on, too
+        assert "2 of 2 requests answered, 2 of them failed" in runs(status=ALL_FAILED)
+        assert runs.answered() == 2
+    assert commands.main(["batch", *runs.argv()]) == ALL_FAILED
+    assert batch.main([*runs.argv()[:2], "--model", runs.model, "--dry-run"]) == ALL_FAILED
+    runs.input(["{broken\n", {"id": "t", "prompt": "w3"}])
+    runs("--overwrite")
+
+
+def test_results_are_no_stream(runs):
+    words_ = "is not a regular file: name one"
+    assert words_ in runs("--output", "/dev/stdout", status=2)
+
+
 def test_requests_that_cannot_run_are_lines_and_the_job_goes_on(runs):
     long = " ".join(["w4"] * 400)
     bad = [{"id": "r0", "prompt": "w3"}, "{broken\n", {"id": "t", "prompt": "w3", "tools": [1]},
@@ -197,6 +280,7 @@ class InstantLLM:
     its calls."""
 
     tokenizer = None
+    vocab_size = 120
 
     def __init__(self):
         self.calls: list[int] = []
@@ -204,6 +288,9 @@ class InstantLLM:
 
     def encode(self, prompt, **_) -> list[int]:
         return list(prompt)
+
+    def clamped(self, tokens: int, most: int) -> int:
+        return most
 
     def generate_in_blocks(self, prompts, params):
         self.calls.append(len(prompts))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 from word_models import tiny_tokenizer
 
 from flexgen_h2o.config.sampling import mixed_seed
@@ -78,6 +79,56 @@ def test_fields_become_sampling_parameters():
     assert read(completion(logprobs=4, stop=["a", "\n"])).params.logprobs == 4
 
 
+def test_fields_of_vllm_become_sampling_parameters():
+    one = read(completion(top_k=7, min_p=0.1, repetition_penalty=1.2, min_tokens=2, ignore_eos=True,
+                          stop_token_ids=[5, 6], logit_bias={"8": -100, "3": 1.5}, echo=True,
+                          add_special_tokens=False, skip_special_tokens=False))
+    params = one.params
+    assert (params.top_k, params.min_p, params.repetition_penalty, params.min_new_tokens,
+            params.eos_token_id, params.stop_token_ids, params.logit_bias,
+            params.skip_special_tokens) == (7, 0.1, 1.2, 2, -1, (5, 6), ((3, 1.5), (8, -100.0)),
+                                            False)
+    assert (one.echo, one.special, one.clamps) == (True, False, True)
+    assert read(completion(top_k=-1)).params.top_k == 0
+    # Without max_tokens there is room for min_tokens.
+    assert read(completion(min_tokens=99)).params.max_new_tokens == 99
+    chat = read(chat_line(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low",
+                          documents=[{"text": "x"}], add_generation_prompt=False,
+                          continue_final_message=True, add_special_tokens=True, max_tokens=3))
+    assert chat.template_arguments == {
+        "enable_thinking": False, "reasoning_effort": "low", "documents": [{"text": "x"}],
+        "add_generation_prompt": False, "continue_final_message": True}
+    assert chat.special and not chat.clamps and not read(chat_line()).special
+
+
+def test_fields_of_the_whole_job_are_those_that_a_request_does_not_give():
+    given = requests.check_defaults("--request-defaults", {
+        "top_k": 5, "stop_token_ids": [9], "echo": True, "reasoning_effort": "low",
+        "chat_template_kwargs": {"a": 1, "b": 2}, "stop": "x"})
+    defaults = Defaults({"tiny"}, 16, fields=given)
+
+    def params(line: dict) -> JobRequest:
+        return requests.read_request(json.dumps(line).encode(), 1, defaults)
+
+    one = params(completion(top_k=3, stop=None))
+    assert (one.params.top_k, one.params.stop_token_ids, one.params.stop_strings, one.echo) == (
+        3, (9,), ("x",), True)
+    chat = params(chat_line(chat_template_kwargs={"b": 3}))
+    assert chat.template_arguments == {"a": 1, "b": 3, "reasoning_effort": "low"}
+    assert chat.params.top_k == 5 and not chat.echo
+
+
+@pytest.mark.parametrize(("given", "words"), [
+    ({"max_tokens": 3}, "unknown key 'max_tokens'"), ({"topk": 3}, "did you mean top_k?"),
+    ({"top_k": "3"}, "top_k must be a whole number"),
+    ({"logit_bias": {"x": 1}}, "logit_bias must have"), ({"stop": [""]}, "stop must be"),
+    ({"chat_template_kwargs": {"messages": []}}, "'messages'"),
+    ({"min_p": 2}, "min_p must be at most 1")])
+def test_wrong_fields_of_the_whole_job_are_refused(given, words):
+    message = refused(lambda: requests.check_defaults("--request-defaults", given), words)
+    assert message.startswith("--request-defaults: ")
+
+
 def test_seeds_are_the_request_s_own():
     """Not those of the line's place, nor of its neighbours; each choice has another."""
     one = read(completion(n=3))
@@ -103,7 +154,8 @@ def test_messages_are_texts_whose_parts_are_joined():
 
 def test_what_changes_nothing_is_ignored():
     idle = {name: {"any": [1]} for name in fields.IGNORED} | {
-        "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {},
+        "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "echo": False,
+        "use_beam_search": False, "length_penalty": 1, "include_stop_str_in_output": False,
         "response_format": {"type": "text"}, "modalities": ["text"]}
     assert read(chat_line(**idle)) == read(chat_line())
     assert read(completion(echo=False, best_of=1, suffix="")) == read(completion())
@@ -129,7 +181,31 @@ def test_what_changes_nothing_is_ignored():
     (chat_line(response_format={"type": "json_object"}), "unsupported_parameter",
      "response_format", "json_object"),
     (completion(best_of=2), "unsupported_parameter", "best_of", "best_of 2"),
-    (completion(top_k=4), "unsupported_parameter", "top_k", "the field 'top_k'"),
+    (completion(guided_json={}), "unsupported_parameter", "guided_json", "the field 'guided_json'"),
+    (completion(top_k=-2), "invalid_request_error", "top_k", "at least -1"),
+    (completion(min_p=1.5), "invalid_request_error", "min_p", "at most 1"),
+    (completion(repetition_penalty=0), "invalid_request_error", "repetition_penalty",
+     "greater than 0"),
+    (completion(min_tokens=5, max_tokens=4), "invalid_request_error", "min_tokens",
+     "min_tokens 5 is more than max_tokens 4"),
+    (completion(ignore_eos=1), "invalid_request_error", "ignore_eos", "true or false"),
+    (completion(stop_token_ids=[1, -2]), "invalid_request_error", "stop_token_ids",
+     "stop_token_ids 2 must be at least 0"),
+    (completion(stop_token_ids=3), "invalid_request_error", "stop_token_ids", "a list"),
+    (completion(logit_bias=[1]), "invalid_request_error", "logit_bias", "JSON object"),
+    (completion(logit_bias={"the": 1}), "invalid_request_error", "logit_bias", "token ids"),
+    (completion(logit_bias={"7": 101}), "invalid_request_error", "logit_bias", "at most 100"),
+    (completion(echo=True, logprobs=0), "unsupported_parameter", "echo", "echo beside logprobs"),
+    (completion(reasoning_effort="low"), "unsupported_parameter", "reasoning_effort",
+     "not supported"),
+    (chat_line(echo=True), "unsupported_parameter", "echo", "echo True is not supported"),
+    (chat_line(chat_template_kwargs=[]), "invalid_request_error", "chat_template_kwargs",
+     "mapping"),
+    (chat_line(chat_template_kwargs={"tokenize": False}), "invalid_request_error",
+     "chat_template_kwargs", "'tokenize'"),
+    (chat_line(continue_final_message=True), "invalid_request_error", "continue_final_message",
+     '"add_generation_prompt": false'),
+    (chat_line(bad_words=["x"]), "unsupported_parameter", "bad_words", "bad_words"),
     (completion(max_tokens=0), "invalid_request_error", "max_tokens", "at least 1"),
     (completion(max_tokens="4"), "invalid_request_error", "max_tokens", "whole number"),
     (completion(max_tokens=10**400), "invalid_request_error", "max_tokens", "at most"),
@@ -141,7 +217,7 @@ def test_what_changes_nothing_is_ignored():
     (completion(n=True), "invalid_request_error", "n", "whole number"),
     (completion(n=128, prompt=["x"] * 17), "invalid_request_error", "n", "2048"),
     (completion(seed=2**63), "invalid_request_error", "seed", "at most"),
-    (completion(stop=["a"] * 5), "invalid_request_error", "stop", "at most 4"),
+    (completion(stop=["a", 5]), "invalid_request_error", "stop", "several"),
     (completion(stop=""), "invalid_request_error", "stop", "none empty"),
     (completion(logprobs=True), "invalid_request_error", "logprobs", "whole number"),
     (chat_line(logprobs=3), "invalid_request_error", "logprobs", "true or false"),
@@ -307,6 +383,21 @@ def test_reasoning_comes_beside_the_answer():
         message[name] = message.pop("reasoning_content", None) or message.pop("reasoning")
         assert read(chat_line(messages=history)).messages[1] == {
             "role": "assistant", "content": "so", "reasoning_content": "so it is"}
+
+
+def test_lines_hold_no_separators_of_lines():
+    text = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029b"
+    line = answer(read(completion()), [output(text, [4])], key=1, model="tiny", created=9,
+                  parser=None).decode()
+    assert line.splitlines() == [line] and "\\u2028" in line
+    assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
+
+
+def test_echo_puts_each_prompt_before_its_choices():
+    one = read(completion(prompt=["p ", "q "], n=2, echo=True, stop="STOP"))
+    body = json.loads(answer(one, [output(f"{number} STOP", [4]) for number in range(4)], key=1,
+                             model="tiny", created=9, parser=None))["response"]["body"]
+    assert [choice["text"] for choice in body["choices"]] == ["p 0 ", "p 1 ", "q 2 ", "q 3 "]
 
 
 def test_failures_have_the_api_s_two_shapes():

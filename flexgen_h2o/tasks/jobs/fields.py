@@ -17,6 +17,7 @@ from flexgen_h2o.errors import UserError, shown
 MOST_CHOICES = 2048
 """Choices of a request, for all of its prompts together."""
 
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _Tokens = Annotated[int, Meta(ge=1, le=2**30)]
@@ -25,24 +26,41 @@ _BOTH: dict[str, Any] = {
     "temperature": Annotated[float, Meta(ge=0, le=2)], "top_p": schema.Share, "stop": None,
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
     "n": Annotated[int, Meta(ge=1, le=128)], "presence_penalty": _Penalty,
-    "frequency_penalty": _Penalty, "return_token_ids": bool,
+    "frequency_penalty": _Penalty,
+    # vLLM's
+    "top_k": Annotated[int, Meta(ge=-1, le=2**30)], "min_p": schema.Share,
+    "repetition_penalty": Annotated[float, Meta(gt=0)],
+    "min_tokens": Annotated[int, Meta(ge=0, le=2**30)], "ignore_eos": bool,
+    "stop_token_ids": tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], "logit_bias": None,
+    "add_special_tokens": bool, "skip_special_tokens": bool, "return_token_ids": bool,
 }
 CHAT = _BOTH | {
     "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,
-    "top_logprobs": Annotated[int, Meta(ge=0, le=20)],
+    "top_logprobs": Annotated[int, Meta(ge=0, le=20)], "reasoning_effort": schema.Text,
+    "chat_template_kwargs": None, "add_generation_prompt": bool, "continue_final_message": bool,
+    "documents": None,
 }
 """Types of the fields of /v1/chat/completions that count; None: checked elsewhere."""
-COMPLETIONS = _BOTH | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)]}
+COMPLETIONS = _BOTH | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
+                       "echo": bool}
 """Those of /v1/completions."""
+NO_DEFAULTS = frozenset({"messages", "prompt", "model", "logprobs", "top_logprobs", "max_tokens",
+                         "max_completion_tokens", "temperature", "seed", "documents"})
+"""Fields that `--request-defaults` does not take: a request's own, and those that have a flag."""
 
 IGNORED = frozenset({
-    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention",
-    "safety_identifier", "service_tier", "store", "stream_options", "user"})
+    "cache_salt", "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
+    "stream_options", "user"})
 """Fields of any value that change no answer."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,), "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
-    "logit_bias": ({},), "modalities": (["text"],), "response_format": ({"type": "text"},),
-    "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],)}
+    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,),
+    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
+    "include_stop_str_in_output": (False,), "length_penalty": (1, 1.0), "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
+    "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
+    "use_beam_search": (False,), "verbosity": ("medium",)}
 """Fields that are not supported, and the values with which they change nothing."""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.run_config import RunConfig
@@ -14,18 +16,16 @@ from flexgen_h2o.cli.task_flags import check_files, check_own, own_fields
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import read_text
+from flexgen_h2o.files.readers import json_object, read_text
 from flexgen_h2o.metrics.figures import check_plot
-from flexgen_h2o.tasks.jobs.requests import Defaults
+from flexgen_h2o.tasks.jobs.requests import Defaults, check_defaults
 
 _GROUPS = ("model", "policy", "planning", "cache")
 _SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed",
            "no_generation_config", "csv")
-_NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "num_prompts", "prompt_len",
-             "cut_gen_len", "warm_up",
-             "plan_only", "do_sample", "top_k", "top_p", "min_p", "repetition_penalty",
-             "no_repeat_ngram_size", "min_new_tokens", "ignore_eos", "trace", "count_experts",
-             "log_file", "no_log", "verbose", "debug_mode")
+_NOT_HERE = ("prompt", "prompts", "chat", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
+             "plan_only", "do_sample", "no_repeat_ngram_size", "min_new_tokens", "trace",
+             "count_experts", "log_file", "no_log", "verbose", "debug_mode")
 """Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
 _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
 _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
@@ -33,7 +33,9 @@ _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", 
 """Flags that say nothing of a dry run."""
 DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "cache_bits",
             "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template",
-            "no_generation_config")
+            "no_generation_config", "request_defaults")
+_FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos", "chat_template_kwargs")
+"""Flags that are fields of `request_defaults`."""
 """Settings that texts depend on. Batches, placements and the device may change in between."""
 
 
@@ -69,6 +71,37 @@ class BatchOptions:
     temperature: float = flag(
         "float", 1.0, low=0, high=2, group="sampling",
         help="temperature of requests that name none; 0 takes the likeliest token",
+    )
+    top_k: int | None = flag(
+        "int", None, low=0, group="sampling", shown="0, off",
+        help="sample from the K likeliest tokens, for requests that name no top_k",
+    )
+    top_p: float | None = flag(
+        "float", None, low=0, high=1, group="sampling", shown=1.0,
+        help="sample from the likeliest tokens that hold this probability, for requests that name "
+        "no top_p",
+    )
+    min_p: float | None = flag(
+        "float", None, low=0, high=1, group="sampling", shown="off",
+        help="sample from tokens with this share of the likeliest one's probability, for requests "
+        "that name no min_p",
+    )
+    repetition_penalty: float | None = flag(
+        "float", None, above=0, group="sampling", shown="1.0, off",
+        help="divide the logits of tokens of the text so far, for requests that name none",
+    )
+    ignore_eos: bool = flag(
+        "bool", False, group="sampling",
+        help="generate past end tokens, for requests that do not say",
+    )
+    chat_template_kwargs: str | None = flag(
+        "text", None, group="input", shown="none", metavar="JSON",
+        help="arguments of the chat template, under those that a request gives",
+    )
+    request_defaults: str | None = flag(
+        "text", None, group="sampling", shown="none", metavar="JSON",
+        help="more fields of a request's body, for requests that do not give them, such as "
+        '\'{"stop_token_ids": [2]}\'',
     )
     output: str | None = flag(
         "path", None, short="-o", group="results", shown="none", metavar="FILE.jsonl",
@@ -116,7 +149,7 @@ class BatchOptions:
             raise UserError("give --output, the file for results, or --dry-run")
         if self.plot is not None:
             check_plot("--plot", self.plot)
-        _ = self.template  # one that cannot be read must show now
+        _ = self.template, self.request_fields  # what cannot be read must show now
         beside = [("output", f"{self.output}.config.yaml")] if self.output else []
         check_files(self, _FILES, beside + [
             (name, path) for name in ("csv", "expert_counts") if (path := getattr(self.run, name))])
@@ -155,10 +188,25 @@ class BatchOptions:
         return self.chat_template and read_text("--chat-template", self.chat_template,
                                                 if_empty="holds no template")
 
+    @cached_property
+    def request_fields(self) -> dict[str, Any]:
+        """The fields of a body for requests that do not give them. Raises `UserError`."""
+        given: dict[str, Any] = {name: value for name in _FIELDS
+                                 if (value := getattr(self, name)) not in (None, False)}
+        if "chat_template_kwargs" in given:
+            given["chat_template_kwargs"] = json_object("--chat-template-kwargs",
+                                                        given["chat_template_kwargs"])
+        more = {} if self.request_defaults is None else json_object("--request-defaults",
+                                                                    self.request_defaults)
+        for name in given.keys() & more.keys():
+            raise UserError(f"{flag_name(name)} and --request-defaults both give {name}: leave one "
+                            "out")
+        return check_defaults("--request-defaults", given | more)
+
     def defaults(self) -> Defaults:
         """The values for a request that does not say."""
         return Defaults({self.run.model, Path(self.run.model).name}, self.run.gen_len,
-                        self.temperature, self.run.seed)
+                        self.temperature, self.run.seed, self.request_fields)
 
     def settings(self, run: RunConfig) -> dict[str, object]:
         """The settings to keep beside the results, as plain YAML values: `DECIDING`, and some of
@@ -178,6 +226,8 @@ class BatchOptions:
             "h2o": h2o and {name: list(value) if isinstance(value, tuple) else value
                             for name, value in asdict(h2o).items()},
             "temperature": self.temperature, "input": self.input,
+            # Through JSON, as YAML reads tuples as lists.
+            "request_defaults": json.loads(json.dumps(self.request_fields)),
             "chat_template": template and hashlib.sha256(template.encode()).hexdigest()[:16],
         }
 

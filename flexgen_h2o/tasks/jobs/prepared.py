@@ -32,17 +32,36 @@ class Encoder(Protocol):
                special: bool) -> list[int]:
         """Token ids of a prompt, as `LLM.encode` makes and checks them."""
 
+    def clamped(self, tokens: int, most: int) -> int:
+        """New tokens that fit after a prompt, as `LLM.clamped` returns them."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
 
 @dataclass
 class Prepared:
-    """A request that can run: its place in the input, its prompts in tokens, and its answers.
+    """A request that can run.
 
-    `outputs` are of the choices that have ended, until all have; then it is `answered`.
+    Attributes
+    ----------
+    place : int
+        In the input.
+    request : JobRequest
+    prompts : list of list of int
+        Token ids of each prompt.
+    limits : list of int
+        The most tokens to generate after each prompt.
+    outputs : dict of int to Output
+        The outputs of choices that have ended, until all have.
+    answered : bool
     """
 
     place: int
     request: JobRequest
     prompts: list[list[int]]
+    limits: list[int]
     outputs: dict[int, Output] = field(default_factory=dict)
     answered: bool = False
 
@@ -58,12 +77,15 @@ class Prepared:
 
     def most_tokens(self) -> int:
         """The most tokens that a sequence of it may have."""
-        return max(map(len, self.prompts)) + self.request.params.max_new_tokens
+        return max(len(prompt) + limit
+                   for prompt, limit in zip(self.prompts, self.limits, strict=True))
 
     def sequences(self) -> Iterator[tuple[list[int], SamplingParams]]:
         """The prompt of each choice and its sampling parameters."""
         for choice in range(self.choices):
-            yield self.prompts[choice // self.request.n], self.request.choice_params(choice)
+            place = choice // self.request.n
+            yield self.prompts[place], replace(self.request.choice_params(choice),
+                                               max_new_tokens=self.limits[place])
 
 
 @dataclass(frozen=True)
@@ -114,30 +136,51 @@ class Preparation:
                 raise BadRequest(f"{custom_id!r:.80} is the id of an earlier line",
                                  param="custom_id", code="duplicate_custom_id")
             request = read_request(line, number, self._defaults)
-            prompts = self._prompts(request, number)
-            if (request.chat and request.params.eos_token_id is None
-                    and (ends := self._encoder.chat_end_tokens)):
-                request = replace(request, params=replace(request.params, eos_token_id=ends))
-            return Prepared(place, request, prompts)
+            return self._prepared(place, request, number)
         except BadRequest as error:
             return Failed(place, custom_id, error)
 
-    def _prompts(self, request: JobRequest, number: int) -> list[list[int]]:
-        texts: Sequence[str | list[int]] = request.prompts
-        if self._encoder.tokenizer is None and (request.stops or request.chat):
-            name = "messages" if request.chat else "stop"
-            raise BadRequest(f"the model has no tokenizer here, and {name} are text: give "
-                             "token ids as prompt", param=name)
+    def _prepared(self, place: int, request: JobRequest, number: int) -> Prepared:
+        """The request in tokens. Raises `BadRequest` for what the model does not take."""
+        encoder, params = self._encoder, request.params
+        if request.chat and params.eos_token_id is None and (ends := encoder.chat_end_tokens):
+            params = replace(params, eos_token_id=ends)
+            request = replace(request, params=params)
+        for name, token in (*(("stop_token_ids", token) for token in params.stop_token_ids),
+                            *(("logit_bias", token) for token in dict(params.logit_bias))):
+            if token >= encoder.vocab_size:
+                raise BadRequest(f"{name}: token id {token} is not below the vocabulary's "
+                                 f"{encoder.vocab_size}", param=name)
+        if encoder.tokenizer is None:
+            for name, given in (("messages", request.chat), ("stop", request.stops),
+                                ("echo", request.echo)):
+                if given:
+                    raise BadRequest(f"the model has no tokenizer here, and {name} are text: give "
+                                     "token ids as prompt", param=name)
+        most = params.max_new_tokens
         try:
             if request.chat:
                 if self._renderer is None:
-                    self._renderer = ChatRenderer(self._encoder.tokenizer, self._template)
-                texts = [self._renderer.render(request.messages)]
-            return [self._encoder.encode(text, name=f"of line {number}", special=not request.chat,
-                                         new_tokens=request.params.max_new_tokens)
-                    for text in texts]
+                    self._renderer = ChatRenderer(encoder.tokenizer, self._template)
+                texts: Sequence[str | list[int]] = [
+                    self._renderer.render(request.messages, request.template_arguments)]
+            else:
+                texts = request.prompts
+            prompts = [encoder.encode(text, name=f"of line {number}", special=request.special,
+                                      new_tokens=1 if request.clamps else most)
+                       for text in texts]
         except UserError as error:
             raise BadRequest(str(error), param="messages" if request.chat else "prompt") from None
+        limits = [encoder.clamped(len(prompt), most) if request.clamps else most
+                  for prompt in prompts]
+        if (params.min_new_tokens or 0) > min(limits):
+            raise BadRequest(f"min_tokens {params.min_new_tokens} is more than the {min(limits)} "
+                             "new tokens for which the model has positions", param="min_tokens")
+        if request.echo:
+            request = replace(request, prompts=tuple(
+                text if isinstance(text, str) else encoder.tokenizer.decode(text)
+                for text in texts))
+        return Prepared(place, request, prompts, limits)
 
 
 def windows(found: Iterator[Prepared | Failed], most: int

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
+from flexgen_h2o.config import schema
 from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
+from flexgen_h2o.config.schema import check_keys
 from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.files.chat_template import check_arguments
 from flexgen_h2o.tasks.jobs.fields import (
     CHAT,
     COMPLETIONS,
     MOST_CHOICES,
+    NO_DEFAULTS,
     BadRequest,
+    Bias,
     checked_fields,
 )
 
@@ -29,6 +34,9 @@ URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
 _IN_MESSAGES = ("role", "content", "name", "reasoning", "reasoning_content")
+_IN_TEMPLATES = ("reasoning_effort", "documents", "add_generation_prompt",
+                 "continue_final_message")
+"""Fields of a chat that are arguments of its template."""
 _COLDEST = 1e-30
 """A lower temperature counts as 0: logits over it are more than float32 holds."""
 
@@ -37,13 +45,15 @@ _COLDEST = 1e-30
 class Defaults:
     """The values for a request that does not say: the job's own seed, temperature and length.
 
-    `models` are the names that the model goes by.
+    `models` are the names that the model goes by, `fields` the fields of a body for requests that
+    do not give them.
     """
 
     models: Collection[str]
     max_tokens: int
     temperature: float = 1.0
     seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,13 @@ class JobRequest:
         With the request's own seed, of which `choice_params` makes those of the choices.
     return_token_ids : bool
         Add token ids of prompts and choices to the response.
+    clamps : bool
+        It names no length, and ends with the model's positions.
+    special : bool
+        The tokenizer's special tokens come in front of texts.
+    echo : bool
+        The answer begins with the prompt.
+    template_arguments : mapping
     """
 
     custom_id: str
@@ -73,6 +90,10 @@ class JobRequest:
     n: int
     params: SamplingParams
     return_token_ids: bool = False
+    clamps: bool = False
+    special: bool = True
+    echo: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def choice_params(self, choice: int) -> SamplingParams:
         """The sampling parameters of one choice, counted over all prompts."""
@@ -89,8 +110,8 @@ def read_object(line: bytes) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(line)
     except (ValueError, RecursionError) as error:
-        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"({error})"
-        raise BadRequest(f"the line is not JSON {reason}: mend it", code="invalid_json_line"
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise BadRequest(f"the line is not JSON ({reason}): mend it", code="invalid_json_line"
                          ) from None
     if not isinstance(found, dict):
         raise BadRequest(f"the line is not a JSON object, but {shown(found)}",
@@ -124,6 +145,8 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
     url, body = _parts(record)
     given = checked_fields(body, URLS[url])
     chat = URLS[url] is CHAT
+    arguments = _template_arguments(given, defaults)
+    given = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | given
     model = given.get("model")
     if model is not None and model not in defaults.models:
         raise BadRequest(f"model {shown(model)} is not the job's, {min(defaults.models, key=len)}",
@@ -134,9 +157,47 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
     if n * len(prompts) > MOST_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MOST_CHOICES} choices: "
                          "make several requests of it", param="n")
+    if given.get("echo") and given.get("logprobs") is not None:
+        raise BadRequest("echo beside logprobs is not supported, as prompts have none: leave one "
+                         "out", param="echo", code="unsupported_parameter")
     return JobRequest(custom_id, chat, messages, prompts, n,
                       _params(given, custom_id, defaults, chat=chat),
-                      given.get("return_token_ids", False))
+                      clamps=not {"max_tokens", "max_completion_tokens"} & given.keys(),
+                      special=given.get("add_special_tokens", not chat),
+                      echo=given.get("echo", False), template_arguments=arguments,
+                      return_token_ids=given.get("return_token_ids", False))
+
+
+def check_defaults(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a body for requests that do not give them, checked.
+
+    Raises `UserError`, which begins with `name`.
+    """
+    known = {key: kind for key, kind in (CHAT | COMPLETIONS).items() if key not in NO_DEFAULTS}
+    check_keys(given, known, name)
+    try:
+        found = checked_fields(given, known)
+        _template_arguments(found, Defaults((), 1))
+        _params(found, "", Defaults((), 2**30), chat=False)
+    except BadRequest as error:
+        raise UserError(f"{name}: {error}") from None
+    return found
+
+
+def _template_arguments(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """The arguments of a chat's template: a request's own over the job's."""
+    found: dict[str, Any] = {}
+    for fields in (defaults.fields, given):
+        arguments = fields.get("chat_template_kwargs", {})
+        try:
+            check_arguments("chat_template_kwargs", arguments)
+        except UserError as error:
+            raise BadRequest(str(error), param="chat_template_kwargs") from None
+        found |= arguments | {name: fields[name] for name in _IN_TEMPLATES if name in fields}
+    if found.get("continue_final_message") and found.get("add_generation_prompt", True):
+        raise BadRequest("continue_final_message goes with \"add_generation_prompt\": false",
+                         param="continue_final_message")
+    return found
 
 
 def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -163,9 +224,14 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
     if len(lengths) > 1:
         raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
                          param="max_tokens")
+    least = given.get("min_tokens", 0)
+    most = lengths.pop() if lengths else max(defaults.max_tokens, least)
+    if least > most:
+        raise BadRequest(f"min_tokens {least} is more than max_tokens {most}", param="min_tokens")
     temperature = given.get("temperature", defaults.temperature)
     sampled = temperature >= _COLDEST
     logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
+    biases = _logit_bias(given.get("logit_bias", {}))
     if chat:
         if "top_logprobs" in given and not logprobs:
             raise BadRequest("top_logprobs has no effect: add \"logprobs\": true",
@@ -173,9 +239,15 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
         logprobs = given.get("top_logprobs", 0) if logprobs else None
     try:
         return SamplingParams(
-            max_new_tokens=lengths.pop() if lengths else defaults.max_tokens,
-            do_sample=sampled, temperature=temperature if sampled else 1.0, top_k=0,
-            top_p=given.get("top_p", 1.0), stop_strings=stops,
+            max_new_tokens=most, min_new_tokens=given.get("min_tokens"),
+            do_sample=sampled, temperature=temperature if sampled else 1.0,
+            top_k=max(0, given.get("top_k", 0)), top_p=given.get("top_p", 1.0),
+            min_p=given.get("min_p"), repetition_penalty=given.get("repetition_penalty"),
+            stop_strings=stops,
+            eos_token_id=-1 if given.get("ignore_eos") else None,
+            stop_token_ids=given.get("stop_token_ids", ()),
+            logit_bias=biases,
+            skip_special_tokens=given.get("skip_special_tokens", True),
             presence_penalty=given.get("presence_penalty", 0.0),
             frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
             seed=given["seed"] % 2**63 if "seed" in given else own_seed(defaults.seed, custom_id))
@@ -183,11 +255,26 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
         raise BadRequest(str(error)) from None
 
 
+def _logit_bias(biases: object) -> dict[int, float]:
+    if not isinstance(biases, dict):
+        raise BadRequest(f"logit_bias must be a JSON object, got {shown(biases)}",
+                         param="logit_bias")
+    found = {}
+    for token, bias in biases.items():
+        if not token.isdecimal() or len(token) > 10:
+            raise BadRequest(f"logit_bias must have token ids as names, got {shown(token)}",
+                             param="logit_bias")
+        try:
+            found[int(token)] = schema.checked(Bias, bias, f"logit_bias of token {token}")
+        except UserError as error:
+            raise BadRequest(str(error), param="logit_bias") from None
+    return found
+
+
 def _stops(stop: object) -> Sequence[str] | None:
     found = [stop] if isinstance(stop, str) else stop
-    if not isinstance(found, list) or len(found) > 4 or not all(
-            isinstance(text, str) and text for text in found):
-        raise BadRequest(f"stop must be a text, or at most 4, none empty, got {shown(stop)}",
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise BadRequest(f"stop must be a text, or several, none empty, got {shown(stop)}",
                          param="stop")
     return found or None
 

@@ -10,6 +10,7 @@ import msgspec
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
 from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.engine.stop_strings import until
+from flexgen_h2o.files.rows import one_line
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.tasks.jobs.fields import BadRequest
 from flexgen_h2o.tasks.jobs.requests import JobRequest
@@ -66,8 +67,9 @@ def answer(request: JobRequest, outputs: Sequence[Output], *, key: int, model: s
 
 def _line(key: int, custom_id: str | None, response: Mapping[str, Any] | None,
           error: Mapping[str, Any] | None) -> bytes:
-    return msgspec.json.encode({"id": f"{PREFIX}{key:016x}", "custom_id": custom_id,
+    line = msgspec.json.encode({"id": f"{PREFIX}{key:016x}", "custom_id": custom_id,
                                 "response": response, "error": error})
+    return one_line(line.decode()).encode()
 
 
 def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def _choice(request: JobRequest, place: int, output: Output, parser: ReasoningPa
         if reasoning is not None:
             found["message"]["reasoning_content"] = until(reasoning, request.stops)
     else:
-        found["text"] = until(text, request.stops)
+        prompt = request.prompts[place // request.n] if request.echo else ""
+        found["text"] = f"{prompt}{until(text, request.stops)}"
     found["logprobs"] = None
     if request.params.logprobs is not None:
         detokenizer = None if parser is None else parser.detokenizer

@@ -54,7 +54,7 @@ class ResultsFile:
     """
 
     def __init__(self, flag: str, path: str):
-        check_writable(flag, path)
+        check_writable(flag, path, hint=": name one, for the same command to go on with")
         self.flag, self.path = flag, path
         with writing(flag, path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

@@ -24,8 +24,8 @@ SHOWN = 20
 class TokenizerAlone:
     """The tokenizer of a model and the limits of its prompts, without its weights."""
 
-    def __init__(self, prompts: Prompts):
-        self._prompts = prompts
+    def __init__(self, prompts: Prompts, vocab_size: int):
+        self._prompts, self._vocab_size = prompts, vocab_size
 
     @property
     def tokenizer(self) -> Any:
@@ -41,6 +41,15 @@ class TokenizerAlone:
                special: bool) -> list[int]:
         """Token ids of a prompt, made and checked as `LLM.encode` does."""
         return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
+
+    def clamped(self, tokens: int, most: int) -> int:
+        """New tokens that fit after a prompt, as `LLM.clamped` returns them."""
+        return self._prompts.clamped(tokens, most)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._vocab_size
 
 
 @dataclass
@@ -81,13 +90,13 @@ class JobTotals:
             if len(self.failed) < SHOWN:
                 self.failed.append(f"line {number}: {one.error}")
             return
-        new = one.request.params.max_new_tokens
-        sums = self.alike.setdefault(new.bit_length(), Lengths())
-        sums.sequences += one.choices
-        sums.prompt += one.request.n * sum(map(len, one.prompts))
-        sums.new += one.choices * new
-        self.longest = max(self.longest, *map(len, one.prompts))
-        self.most_new = max(self.most_new, new)
+        for prompt, new in zip(one.prompts, one.limits, strict=True):
+            sums = self.alike.setdefault(new.bit_length(), Lengths())
+            sums.sequences += one.request.n
+            sums.prompt += one.request.n * len(prompt)
+            sums.new += one.request.n * new
+            self.longest = max(self.longest, len(prompt))
+            self.most_new = max(self.most_new, new)
 
     def text(self) -> str:
         """The counts, and the first of the failures, in lines."""
@@ -111,7 +120,7 @@ def encoder_of(config: RunConfig) -> TokenizerAlone:
         found = find(config.model, path=config.path, dtype=config.dtype,
                      bits=config.resolved_weight_bits, device=open_device(config.device),
                      progress=bar)
-    return TokenizerAlone(Prompts(found, config.model, config.h2o()))
+    return TokenizerAlone(Prompts(found, config.model, config.h2o()), found.config.vocab_size)
 
 
 def count(source: JobInput, encoder: Encoder, options: BatchOptions) -> JobTotals:
