@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.models import convert
+from flexgen_h2o.tasks.jobs import fields as request_fields
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -171,3 +174,10 @@ def test_the_site_lists_every_page_once():
     pages = [page.name for page in PAGES[1:]] + [name(page) for page in results]
     assert sorted({*pages} - {*listed}) == []
     assert len(listed) == len({*listed})
+
+
+def test_each_field_of_a_request_is_in_the_table_of_compatibility():
+    page = read(ROOT / "docs" / "compatibility.md")
+    known = {*request_fields.CHAT, *request_fields.COMPLETIONS, *request_fields.IGNORED,
+             *request_fields._NEUTRAL, *(spec.name for spec in fields(SamplingParams))}
+    assert not [name for name in sorted(known) if f"`{name}`" not in page]

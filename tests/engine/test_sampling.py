@@ -90,6 +90,26 @@ def test_a_removed_token_is_never_drawn(data):
         assert probabilities[token] >= min_p * probabilities.max() - slack
 
 
+def test_a_bias_is_added_before_all_else():
+    assert set(draw(LOGITS, 200, logit_bias={5: 100.0, 0: -100})) == {5}
+    assert sampler(do_sample=False, logit_bias={3: 1.5})(LOGITS[None], [request()]) == [3]
+    # A penalty divides the biased logit: 2 + 2 over 3 is less than the 2 of the other token.
+    assert sampler(do_sample=False, logit_bias={0: 2, 3: 1}, repetition_penalty=3.0)(
+        LOGITS[None], [request(prompt=(0,))]) == [3]
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
+    ({"stop_token_ids": [-1]}, "each of stop_token_ids must be at least 0"),
+    ({"logit_bias": [3]}, "logit_bias must be a mapping"),
+    ({"logit_bias": {"3": 1}}, "each token of logit_bias must be a whole number"),
+    ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be a finite number"),
+    ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false")])
+def test_wrong_tokens_are_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        SamplingParams(**options)
+
+
 @pytest.mark.parametrize("point", [0.0, 0.5, 1 - 2**-53])
 @pytest.mark.parametrize("impossible", [(0,), (5,), (0, 1, 4, 5), (3, 4, 5), (0, 1, 2, 3, 4)])
 def test_a_token_of_probability_0_is_never_drawn(monkeypatch, point, impossible):

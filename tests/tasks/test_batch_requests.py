@@ -17,6 +17,7 @@ from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
 from flexgen_h2o.tasks.jobs import fields, requests
 from flexgen_h2o.tasks.jobs.fields import BadRequest
+from flexgen_h2o.tasks.jobs.flags import parse_args
 from flexgen_h2o.tasks.jobs.requests import Defaults, JobRequest
 from flexgen_h2o.tasks.jobs.responses import answer, failure
 
@@ -116,6 +117,12 @@ def test_fields_of_the_whole_job_are_those_that_a_request_does_not_give():
     chat = params(chat_line(chat_template_kwargs={"b": 3}))
     assert chat.template_arguments == {"a": 1, "b": 3, "reasoning_effort": "low"}
     assert chat.params.top_k == 5 and not chat.echo
+
+
+def test_the_model_may_have_more_names():
+    options = parse_args(["-i", "in.jsonl", "-o", "out.jsonl", "--served-model-name", "gpt-4", "b"])
+    line = json.dumps(completion(model="gpt-4")).encode()
+    assert requests.read_request(line, 1, options.defaults())
 
 
 @pytest.mark.parametrize(("given", "words"), [

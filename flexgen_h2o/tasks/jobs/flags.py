@@ -56,6 +56,10 @@ class BatchOptions:
         "path", None, group="input", shown="the tokenizer's", metavar="FILE",
         help="the jinja template of chats",
     )
+    served_model_name: tuple[str, ...] | None = flag(
+        "words", None, group="input", shown="--model and the last part of it", metavar="NAME",
+        help="more names by which requests may call the model",
+    )
     strict: bool = flag(
         "bool", False, group="input",
         help="check every line first, and run nothing if one of them cannot run",
@@ -205,7 +209,8 @@ class BatchOptions:
 
     def defaults(self) -> Defaults:
         """The values for a request that does not say."""
-        return Defaults({self.run.model, Path(self.run.model).name}, self.run.gen_len,
+        names = self.run.model, Path(self.run.model).name, *(self.served_model_name or ())
+        return Defaults({*names}, self.run.gen_len,
                         self.temperature, self.run.seed, self.request_fields)
 
     def settings(self, run: RunConfig) -> dict[str, object]:
