@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import os
 import resource
 from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
+from flexgen_h2o.cli.result_files import check_results, result_files, write_results
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, write_csv
 from flexgen_h2o.files.shared_csv import append_row
+from flexgen_h2o.outputs import Output
 
 COLUMNS = ("name", "a,b", "value")
 cells = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(),
@@ -100,3 +106,18 @@ def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):
     with pytest.raises(UserError, match=r"^--csv .*r.yaml is not a regular file: take another$"):
         check_writable("--csv", str(tmp_path / "r.csv"), beside=[str(tmp_path / "r.yaml")],
                        hint=": take another")
+
+
+def test_results_of_generate_go_into_a_stream_with_nothing_beside_it():
+    """As to /dev/stdout, whatever it is redirected to."""
+    reading, writing = os.pipe()
+    config = RunConfig(output=f"/dev/fd/{writing}", no_log=True)
+    files = result_files(config)
+    check_results(files)
+    write_results(config, files, [Output("a", [1], [2], "x\x85\u2028y", "stop")], stats=None,
+                  summary="", trace=None)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as lines:
+        (line,) = lines.read().splitlines()
+    assert json.loads(line)["text"] == "x\x85\u2028y"
+    refused(lambda: check_results({"csv": "/dev/stdout"}), "--csv /dev/stdout is not a regular")
