@@ -37,6 +37,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.spec import published
+from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.hardware_file import save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -523,8 +524,7 @@ class FakeLLM:
 
     def generate(self, prompts, **options):
         self.prompts = prompts
-        return [types.SimpleNamespace(prompt=None, prompt_token_ids=[1], token_ids=[2], text=None,
-                                      finish_reason="length") for _ in prompts]
+        return [Output(None, [1], [2], None, "length") for _ in prompts]
 
     @property
     def stats(self):

@@ -153,7 +153,7 @@ def test_the_flag_of_the_command_line(tiny, plain, tmp_path):
 
 @pytest.mark.parametrize("options, words", [
     ({"bad_words_ids": [5]}, "lists of token ids"), ({"bad_words_ids": [[]]}, "none empty"),
-    ({"bad_words_ids": [[10**6]]}, "token id 1000000 of bad_words_ids"),
+    ({"bad_words_ids": [[10**6]]}, "bad_words_ids: token id 1000000"),
     ({"suppress_tokens": 5}, "suppress_tokens must be a list"),
     ({"begin_suppress_tokens": ["a"]}, "each of begin_suppress_tokens"),
     ({"min_length": -1}, "min_length")])
