@@ -178,7 +178,7 @@ class MatrixLayout:
     of the fourth word lie in the upper 2 bits of the same byte of words 0, 1 and 2.
 
     Compact blocks, with 4 bits alone, begin with 16 bytes of scales and 16 of zero points. Byte b
-    is the scale ``(1 + b % 8 / 8) * 2 ** (b // 8 - 24)``, byte z the zero point
+    is the scale ``(1 + b % 16 / 16) * 2 ** (b // 16 - 14)``, byte z the zero point
     ``-scale * z / 16``.
 
     In MXFP4 (OCP Microscaling Formats (MX) Specification 1.0) a block begins with 16 bytes in place

@@ -32,10 +32,11 @@ _BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
 COMPACT_STEP = 1 / 16
 """Compact zero points count so much of their scale."""
 
-COMPACT_MAX = 1800.0
+COMPACT_MAX = 28.0
 """The largest magnitude with compact scales: half of 15 times the largest scale."""
 
-_COMPACT_LOWEST = 127 - 24 << 3  # of compact scales: the exponent of code 0 is -24
+_MANTISSA = 19  # where the code of a compact scale stands in a float
+_COMPACT_LOWEST = 127 - 14 << 23 - _MANTISSA  # the exponent of code 0 is -14
 _NIBBLES = 0x0F0F0F0F
 _BYTES = 0x01010101
 
@@ -126,7 +127,7 @@ def error_weights(x, importance):
 
 def compact_scales(codes):
     """Return the float32 scales of compact codes (uint8 or int32)."""
-    return (codes.int() + _COMPACT_LOWEST << 20).view(torch.float32)
+    return (codes.int() + _COMPACT_LOWEST << _MANTISSA).view(torch.float32)
 
 
 def compact_zeros(scales, codes):
@@ -136,8 +137,8 @@ def compact_zeros(scales, codes):
 
 def _compact(scale, zero, *, up):
     """Return a compact scale of at least or at most this one, and the nearest zero point."""
-    bits = scale.float().view(torch.int32) + (2**20 - 1 if up else 0)
-    scale = compact_scales(((bits >> 20) - _COMPACT_LOWEST).clamp(0, 255))
+    bits = scale.float().view(torch.int32) + (2**_MANTISSA - 1 if up else 0)
+    scale = compact_scales(((bits >> _MANTISSA) - _COMPACT_LOWEST).clamp(0, 255))
     return scale, compact_zeros(scale, _zero_codes(scale, zero))
 
 
@@ -275,7 +276,7 @@ def assembled(codes, scales, zeros, layout):
     if layout.compact:
         scaled = scales.clamp_min(compact_scales(torch.zeros(1, dtype=torch.uint8)).item())
         zeros = _zero_codes(scaled, zeros).to(torch.uint8)
-        scales = ((scaled.view(torch.int32) >> 20) - _COMPACT_LOWEST).to(torch.uint8)
+        scales = ((scaled.view(torch.int32) >> _MANTISSA) - _COMPACT_LOWEST).to(torch.uint8)
     halves = torch.stack((scales, zeros)).view(2, tiles, MATRIX_TILE, groups).permute(1, 3, 0, 2)
     return _joined(halves.contiguous().view(torch.uint8), words)
 

@@ -93,7 +93,7 @@ class DummyCheckpoint(Checkpoint):
         if layout.compact:
             mantissa, exponent = math.frexp(scale)
             heads = out.view(-1, layout.block_bytes)[:, : layout.head_bytes]
-            heads[:, :MATRIX_TILE] = 8 * (exponent - 1 + 24) + round(16 * mantissa - 8)
+            heads[:, :MATRIX_TILE] = 16 * (exponent - 1 + 14) + round(32 * mantissa - 16)
             heads[:, MATRIX_TILE:] = 8 * layout.levels  # in sixteenths: half of the levels
             return True
         factors = out.view(-1, layout.block_bytes)[:, : 4 * MATRIX_TILE].view(torch.float16)

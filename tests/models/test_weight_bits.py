@@ -114,10 +114,10 @@ def test_the_matrices_whose_error_costs_most_have_six_bits():
     model = published("meta-llama/Llama-3.2-1B")  # 16 layers, tied
     layouts = mixed_options(model).kept
     wide = {name for name, layout in layouts.items() if layout.bits == 6}
-    layers = {0, 1, 4, 7, 10, 13, 14, 15}
-    assert wide == {"model.embed_tokens.weight"} | {
-        f"model.layers.{layer}.{name}_proj.weight" for layer in layers
-        for name in ("self_attn.v", "mlp.down")}
+    assert wide == {"model.embed_tokens.weight", *(
+        f"model.layers.{layer}.self_attn.{name}_proj.weight"
+        for layer in range(16) for name in "vo"), *(
+        f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 1, 14, 15))}
     assert all(layout.compact and layout.group == 32 for name, layout in layouts.items()
                if name not in wide)
     assert len(layouts) == 1 + 7 * 16

@@ -103,17 +103,18 @@ struct Spaced : Codes<BITS> {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
-// The same with a scale and a zero point of 8 bits each. A scale has 5 bits of exponent and 3 of
+// The same with a scale and a zero point of 8 bits each. A scale has 4 bits of exponent and 4 of
 // mantissa; a zero point counts sixteenths of the scale, and is subtracted.
 template <int BITS>
 struct Compact : Codes<BITS> {
-    static constexpr int32_t LOWEST = (127 - 24) << 3;  // the exponent of code 0 is -24
+    static constexpr int MANTISSA = 19;  // where a code stands in a float
+    static constexpr int32_t LOWEST = (127 - 14) << (23 - MANTISSA);  // the exponent of code 0 is -14
     static constexpr float STEP = 1.0f / 16;
-    static INLINE Floats most() { return broadcast(1800.0f); }  // of an element's magnitude
+    static INLINE Floats most() { return broadcast(28.0f); }  // of an element's magnitude
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
 
-    static INLINE Floats scale_of(Ints code) { return bits_of<Floats>((code + LOWEST) << 20); }
+    static INLINE Floats scale_of(Ints code) { return bits_of<Floats>((code + LOWEST) << MANTISSA); }
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         return scale_of(widen(block + lane));
     }
@@ -123,7 +124,7 @@ struct Compact : Codes<BITS> {
     }
 
     static float scale(const uint8_t* block, int64_t lane) {
-        return bits_of<float>((block[lane] + LOWEST) << 20);
+        return bits_of<float>((block[lane] + LOWEST) << MANTISSA);
     }
     static float zero(const uint8_t* block, int64_t lane) {
         return scale(block, lane) * (static_cast<float>(block[MATRIX_TILE + lane]) * -STEP);

@@ -44,7 +44,8 @@ INLINE Floats as_half(Floats x) {
 // The codes of compact scales: the largest that is no larger, or the smallest that is no smaller.
 INLINE Ints scale_code(Floats scale, bool up) {
     const Ints bits = bits_of<Ints>(scale);
-    const Ints code = ((bits + (up ? (1 << 20) - 1 : 0)) >> 20) - Small::LOWEST;
+    const int rest = (1 << Small::MANTISSA) - 1;
+    const Ints code = ((bits + (up ? rest : 0)) >> Small::MANTISSA) - Small::LOWEST;
     return code < 0 ? Ints{} : code > 255 ? Ints{} + 255 : code;
 }
 INLINE Floats zero_code(const Fit& fit) {
