@@ -77,8 +77,9 @@ class LLM(Session):
         Where the disk tier writes. A private folder in it lives as long as it is needed.
     **options
         Fields of `LoadOptions`: path, activation_bits, key_bits, value_bits, attn_sparsity,
-        weight_cache, verify, generation_config, seed, memory_limit, device_memory_limit, workload,
-        texts, implementations, pipeline, bounds, progress, trace, verbose.
+        weight_cache, calibration, verify, generation_config, seed, memory_limit,
+        device_memory_limit, workload, texts, implementations, pipeline, bounds, progress, trace,
+        verbose.
 
     Raises
     ------

@@ -75,6 +75,11 @@ def stage_of(llm):
     return llm._runtime.stage
 
 
+def source_of(llm):
+    """The model that an LLM has loaded, before it is read."""
+    return llm._runtime.source
+
+
 def weights_of(llm):
     """Where the weights are kept: `units`, and the tier of each by name."""
     return llm._runtime.weights

@@ -95,7 +95,30 @@ class ProbedCache:
         return self._attend(layer, self._number, q, k, v)
 
 
-class KeySampler(ProbedCache):
+class UncachedAttention(ProbedCache):
+    """Attends within whole prompts.
+
+    Parameters
+    ----------
+    form : callable (layer) -> AttentionForm
+    """
+
+    def __init__(self, form: Callable[[int], AttentionForm]):
+        self._form = form
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a block of prompts."""
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
+        """Attend within whole prompts; see `KVCache.attend_prompt`."""
+        for x in (q, k):
+            ops.rotate_(x, rope)
+        return ops.prefill_attention(q, k, v, [len(span) for span in spans],
+                                     form=self._form(layer), sinks=sinks)
+
+
+class KeySampler(UncachedAttention):
     """Attends within one prompt, and measures the keys of every layer for `h2o.key_smoothing`.
 
     Parameters
@@ -114,13 +137,10 @@ class KeySampler(ProbedCache):
 
     def __init__(self, form: Callable[[int], AttentionForm],
                  rotate: Callable[[Tensor, Tensor, int], Tensor], positions: int):
-        self._form = form
+        super().__init__(form)
         self._rotate = rotate
         self._positions = positions
         self.layers: dict[int, LayerSmoothing] = {}
-
-    def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start the block of the prompt."""
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
                       sinks: Tensor | None):
@@ -136,6 +156,4 @@ class KeySampler(ProbedCache):
         centered = q.is_cpu or not (form.softcap or form.sinks)
         self.layers[layer] = LayerSmoothing(
             *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))
-        for x in (q, k):
-            ops.rotate_(x, rope)
-        return ops.prefill_attention(q, k, v, [len(q)], form=form, sinks=sinks)
+        return super().attend_prompt(layer, batch, q, k, v, spans=spans, rope=rope, sinks=sinks)

@@ -76,6 +76,11 @@ class RunFlags:
     no_weight_cache: bool = _flag(
         "model", "bool", False, help="quantize weights anew and keep them for this run alone",
     )
+    calibration: str | None = _flag(
+        "model", "path", None, metavar="FILE", shown="none",
+        help="quantize weights to 8 or 4 bits by this text: a text file, or a .jsonl file with a "
+        "`text`, `article` or `prompt` key; inputs that are large in it count for more",
+    )
     prompt: tuple[str, ...] = _flag(
         "input", "texts", (), metavar="TEXT", shown="synthetic prompts",
         help="a prompt as text; give it once for each prompt",

@@ -9,8 +9,9 @@ from flexgen_h2o.cli.run_config import RunConfig
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
-_ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity", "verify",
-          "device", "dtype", "offload_dir", "seed", "memory_limit", "device_memory_limit")
+_ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sparsity",
+          "calibration", "verify", "device", "dtype", "offload_dir", "seed", "memory_limit",
+          "device_memory_limit")
 
 
 def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from flexgen_h2o.cli.expert_counts import read_expert_counts
 from flexgen_h2o.cli.flags import GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.expert_choices import ExpertChoices
-from flexgen_h2o.config.formats import AUTO, CODED_BITS, CacheOptions
+from flexgen_h2o.config.formats import AUTO, CODED_BITS, WEIGHT_BITS, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
@@ -97,11 +97,12 @@ class RunConfig(RunFlags):
         if self.weight_cache != "auto" and self.no_weight_cache:
             raise UserError(f"give {self.called('weight_cache')} or "
                             f"{self.called('no_weight_cache')}, not both")
-        for name in ("weight_cache", "no_weight_cache", "activation_bits"):
+        for name, bits in (("weight_cache", (AUTO, *WEIGHT_BITS[1:])),
+                           ("no_weight_cache", (AUTO, *WEIGHT_BITS[1:])),
+                           ("activation_bits", (AUTO, *CODED_BITS)), ("calibration", CODED_BITS)):
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
-            if given and (stored == 16 or name == "activation_bits"
-                          and stored not in (AUTO, *CODED_BITS)):
+            if given and stored not in bits:
                 raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
                                 f"{self.called('weight_bits')} 4")
@@ -166,8 +167,8 @@ class RunConfig(RunFlags):
             raise UserError(f"--prompts must name a .txt or .jsonl file, got {self.prompts!r}")
         if self.no_log and self.log_file != RunConfig.log_file:
             raise UserError("give --log-file or --no-log, not both")
-        named = ("prompts", "config", "hardware", "expert_counts", "output", "csv", "trace",
-                 "count_experts", "log_file")
+        named = ("prompts", "calibration", "config", "hardware", "expert_counts", "output", "csv",
+                 "trace", "count_experts", "log_file")
         files = {**ratio_files, **{name: getattr(self, name) for name in named}}
         seen: dict[str, str] = {}
         for name, path in files.items():

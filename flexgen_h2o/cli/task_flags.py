@@ -18,8 +18,8 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
-          "weight_cache", "no_weight_cache", "cache_bits", "key_bits", "value_bits", "offload_dir",
-          "verify", "memory_limit", "device_memory_limit")
+          "weight_cache", "no_weight_cache", "calibration", "cache_bits", "key_bits", "value_bits",
+          "offload_dir", "verify", "memory_limit", "device_memory_limit")
 """Flags of `flex_opt` that say how a model runs, beside its name."""
 
 # Where what `flex_opt` says of a flag is not so here.

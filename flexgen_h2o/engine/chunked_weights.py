@@ -95,7 +95,7 @@ class ChunkedWeights:
         if self._checksums is not None:
             self._checksums.read(extent, buffer[place : place + extent.nbytes])
 
-    def _parts(self, parts: Sequence[Chunk | tuple[slice, Weight]]
+    def _parts(self, parts: Sequence[Chunk | tuple[slice, Weight]], x: torch.Tensor
                ) -> Iterator[tuple[slice, Weight]]:
         """The parts of a matrix, one after the other."""
         for part in parts:

@@ -18,6 +18,7 @@ from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.packs import Weight
 from flexgen_h2o.kernels.experts import ExpertTable, experts, most_rows
+from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.spec import ModelConfig
@@ -87,7 +88,9 @@ class ExpertProducts:
         table : callable, optional
             Gives a table that is kept, with all of these; the others that it has, no row chose.
         """
-        few = {number: w for number, w in group.items() if self._counts[number] <= self._most}
+        parts = isinstance(next(iter(group.values()))["down"], ChunkedMatrix)
+        most = 0 if parts else self._most  # the C++ library takes whole matrices
+        few = {number: w for number, w in group.items() if self._counts[number] <= most}
         if few:
             mine = self._arrived if table is None else table()
             if table is None:

@@ -37,6 +37,9 @@ class LoadOptions:
     weight_cache : str or path, optional
         Folder that keeps quantized weights for later runs; "auto": in the user's cache; None: they
         are quantized anew each time.
+    calibration : str or path, optional
+        Text file, or `.jsonl` file of texts under `text`, `article` or `prompt`, by which weights
+        of 8 or 4 bits are quantized (`engine.calibration`).
     verify : bool
         Hold each tensor of weights that is read from disk against a checksum, made when it was
         first read or written. What has changed ends the run with a `UserError` that names file and
@@ -76,6 +79,7 @@ class LoadOptions:
     value_bits: int | None = None
     attn_sparsity: float = 1.0
     weight_cache: str | os.PathLike | None = "auto"
+    calibration: str | os.PathLike | None = None
     verify: bool = False
     generation_config: bool = True
     seed: int = 0

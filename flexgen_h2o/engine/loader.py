@@ -49,7 +49,7 @@ from flexgen_h2o.models.generation_config import GenerationDefaults, read_genera
 from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf_config import make_alike
 from flexgen_h2o.models.gguf_header import GgufHeader, read_header
-from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached, tag
 from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
 from flexgen_h2o.models.spec import (
     ModelConfig,
@@ -104,6 +104,10 @@ class Source:
         The options that keep the codes of `gguf`.
     on_gpu : bool
         Whether a GPU computes.
+    calibration : str
+        The key of the text by which weights are quantized; empty for none.
+    measure : callable, optional
+        Returns the importance of each matrix's inputs in this text, by canonical name.
     """
 
     config: ModelConfig
@@ -118,6 +122,8 @@ class Source:
     quantization: Quantization | None = None
     codes: WeightOptions = WeightOptions()
     on_gpu: bool = False
+    calibration: str = ""
+    measure: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
     @cached_property
     def form(self) -> WeightFormat:
@@ -184,17 +190,27 @@ class Source:
             checkpoint = QuantizingCheckpoint(checkpoint, names, self.form)
             if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
                 checkpoint = cached(checkpoint, self._files, keep=_weight_cache(weight_cache),
-                                    title=self._title, progress=progress)
+                                    title=self._title, calibration=self.calibration,
+                                    measure=self.measure, progress=progress)
+            elif self.measure is not None:
+                checkpoint.importance = self.measure()
             return checkpoint, {name: name for name in specs}
         if self.dummy:
             return checkpoint, names
-        if on_disk and not all(self._direct(checkpoint, n) for n in names.values()):
+        if (on_disk and self.gguf is None
+                and not all(self._direct(checkpoint, n) for n in names.values())):
             checkpoint.close()
             dtype = str(self.dtype).removeprefix("torch.")
             folder = converted_folder(self.folder, dtype, progress=progress,
                                       views=_views(self.config))
             checkpoint, names = self._resolve(specs, folder)
         return checkpoint, names
+
+    def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
+        """Return True if the weight cache has the weights in 8 or 4 bits."""
+        return weight_cache is not None and kept_folder(
+            self._files, tag(self.form, self.calibration), self._title,
+            _weight_cache(weight_cache)).is_dir()
 
     @property
     def _files(self) -> list[Path]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.loader import Source, find
 from flexgen_h2o.engine.orders import Orders
@@ -75,11 +76,13 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     check_halves(source.config, policy)
     check_experts(source.config, policy)
     prompts = Prompts(source, given.name, h2o)
+    if load.calibration is not None:
+        calibrate(source, prompts, opened, settings)
     workload = _expected(prompts, load, longest_prompt(source.config, h2o))
     seat = orders.seat(
         source.config, policy, opened, bounds=load.bounds, workload=workload,
         form=f"{source.config}, {source.dtype}, {weight_bits} bits, {load.activation_bits} of "
-        f"activations, {cache}, {policy}")
+        f"activations, calibration {source.calibration or None}, {cache}, {policy}")
     if seat is not None:
         workload = seat.workload
         settings = replace(settings, cache=replace(cache, h2o=seat.stage.h2o(cache.h2o)))

@@ -104,6 +104,29 @@ class Prompts:
             raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
                             f"{self._config.vocab_size}")
 
+    def windows(self, text: str, what: str, *, count: int, length: int) -> list[list[int]]:
+        """Cut the beginning of a text into sequences of tokens, each with BOS in front where the
+        tokenizer puts it there.
+
+        Parameters
+        ----------
+        text : str
+        what : str
+            How errors call it.
+        count, length : int
+            The most sequences, and the most tokens of each.
+        """
+        check_text(what, text)
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here, and {what} is text: leave it out")
+        length = min(length, self._config.max_positions)
+        bos = self.tokenizer.bos_token_id
+        front = [] if bos is None or self._ids("", True)[:1] != [bos] else [bos]
+        ids = self._ids(text[: 4 * _CHARACTERS * count * length], special=False)
+        step = length - len(front)
+        starts = range(0, min(len(ids), count * step), step)
+        return [self.encode(front + ids[start : start + step], what) for start in starts]
+
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
         """Token ids of a prompt that leaves room for so many new tokens, with the tokenizer's

@@ -222,6 +222,7 @@ class WeightStore:
             for pack, host in embed.host:
                 if table in pack.places:
                     held = pack.views(host, embed.specs, self._form)[table]
+                    source = host[pack.places[table] :][: self._bytes(spec)]
             if held is None:
                 continue
             self._tables[table] = held
@@ -229,9 +230,7 @@ class WeightStore:
                 if table in embed.resident:
                     head.resident[name] = held
                 else:
-                    data = held.data if isinstance(held, QuantizedMatrix) else held
-                    source = data.view(-1).view(torch.uint8)
-                    head.host.append((Pack(data.nbytes, {name: 0}), source))
+                    head.host.append((Pack(len(source), {name: 0}), source))
 
     def _load_cuts(self) -> None:
         """Read the parts of matrices that stay in memory, and make ready for those that come."""

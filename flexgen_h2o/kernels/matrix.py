@@ -58,13 +58,14 @@ class ChunkedMatrix:
     Attributes
     ----------
     shape : (outputs, inputs)
-    parts : callable () -> iterator of (slice, Tensor or QuantizedMatrix)
+    parts : callable (x) -> iterator of (slice, Tensor or QuantizedMatrix)
         Every output once, some at a time and in order: which ones, and the weight [those, inputs].
-        A part is good until the next one is asked for, and its product has to be done by then.
+        x [rows, inputs] is what the parts are multiplied with. A part is good until the next one
+        is asked for, and its product has to be done by then.
     """
 
     shape: tuple[int, int]
-    parts: Callable[[], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
+    parts: Callable[[Tensor], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -126,7 +126,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
     """
     if isinstance(weight, ChunkedMatrix):
         out = x.new_empty((len(x), len(weight))) if out is None else out
-        for outputs, part in weight.parts():
+        for outputs, part in weight.parts(x):
             linear(x, part, None if bias is None else bias[outputs], out=out[:, outputs])
         return out
     function = _own_product(x, weight)
@@ -147,7 +147,7 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
     if isinstance(weight, ChunkedMatrix):
-        for outputs, part in weight.parts():
+        for outputs, part in weight.parts(x):
             add_linear_(residual[:, outputs], x, part, None if bias is None else bias[outputs])
         return residual
     function = _own_product(x, weight)

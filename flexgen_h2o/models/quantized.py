@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,10 +40,16 @@ class QuantizingCheckpoint(Checkpoint):
         Canonical names, which this checkpoint goes by, to those of `inner`.
     form : WeightFormat
         What it gives; an attribute, too.
+
+    Attributes
+    ----------
+    importance : mapping of str to float32 Tensor [inputs]
+        By canonical name: as of `ops.quantize_matrix`. Others are quantized without.
     """
 
     def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat):
         self.source, self.form = inner.source, form
+        self.importance: Mapping[str, Tensor] = {}
         self._inner, self._names = inner, dict(names)
         self._mine = threading.local()
         self._disk = Disk()
@@ -66,7 +72,8 @@ class QuantizingCheckpoint(Checkpoint):
             self._inner.read(own, out)
         elif not self._inner.keep(own, layout, out):
             # The same size, and a perplexity closer to the original's: see benchmarks/results.
-            ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out)
+            ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out,
+                                importance=self.importance.get(name))
 
     def _matrix(self, own: str, info: TensorInfo) -> Tensor:
         """A matrix of the other checkpoint, good until this thread asks for the next one."""
@@ -91,6 +98,7 @@ class QuantizingCheckpoint(Checkpoint):
 
 
 def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: Keep, title: str,
+           calibration: str = "", measure: Callable[[], Mapping[str, Tensor]] | None = None,
            progress: ByteProgress | None = None) -> Checkpoint:
     """A checkpoint's quantized tensors from the weight cache, where they are put first if need be.
 
@@ -107,6 +115,10 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
         Where the cache is.
     title : str
         For people who look into it.
+    calibration : str
+        The key of the calibration text, which is part of the cache's key; empty for none.
+    measure : callable, optional
+        Returns the checkpoint's `importance`. Called if there is something to quantize.
     progress : callable, optional
         Called with (bytes done, bytes in all) while tensors are quantized.
 
@@ -116,24 +128,29 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
         The checkpoint cannot be read, or the cache cannot be written.
     """
     def build(folder: Path) -> None:
+        if measure is not None:
+            checkpoint.importance = measure()
         layout = _layout(checkpoint)
         write_weights(folder, layout, _chunks(checkpoint, layout), keep=keep, progress=progress)
 
-    form = checkpoint.form
-    dtype = str(form.dtype).removeprefix("torch.")
-    options = form.options
-    what = AUTO
-    if options.asked_bits != AUTO:
-        what = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
-                + ("-mixed" if options.kept else ""))
-    tag = f"{what}-{dtype}-v{_VERSION}"
     with checkpoint:
-        folder = build_once(sources, tag, title, build, keep=keep)
+        folder = build_once(sources, tag(checkpoint.form, calibration), title, build, keep=keep)
     try:
         return SafetensorsCheckpoint(folder)
     except UserError as error:
         raise UserError(f"the weight cache is damaged: remove {folder}, and it is made anew "
                         f"({error})") from error
+
+
+def tag(form: WeightFormat, calibration: str) -> str:
+    """Return what `cached` adds to the identity of the files in its key."""
+    dtype = str(form.dtype).removeprefix("torch.")
+    options, what = form.options, AUTO
+    if options.asked_bits != AUTO:
+        what = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
+                + ("-mixed" if options.kept else ""))
+    by = calibration and f"-{calibration}"
+    return f"{what}-{dtype}{by}-v{_VERSION}"
 
 
 def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -340,6 +340,12 @@ def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
     ({"weight_bits": 4, "no_weight_cache": "dir"}, "--no-weight-cache must be true or false"),
     ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
      "give --weight-cache or --no-weight-cache, not both"),
+    ({"weight_bits": 12, "calibration": "text.txt"},
+     "--calibration has no effect on weights of 12 bits: use --weight-bits 4"),
+    ({"model": "some.gguf", "calibration": "text.txt"},
+     "--calibration has no effect on weights of auto bits: use --weight-bits 4"),
+    ({"weight_bits": 4, "calibration": "text.txt", "prompts": "text.txt"},
+     "--prompts and --calibration name the same file"),
 ])
 def test_weight_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match=match)
@@ -347,7 +353,7 @@ def test_weight_refusals(values, match):
 
 @pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
 @pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True},
-                                    {"activation_bits": 8}])
+                                    {"activation_bits": 8}, {"calibration": "text.txt"}])
 def test_what_weights_that_are_not_quantized_have_no_use_for_is_refused(plain, values):
     flag = "--" + next(iter(values)).replace("_", "-")
     refused(lambda: RunConfig(**plain, **values),

@@ -36,6 +36,7 @@ FIELDS = [
     ({"weight_bits": 4, "activation_bits": 8}, "activation_bits", 8),
     ({"weight_bits": 4, "weight_cache": "kept"}, "weight_cache", "kept"),
     ({"weight_bits": 4, "no_weight_cache": True}, "weight_cache", None),
+    ({"weight_bits": 8, "calibration": "text.txt"}, "calibration", "text.txt"),
     ({"cache_bits": 4}, "cache_bits", 4),
     ({"cache_bits": 4, "key_bits": 8}, "key_bits", 8),
     ({"cache_bits": 8, "value_bits": 4}, "value_bits", 4),

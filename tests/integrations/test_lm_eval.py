@@ -504,6 +504,7 @@ def test_bad_arguments_answer_in_their_own_words(given, said):
 VALUES = {
     "path": "x", "device": "cpu", "dtype": "float16", "compress_weight": True, "weight_bits": 8,
     "activation_bits": (8, {"weight_bits": 4}),
+    "calibration": ("text.txt", {"weight_bits": 4}),
     "weight_cache": ("w", {"weight_bits": 4}), "no_weight_cache": (True, {"weight_bits": 4}),
     "gpu_batch_size": 7, "num_gpu_batches": 3, "percent": "0/100/50/50", "overlap": False,
     "pin_weight": False, "cpu_cache_compute": True, "sep_layer": True, "offload_dir": "o",

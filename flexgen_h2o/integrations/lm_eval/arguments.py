@@ -18,8 +18,8 @@ from flexgen_h2o.errors import UserError
 
 FLAGS = (
     "path", "device", "dtype", "compress_weight", "weight_bits", "activation_bits", "weight_cache",
-    "no_weight_cache", "gpu_batch_size", "num_gpu_batches", "percent", "overlap", "pin_weight",
-    "cpu_cache_compute", "sep_layer", "offload_dir", "verify", "memory_limit",
+    "no_weight_cache", "calibration", "gpu_batch_size", "num_gpu_batches", "percent", "overlap",
+    "pin_weight", "cpu_cache_compute", "sep_layer", "offload_dir", "verify", "memory_limit",
     "device_memory_limit", "eviction", "expert_percent", "expert_slots", "cpu_expert_compute",
     "expert_counts", "hh_ratio", "recent_ratio", "budget_of", "recall", "index_bits",
     "fetch_chosen", "fast_set", "num_heavy_hitter_tokens", "num_window_length", "hh_all",

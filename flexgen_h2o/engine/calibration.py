@@ -1,0 +1,219 @@
+"""Calibration of quantized weights: the mean square of each matrix's inputs over a text.
+
+The model runs once in 16 bits over the text. Quantization then weighs the error of each input by
+its mean square, as llama.cpp does with an importance matrix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexgen_h2o.cache.stand_ins import UncachedAttention
+from flexgen_h2o.config.formats import CODED_BITS, CacheOptions, WeightOptions
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.loader import Source
+from flexgen_h2o.engine.runner import Runner, RunnerSettings
+from flexgen_h2o.engine.sinks import Scoring
+from flexgen_h2o.engine.tokenization import Prompts
+from flexgen_h2o.engine.workspace import WorkspaceSize
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import unwrap
+from flexgen_h2o.files.readers import json_records, read_text
+from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.models.spec import TensorSpec
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.storage.free_memory import free_memory
+from flexgen_h2o.storage.tiers import Device
+
+SEQUENCES, LENGTH = 16, 512
+"""The most sequences of the text that are run, and the most tokens of each."""
+
+FEWEST_TOKENS = 128
+"""A text of fewer tokens is refused."""
+
+_BATCH = 4  # sequences; more than one batch to a block, so that layers come whole from disk
+_BESIDE = 2 << 30  # bytes of memory that the pass needs beside the weights
+_KEYS = ("text", "article", "prompt")
+_VERSION = 1  # raise it when the importance changes: it is then measured again
+
+
+def calibrate(source: Source, prompts: Prompts, device: Device, settings: RunnerSettings) -> None:
+    """Let a source's weights be quantized by the calibration text of the settings.
+
+    The text is read here, and the model runs over it when its weights are quantized.
+
+    Raises
+    ------
+    UserError
+        The text cannot be read or is too short, no weights are quantized, or several ranks would
+        have to quantize them.
+    """
+    load, bits = settings.load, source.bits
+    if bits not in CODED_BITS:
+        raise UserError(f"calibration has no effect on weights of {bits} bits: "
+                        f"{'add' if bits == 16 else 'use'} weight_bits 4")
+    if source.dummy:
+        raise UserError("calibration has no effect on random weights: leave it out")
+    path = os.path.expanduser(load.calibration)
+    sequences = prompts.windows(_read(path), "calibration", count=SEQUENCES, length=LENGTH)
+    tokens = sum(map(len, sequences))
+    if tokens < FEWEST_TOKENS:
+        raise UserError(f"calibration {path} has {tokens} tokens: give a text of at least "
+                        f"{FEWEST_TOKENS}, better of {SEQUENCES * LENGTH}")
+    key = json.dumps([_VERSION, sequences]).encode()
+    source.calibration = hashlib.sha256(key).hexdigest()[:16]
+    if load.pipeline is not None and not source.is_cached(load.weight_cache):
+        raise UserError("calibration runs on one rank: load the model once without a pipeline, "
+                        "with the same calibration, weight_bits, dtype and weight_cache, then "
+                        "start the ranks")
+    source.measure = partial(_importance, source, sequences, device, settings)
+
+
+def _read(path: str) -> str:
+    """Read the text of a file, or all texts of a .jsonl file as one."""
+    if not path.endswith(".jsonl"):
+        return read_text("calibration", path, if_empty="is empty: give a text")
+    texts = []
+    for number, record in json_records("calibration", path, if_empty="is empty: give texts"):
+        found = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
+        text = next((text for text in found if isinstance(text, str) and text.strip()), None)
+        if text is None:
+            raise UserError(f"calibration {path} line {number} has no text under any of the keys "
+                            f"{', '.join(_KEYS)}")
+        texts.append(unwrap(text))
+    return "\n\n".join(texts)
+
+
+def _importance(source: Source, sequences: Sequence[list[int]], device: Device,
+                settings: RunnerSettings) -> dict[str, Tensor]:
+    """Return the mean square of the inputs of each matrix, float32 [inputs], by canonical name."""
+    plain = replace(source, bits=16, activation_bits=16, quantization=None, codes=WeightOptions(),
+                    calibration="", measure=None)
+    specs = _matrices(source)
+    found = plain.kept_constants(partial(_measure, plain, specs, sequences, device, settings),
+                                 f"importance-{source.calibration}", settings.load.weight_cache)
+    parts = torch.from_numpy(found).split([spec.shape[1] for spec in specs])
+    return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
+
+
+def _matrices(source: Source) -> list[TensorSpec]:
+    """Return the quantized matrices that products read: all but tables, unless the head is one."""
+    weights = source.weights
+    projections = {short: spec for short, spec in weights.embed.items()
+                   if short not in weights.tables}
+    groups = chain([projections], weights.layers, chain.from_iterable(weights.experts),
+                   [weights.head])
+    specs = {spec.name: spec for group in groups for spec in group.values()}
+    return [spec for spec in specs.values() if source.form.layout(spec) is not None]
+
+
+def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
+             device: Device, settings: RunnerSettings) -> np.ndarray:
+    """Run a source in 16 bits and return the mean squares of all matrices one after the other."""
+    squares = _InputSquares()
+    source.form = _MeasuringFormat(source.dtype, squares=squares,
+                                   names=frozenset(spec.name for spec in specs))
+    policy = Policy(_BATCH, max(2, -(-len(sequences) // _BATCH)),
+                    weights=_placement(source, device, settings),
+                    overlap=settings.policy.overlap, pin_weight=settings.policy.pin_weight)
+    runner = Runner(source, device, replace(settings, policy=policy, cache=CacheOptions(),
+                                            load=replace(settings.load, trace=None)))
+    with ExitStack() as opened:
+        runner.load(opened)
+        queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
+                             shares=False)
+        size = WorkspaceSize.of(queue, None, source.config.num_layers)
+        sink = Scoring({key: [*ids[1:], ids[0]] for key, ids in enumerate(sequences)})
+        cache = UncachedAttention(source.config.form)
+        with closing(runner.workspace(size, cache)) as workspace:
+            runner.run(workspace, queue.next(), sink)  # logits of every row: the head counts all
+    squares.fill_experts(source)
+    return np.concatenate([squares.mean(spec.name) for spec in specs])
+
+
+def _placement(source: Source, device: Device, settings: RunnerSettings) -> Placement:
+    """Return where the weights fit: the fastest memory, host memory or else the disk."""
+    load, names = settings.load, {}
+    for group in source.weights.groups():
+        names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
+    limits = free_memory(settings.offload_dir, device.free_bytes()).within(
+        cpu=load.memory_limit, gpu=load.device_memory_limit)
+    needed = sum(names.values()) + _BESIDE
+    if device.separate and needed < limits.gpu_bytes or (
+            not device.separate and needed < limits.cpu_bytes):
+        return Placement(100, 0, 0)
+    return Placement(0, 100, 0) if needed < limits.cpu_bytes else Placement(0, 0, 100)
+
+
+class _InputSquares:
+    """Sums of the squares of matrices' inputs over rows."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._rows: Counter[str] = Counter()
+
+    def parts(self, name: str, weight: Tensor, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Count the inputs x [rows, inputs] of a matrix, which is one part; see `ChunkedMatrix`."""
+        squares = x.float().square().sum(0)
+        self._sums[name] = self._sums[name] + squares if name in self._sums else squares
+        self._rows[name] += len(x)
+        yield slice(0, len(weight)), weight
+
+    def mean(self, name: str) -> np.ndarray:
+        """Return the mean square of each input of a matrix, float32 [inputs]."""
+        return (self._sums[name] / self._rows[name]).cpu().numpy()
+
+    def fill_experts(self, source: Source) -> None:
+        """Give each expert that had no rows the sums of all experts of its layer."""
+        for layer in source.weights.experts:
+            for short in layer[0] if layer else ():
+                names = [specs[short].name for specs in layer]
+                had = [name for name in names if self._rows[name]]
+                for name in names if had else ():
+                    if not self._rows[name]:
+                        self._sums[name] = torch.stack([self._sums[each] for each in had]).sum(0)
+                        self._rows[name] = sum(self._rows[each] for each in had)
+
+
+@dataclass(frozen=True)
+class _MeasuredMatrix(ChunkedMatrix):
+    """A matrix in memory whose inputs are counted; a tied head is a lookup table, too."""
+
+    weight: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        return self.weight[rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MeasuringFormat(WeightFormat):
+    """A format in 16 bits whose matrices of these names count their inputs."""
+
+    squares: _InputSquares
+    names: Collection[str]
+
+    def view(self, buffer: Tensor, offset: int, spec: TensorSpec) -> Any:
+        weight = super().view(buffer, offset, spec)
+        if spec.name not in self.names:
+            return weight
+        return _MeasuredMatrix(tuple(weight.shape), partial(self.squares.parts, spec.name, weight),
+                               weight)
