@@ -97,12 +97,13 @@ class RunConfig(RunFlags):
         if self.weight_cache != "auto" and self.no_weight_cache:
             raise UserError(f"give {self.called('weight_cache')} or "
                             f"{self.called('no_weight_cache')}, not both")
-        for name, bits in (("weight_cache", (AUTO, *WEIGHT_BITS[1:])),
-                           ("no_weight_cache", (AUTO, *WEIGHT_BITS[1:])),
-                           ("activation_bits", (AUTO, *CODED_BITS)), ("calibration", CODED_BITS)):
+        quantized: tuple[int | str, ...] = (AUTO, *WEIGHT_BITS[1:])
+        takes = {"weight_cache": quantized, "no_weight_cache": quantized,
+                 "activation_bits": (AUTO, *CODED_BITS), "calibration": CODED_BITS}
+        for name, possible in takes.items():
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
-            if given and stored not in bits:
+            if given and stored not in possible:
                 raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
                                 f"{self.called('weight_bits')} 4")

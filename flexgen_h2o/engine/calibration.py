@@ -25,7 +25,7 @@ from flexgen_h2o.cache.stand_ins import UncachedAttention
 from flexgen_h2o.config.formats import CODED_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.loader import Source
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.sinks import Scoring
@@ -127,7 +127,8 @@ def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[li
     """Run a source in 16 bits and return the mean squares of all matrices one after the other."""
     squares = _InputSquares()
     source.form = _MeasuringFormat(source.dtype, squares=squares,
-                                   names=frozenset(spec.name for spec in specs))
+                                   names=frozenset(spec.name for spec in specs),
+                                   head=source.weights.head["lm_head"].name)
     policy = Policy(_BATCH, max(2, -(-len(sequences) // _BATCH)),
                     weights=_placement(source, device, settings),
                     overlap=settings.policy.overlap, pin_weight=settings.policy.pin_weight)
@@ -138,12 +139,16 @@ def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[li
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
                              shares=False)
         size = WorkspaceSize.of(queue, None, source.config.num_layers)
-        sink = Scoring({key: [*ids[1:], ids[0]] for key, ids in enumerate(sequences)})
+        sink = _EveryRow(dict(enumerate(sequences)))
         cache = UncachedAttention(source.config.form)
         with closing(runner.workspace(size, cache)) as workspace:
-            runner.run(workspace, queue.next(), sink)  # logits of every row: the head counts all
+            runner.run(workspace, queue.next(), sink)
     squares.fill_experts(source)
-    return np.concatenate([squares.mean(spec.name) for spec in specs])
+    means = np.concatenate([squares.mean(spec.name) for spec in specs])
+    if not np.isfinite(means).all():
+        raise UserError(f"activations of {settings.name} are not finite in the calibration: its "
+                        "weights are damaged, or too large for this dtype (try another --dtype)")
+    return means
 
 
 def _placement(source: Source, device: Device, settings: RunnerSettings) -> Placement:
@@ -167,12 +172,13 @@ class _InputSquares:
         self._sums: dict[str, Tensor] = {}
         self._rows: Counter[str] = Counter()
 
-    def parts(self, name: str, weight: Tensor, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Count the inputs x [rows, inputs] of a matrix, which is one part; see `ChunkedMatrix`."""
+    def parts(self, name: str, parts: Sequence[tuple[slice, Tensor]], x: Tensor
+              ) -> Iterator[tuple[slice, Tensor]]:
+        """Count the inputs x [rows, inputs] of a matrix; see `ChunkedMatrix`."""
         squares = x.float().square().sum(0)
         self._sums[name] = self._sums[name] + squares if name in self._sums else squares
         self._rows[name] += len(x)
-        yield slice(0, len(weight)), weight
+        yield from parts
 
     def mean(self, name: str) -> np.ndarray:
         """Return the mean square of each input of a matrix, float32 [inputs]."""
@@ -206,14 +212,27 @@ class _MeasuredMatrix(ChunkedMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuringFormat(WeightFormat):
-    """A format in 16 bits whose matrices of these names count their inputs."""
+    """A format in 16 bits whose matrices of these names count their inputs.
+
+    The head has no outputs, as nothing needs logits.
+    """
 
     squares: _InputSquares
     names: Collection[str]
+    head: str
 
     def view(self, buffer: Tensor, offset: int, spec: TensorSpec) -> Any:
         weight = super().view(buffer, offset, spec)
         if spec.name not in self.names:
             return weight
-        return _MeasuredMatrix(tuple(weight.shape), partial(self.squares.parts, spec.name, weight),
-                               weight)
+        outputs = 0 if spec.name == self.head else len(weight)
+        parts = [(slice(0, outputs), weight)] if outputs else []
+        return _MeasuredMatrix((outputs, weight.shape[1]),
+                               partial(self.squares.parts, spec.name, parts), weight)
+
+
+class _EveryRow(Scoring):
+    """A sink that asks for logits of every row, so that the head counts all, and reads none."""
+
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
+        return torch.zeros(len(logits), self.width)

@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 from inside import source_of
+from safetensors.torch import load_file, save_file
 from word_models import WORDS, with_words
 
 from flexgen_h2o import LLM, Policy
@@ -263,6 +264,15 @@ def test_texts_that_are_refused(tiny_model, tmp_path, name, content, message):
 def test_a_model_without_a_tokenizer_is_refused(tiny_model, text):
     with pytest.raises(UserError, match="has no tokenizer here, and calibration is text"):
         load(tiny_model("llama").folder, text)
+
+
+def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text):
+    folder = with_words(tiny_model("llama").folder, tmp_path / "model")
+    tensors = load_file(f"{folder}/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"].fill_(1e30)
+    save_file(tensors, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="activations of .* are not finite in the calibration"):
+        load(folder, text)
 
 
 def test_several_ranks_take_weights_that_are_quantized_already(tiny_model, tmp_path, text):

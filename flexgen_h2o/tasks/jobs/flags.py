@@ -31,8 +31,8 @@ _FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
 _IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
          "ray", "ray_address", "replicas", "data_parallel")
 """Flags that say nothing of a dry run."""
-DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "cache_bits",
-            "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template",
+DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
+            "cache_bits", "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template",
             "no_generation_config", "request_defaults")
 _FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos", "chat_template_kwargs")
 """Flags that are fields of `request_defaults`."""
@@ -216,7 +216,9 @@ class BatchOptions:
     def settings(self, run: RunConfig) -> dict[str, object]:
         """The settings to keep beside the results, as plain YAML values: `DECIDING`, and some of
         `run`, which is as it was planned."""
-        h2o, template, cache = run.h2o(), self.template, run.cache()
+        h2o, cache = run.h2o(), run.cache()
+        calibration = run.calibration and read_text("--calibration", run.calibration,
+                                                    if_empty="is empty: give a text")
         return {
             **{name: getattr(run, name) for name in
                ("model", "path", "dtype", "activation_bits", "attn_sparsity", "gen_len", "seed",
@@ -233,8 +235,13 @@ class BatchOptions:
             "temperature": self.temperature, "input": self.input,
             # Through JSON, as YAML reads tuples as lists.
             "request_defaults": json.loads(json.dumps(self.request_fields)),
-            "chat_template": template and hashlib.sha256(template.encode()).hexdigest()[:16],
+            "chat_template": _digest(self.template), "calibration": _digest(calibration),
         }
+
+
+def _digest(text: str | None) -> str | None:
+    """Return a short hash of a text; of None or an empty one, itself."""
+    return text and hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
