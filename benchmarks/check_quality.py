@@ -41,6 +41,7 @@ from flexgen_h2o.metrics.statistics import against
 from flexgen_h2o.metrics.text import aligned
 
 TEXTS = "benchmarks/data/articles.jsonl"
+CALIBRATION = "docs/quickstart.md"  # no text that is scored
 SCORED = 256
 LENGTHS = {"short": 2 * SCORED, "long": 4096}
 LONG_TEXTS = 6
@@ -111,6 +112,8 @@ def modes() -> list[Mode]:
         Mode("weights-auto", {"weight_bits": "auto"}, {"full": 1.003}),
         Mode("weights-8", {"weight_bits": 8}, {"full": 1.003}),
         Mode("weights-4", {"weight_bits": 4}),
+        Mode("weights-4-calibrated", {"weight_bits": 4, "calibration": CALIBRATION},
+             {"weights-4": NOISE}),
         Mode("weights-4-activations-8", {"weight_bits": 4, "activation_bits": 8},
              {"weights-4": 1.01}),
         Mode("cache-8", {"cache_bits": 8}, {"full": 1.003}, long=True),

@@ -46,7 +46,7 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
     """Return the options of 4-bit weights: 6 bits for the matrices whose error costs most.
 
     These are the head, value and output projections of attention, and the down projections of the
-    first and the last eighth of the layers: about 5 bits a weight, as llama.cpp's Q4_K_M, whose
+    first and the last sixth of the layers: about 5 bits a weight, as llama.cpp's Q4_K_M, whose
     choice costs more perplexity (measured on Qwen2.5-Coder-1.5B).
 
     Parameters
@@ -64,7 +64,7 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
         weights, count = model.weights, model.num_layers
         yield from ((spec, False) for spec in weights.embed.values())
         for number, layer in enumerate(weights.layers):
-            outer = not count // 8 <= number < count - count // 8
+            outer = not count // 6 <= number < count - count // 6
             experts = weights.experts[number] if weights.experts else ()
             for specs in (layer, *experts):
                 yield from ((spec, name in _SENSITIVE or outer and name in _DOWN)
