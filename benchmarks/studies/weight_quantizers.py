@@ -1,0 +1,128 @@
+"""Loss of 4-bit weights from one 16-bit source: this engine's quantizer, and llama.cpp's Q4_K_M.
+
+    python benchmarks/studies/weight_quantizers.py FOLDER --like FILE.gguf --csv rows.csv
+
+FOLDER holds the source: a Hugging Face model in safetensors. FILE is any GGUF file of the same
+shape: its metadata and tensor names go into the file that llama.cpp quantizes. All are scored on
+the articles of `check_quality.py`, by the same engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flexgen_h2o import LLM, Policy
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import read_articles
+from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.metrics.provenance import cpu_model, origin
+from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
+from flexgen_h2o.models.gguf_header import read_header
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import check_quality as gate
+
+COLUMNS = ("date", "version", "commit", "host", "cpu", "source", "weights", "bits_per_weight",
+           "scored_tokens", "loss_nats", "loss_low", "loss_high", "kl_nats", "top1_agreement")
+
+
+def write_source(folder: Path, like: Path, out: Path) -> None:
+    """Write the source as a GGUF file in BF16, with the metadata of another one."""
+    from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+
+    reader = GGUFReader(like)
+    writer = GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        writer.add_key_value(name, field.contents(), kind,
+                             field.types[-1] if kind == GGUFValueType.ARRAY else None)
+    hub_names = {tensor.name: hub for hub, tensor in
+                 GgufCheckpoint(read_header(like))._tensors.items()}
+    with open_checkpoint(folder) as checkpoint:
+        for tensor in reader.tensors:
+            values = torch.empty(checkpoint.info(hub_names[tensor.name]).shape)
+            checkpoint.read(hub_names[tensor.name], values)
+            if values.dim() == 1:
+                writer.add_tensor(tensor.name, values.numpy())
+            else:
+                writer.add_tensor(tensor.name,
+                                  values.bfloat16().view(torch.uint8).numpy().astype(np.uint8),
+                                  raw_dtype=GGMLQuantizationType.BF16)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    writer.close()
+
+
+def quantize_by_llama_cpp(source: Path, out: Path) -> None:
+    """Quantize a GGUF file to Q4_K_M. Raises `UserError` if llama.cpp cannot."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, torch.get_num_threads()
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(out).encode(), params):
+        raise UserError(f"llama.cpp could not quantize {source}: see its message above")
+
+
+@exit_status
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="folder of a 16-bit model")
+    parser.add_argument("--like", type=Path, required=True, help="a .gguf file of the same shape")
+    parser.add_argument("--articles", type=int, default=24)
+    parser.add_argument("--csv", default="benchmarks/results/weight_quantizers.csv")
+    args = parser.parse_args()
+    texts, rows = read_articles(gate.TEXTS), RowsFile(args.csv, COLUMNS)
+    reference, full = gate.Distributions(args.articles), []
+
+    def score(model: str, **options) -> tuple[list, float]:
+        compare = reference.compare if full else reference.keep
+        with LLM(model, policy=Policy(gpu_batch_size=8), dtype="bfloat16", progress=False,
+                 **options) as llm:
+            ids = gate.texts_of(llm, texts, "short", args.articles)
+            scored = llm.score([(each[: gate.SCORED], each[gate.SCORED :]) for each in ids],
+                               on_logits=compare)
+            return ([each.log_probs for each in scored],
+                    8 * llm.stats.weight_bytes / llm.stats.num_parameters)
+
+    with keeping(rows), tempfile.TemporaryDirectory(dir=".") as scratch:
+        plain, quantized = Path(scratch) / "source.gguf", Path(scratch) / "q4_k_m.gguf"
+        write_source(args.source, args.like, plain)
+        quantize_by_llama_cpp(plain, quantized)
+        tensors = read_header(quantized).tensors.values()
+        file_bits = 8 * sum(
+            int(np.prod(tensor.shape)) // tensor.kind.elements * tensor.kind.nbytes
+            for tensor in tensors) / sum(int(np.prod(tensor.shape)) for tensor in tensors)
+        full += score(str(args.source), weight_bits=16)[0]
+        four = {"weight_bits": 4, "weight_cache": None}
+        for name, model, options in (
+                ("Q4_K_M of llama.cpp", str(quantized), {"weight_bits": "auto"}),
+                ("4 bits", str(args.source), four),
+                ("4 bits, calibrated", str(args.source), four | {"calibration": gate.CALIBRATION})):
+            log_probs, bits = score(model, **options)
+            loss = against(log_probs, full)
+            row = {**origin(), "cpu": cpu_model(), "source": args.source.name, "weights": name,
+                   "bits_per_weight": file_bits if model == str(quantized) else bits,
+                   "scored_tokens": args.articles * gate.SCORED, "loss_nats": loss["delta_nats"],
+                   "loss_low": loss["delta_nats_low"], "loss_high": loss["delta_nats_high"],
+                   "kl_nats": reference.kl.mean().item(),
+                   "top1_agreement": reference.agrees.mean().item()}
+            rows.write(row)
+            print(*(f"{value:.4g}" if isinstance(value, float) else value
+                    for value in row.values()), sep="  ", flush=True)
+        rows.finish()
+
+
+if __name__ == "__main__":
+    main()
