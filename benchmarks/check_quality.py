@@ -111,7 +111,7 @@ def modes() -> list[Mode]:
         # 0.003 nats: what the order of sums adds to values that are the file's own.
         Mode("weights-auto", {"weight_bits": "auto"}, {"full": 1.003}),
         Mode("weights-8", {"weight_bits": 8}, {"full": 1.003}),
-        Mode("weights-4", {"weight_bits": 4}),
+        Mode("weights-4", {"weight_bits": 4}, {"full": {QWEN: 1.01, GEMMA: 1.08, SMOLLM2: 1.025}}),
         Mode("weights-4-calibrated", {"weight_bits": 4, "calibration": CALIBRATION},
              {"weights-4": NOISE}),
         Mode("weights-4-activations-8", {"weight_bits": 4, "activation_bits": 8},
@@ -128,7 +128,8 @@ def modes() -> list[Mode]:
         Mode("recall-5", {"h2o": h2o(5, recall=True)}, {"h2o-5": NOISE}, long=True),
         Mode("recall-20-index-2", {"h2o": h2o(20, recall=True, index_bits=2)},
              {"full": {SMOLLM2: 1.08}, "h2o-20": NOISE}, long=True),
-        Mode("headline", {"h2o": h2o(20), "weight_bits": 4, "activation_bits": 8, "cache_bits": 4}),
+        Mode("headline", {"h2o": h2o(20), "weight_bits": 4, "activation_bits": 8, "cache_bits": 4},
+             {"h2o-20": {QWEN: 1.02, GEMMA: 1.12, SMOLLM2: 1.06}}),
     ]
 
 

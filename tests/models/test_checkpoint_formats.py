@@ -26,8 +26,10 @@ from flexgen_h2o.models.checkpoint_formats import dequantizing
 from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import QuantizingCheckpoint
+from flexgen_h2o.models.spec import from_transformers, read_config
 from flexgen_h2o.models.stacked import StackedCheckpoint, View
 from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.weight_options import weight_options
 
 NEW = 8
 
@@ -165,7 +167,9 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     whole = ops.quantize_matrix
     monkeypatch.setattr(ops, "quantize_matrix",
                         lambda weight, *a, **k: quantized.append(1) or whole(weight, *a, **k))
-    form = WeightFormat(torch.float32, WeightOptions(bits, tiny.settings.group(bits)))
+    model = from_transformers(read_config(tiny.folder), key)
+    form = WeightFormat(torch.float32, weight_options(WeightOptions(), bits, model, tiny.settings,
+                                                      on_gpu=False))
     state = tiny.model.state_dict()
     kept = {}
     with QuantizingCheckpoint(open_checkpoint(tiny.folder), {n: n for n in state}, form) as inner:
@@ -185,7 +189,7 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     assert len(quantized) == (outer if bits in KEPT.get(key, ()) else 2 + 2 * 7)
     twin = SimpleNamespace(model=type(tiny.model)(tiny.model.config).eval())
     twin.model.load_state_dict(kept)
-    prompts = make_prompts(120, [5, 9])
+    prompts = make_prompts(120, [6, 9])
     assert tokens(tiny.folder, prompts, bits=bits, weights=Placement(0, 50, 50),
                   offload_dir=tmp_path) == transformers_tokens(twin, prompts, new=NEW)
 

@@ -188,7 +188,9 @@ def test_activations_are_rounded_too(mixed, tmp_path):
 def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
     for bits in (4, 8, 12):
         *_, options, stats = run(mixed, tmp_path, bits=bits)
-        assert options == WeightOptions(bits, group=64 if bits == 12 else 32)
+        assert options.bits == bits and options.group == (64 if bits == 12 else 32)
+        assert all(layout.group == 32 and not layout.compact for layout in options.kept.values()
+                   if layout.bits == 4) and bool(options.kept) == (bits == 4)
         assert stats.weight_bits == bits
     name, layout = Q, MatrixLayout(256, 256, 4, 32)
     checkpoint = GgufCheckpoint(read_header(mixed))
