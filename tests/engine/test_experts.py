@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.expert_choices import ExpertChoices
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.workload import Workload
@@ -357,7 +357,7 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
              weight_cache=None, policy=policy, offload_dir=tmp_path) as llm:
         plan = memory_plan(
             llm.model_config, policy, Workload(8, 4, 2, 1), itemsize=2, writes_weights=True,
-            weights=WeightOptions(bits))
+            weights=llm.weight_options)
         rows = {row.name: row for row in plan.rows}
         sizes, tiers = weight_sizes(llm), weights_of(llm).tiers
         largest = max(sum(sizes[spec.name] for spec in unit.specs.values())

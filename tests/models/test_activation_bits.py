@@ -10,7 +10,6 @@ from llm.test_llm import make_prompts
 from models.test_weight_bits import LENGTHS, NEW, Rounded
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.formats import GROUP
 from flexgen_h2o.engine import loader
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference_matrix import rounded_activations
@@ -28,9 +27,10 @@ def rounding(tiny, bits):
     rounded = Rounded(tiny, bits)
     for module in rounded.model.modules():
         if isinstance(module, torch.nn.Linear):
+            group = rounded.groups[id(module.weight)]
             module.register_forward_pre_hook(
-                lambda _, given: (rounded_activations(given[0].flatten(0, -2), GROUP)
-                                  .view(given[0].shape),))
+                lambda _, given, group=group: (
+                    rounded_activations(given[0].flatten(0, -2), group).view(given[0].shape),))
     return rounded
 
 

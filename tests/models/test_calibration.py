@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from word_models import WORDS, with_words
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.config.formats import CacheOptions, MatrixLayout
+from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.engine import calibration, loader
 from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
@@ -24,6 +24,8 @@ from flexgen_h2o.engine.tokenization import Prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.spec import from_transformers, read_config
+from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.storage.tiers import Device
 
 IDS = random.Random(0).choices(range(1, 97), k=600)
@@ -163,20 +165,22 @@ def test_quantized_layers_err_less_where_some_inputs_are_large(tiny_model, tmp_p
     with torch.no_grad():
         model(torch.tensor([random.Random(1).choices(range(1, 97), k=200)]))
     errors = []
+    shape = from_transformers(read_config(folder), "tiny")
+    options = weight_options(WeightOptions(), bits, shape, None, on_gpu=False)
     for calibrated in (None, text):
         before = names(cache) if cache.exists() else set()
         load(folder, calibrated, weight_bits=bits).close()
         (made,) = names(cache) - before
         with open_checkpoint(cache / made) as checkpoint, torch.no_grad():
-            errors.append([output_error(checkpoint, name, bits, *given)
-                           for name, given in inputs.items()])
+            errors.append([output_error(checkpoint, name, options.layout(
+                tuple(given[0].shape), f"{name}.weight"), *given)
+                for name, given in inputs.items()])
     plain, calibrated = map(torch.tensor, errors)
     assert calibrated.sum() < 0.6 * plain.sum() and (calibrated < plain).float().mean() > 0.8
 
 
-def output_error(checkpoint, name, bits, weight, x):
+def output_error(checkpoint, name, layout, weight, x):
     """Mean square of what a quantized weight changes of its outputs, relative to theirs."""
-    layout = MatrixLayout(*weight.shape, bits)
     data = torch.empty(layout.nbytes, dtype=torch.uint8)
     checkpoint.read(f"{name}.weight", data)
     quantized = reference_matrix.unpack_rows(data, layout, torch.arange(len(weight)), torch.float32)

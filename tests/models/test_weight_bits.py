@@ -50,12 +50,14 @@ class Rounded:
         self.model = copy.deepcopy(tiny.model)
         model = from_transformers(read_config(tiny.folder), "tiny")
         options = weight_options(WeightOptions(), bits, model, None, on_gpu=False)
+        self.groups = {}
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.dim() == 2:
                     if tiny.config.model_type == "gpt_neox":
                         name = name.replace("lm_head.", "embed_out.")
                     layout = options.layout(tuple(parameter.shape), name)
+                    self.groups[id(parameter)] = layout.group
                     data = ops.quantize_matrix(parameter, layout, search=True)
                     parameter.copy_(reference_matrix.unpack_rows(
                         data, layout, torch.arange(len(parameter)), torch.float32))

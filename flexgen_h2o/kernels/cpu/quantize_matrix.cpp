@@ -140,7 +140,7 @@ INLINE void weigh(const Group& g, const float* shares, float* to) {
     Floats squares{}, all{};
     for (int64_t i = 0; i < g.size; i++) squares = fma(g.at(i), g.at(i), squares);
     Floats least{};
-    for (int i = 0; i < WIDTH; i++) least[i] = std::sqrt(squares[i] / static_cast<float>(g.size));
+    for (int i = 0; i < WIDTH; i++) least[i] = __builtin_sqrtf(squares[i] / static_cast<float>(g.size));
     for (int64_t i = 0; i < g.size; i++) {
         const Floats weight = broadcast(shares[i]) * (least + larger(g.at(i), -g.at(i)));
         store(to + i * WIDTH, weight);
