@@ -69,7 +69,6 @@ def ours(path: str, sequences: int, tokens: int, activation_bits: int) -> dict[s
                 "weights": llm.stats.weight_bytes / os.path.getsize(path)}
 
 
-@exit_status
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", help="a .gguf file")
@@ -110,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))

@@ -25,8 +25,8 @@ from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.statistics import against
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf_reader import mapped
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import check_quality as gate
@@ -47,8 +47,10 @@ def write_source(folder: Path, like: Path, out: Path) -> None:
         kind = field.types[0]
         writer.add_key_value(name, field.contents(), kind,
                              field.types[-1] if kind == GGUFValueType.ARRAY else None)
-    hub_names = {tensor.name: hub for hub, tensor in
-                 GgufCheckpoint(read_header(like))._tensors.items()}
+    header = read_header(like)
+    at = {tensor.offset: name for name, tensor in header.tensors.items()}
+    hub_names = {at[tensor.offset]: hub
+                 for hub, tensor in mapped(header, fuse_experts=False).items()}
     with open_checkpoint(folder) as checkpoint:
         for tensor in reader.tensors:
             values = torch.empty(checkpoint.info(hub_names[tensor.name]).shape)
@@ -75,7 +77,6 @@ def quantize_by_llama_cpp(source: Path, out: Path) -> None:
         raise UserError(f"llama.cpp could not quantize {source}: see its message above")
 
 
-@exit_status
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="folder of a 16-bit model")
@@ -125,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_status(main))
