@@ -1,10 +1,10 @@
-"""Decode speed of a GGUF file as it is, beside llama.cpp's, in turns.
+"""Compare the decode speed of a GGUF file with llama.cpp's, in alternating runs.
 
     python benchmarks/studies/gguf_decode.py models/qwen2.5-coder-1.5b.gguf --csv rows.csv
 
-Each system decodes in a process of its own, with as many threads as PyTorch takes: 32 tokens of
-prompt, then `--tokens` tokens, at 1 and 16 sequences. A row has the median of the steps of all
-rounds; load_seconds is from the call to the model being ready, with the file in the page cache.
+Each run is a separate process with PyTorch's number of threads: a prompt of 32 tokens, then
+`--tokens` tokens, at 1 and 16 sequences. A row holds the median step of all rounds; load_seconds
+is the time until the model is ready, with the file in the page cache.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 class SamplingParams:
     """Sampling parameters: names and meaning of transformers' ``generate``.
 
-    None is the model's default: the value in its generation_config.json, else that of transformers.
+    A parameter that is None takes its default from the model's generation_config.json, or else from
+    transformers.
 
     Parameters
     ----------
@@ -48,14 +49,14 @@ class SamplingParams:
     repetition_penalty : float, optional
         Divides positive logits of tokens in the prompt or the text, and multiplies negative ones.
     no_repeat_ngram_size : int, optional
-        Runs of so many tokens do not come twice; 0 is off.
+        Size of the n-grams that may occur only once; 0 turns this off.
     suppress_tokens, begin_suppress_tokens : sequence of int, optional
         Tokens that are never generated, or not as the first one.
     bad_words_ids : sequence of sequence of int, optional
         Sequences of tokens that are never generated.
     presence_penalty, frequency_penalty : float
-        Those of OpenAI's API, from -2 to 2: subtracted from the logit of a token that has been
-        generated, once or for each time.
+        OpenAI's penalties, from -2 to 2: subtracted from the logit of each token that was already
+        generated, once or once per occurrence.
     eos_token_id : int or sequence of int, optional
         Tokens that end a text; -1: none.
     stop_token_ids : sequence of int

@@ -165,14 +165,16 @@ INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned)
 
 // The scales and zero points of WIDTH outputs from `lane` on.
 INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lane) {
-    const Ints scales = scale_code(fit.scale, false);
-    const Ints zeros = g.compact ? __builtin_convertvector(zero_code(fit), Ints) : Ints{};
-    for (int i = 0; i < WIDTH; i++) {
-        if (g.compact) {
+    if (g.compact) {
+        const Ints scales = scale_code(fit.scale, false);
+        const Ints zeros = __builtin_convertvector(zero_code(fit), Ints);
+        for (int i = 0; i < WIDTH; i++) {
             block[lane + i] = static_cast<uint8_t>(scales[i]);
             block[MATRIX_TILE + lane + i] = static_cast<uint8_t>(zeros[i]);
-            continue;
         }
+        return;
+    }
+    for (int i = 0; i < WIDTH; i++) {
         const uint16_t scale = to_half(fit.scale[i]), zero = to_half(fit.zero[i]);
         std::memcpy(block + 2 * (lane + i), &scale, 2);
         std::memcpy(block + 2 * (MATRIX_TILE + lane + i), &zero, 2);
