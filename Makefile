@@ -126,7 +126,7 @@ $(TORCH_STAMP): | $(BIN)/python
 	touch $@
 
 SOURCES := setup.py pyproject.toml flexgen_h2o/kernels/abi.py flexgen_h2o/config/limits.py \
-    $(wildcard flexgen_h2o/kernels/cpu/*)
+    $(wildcard flexgen_h2o/kernels/cpu/*.cpp flexgen_h2o/kernels/cpu/*.h)
 
 $(VENV)/.have-package: $(SOURCES) $(TORCH_STAMP)
 	$(PIP) install -e .

@@ -30,9 +30,11 @@ INSTALL = [
     "jinja2>=3.1.6",  # chat templates; escapes from the sandbox of older ones are known
     "tqdm>=4.66",  # progress bars of loading, prefill and decode
     "psutil>=5.9",  # free memory, for the plan that is made before anything is allocated
-    # the linear programmes of --percent auto, ranks of tasks.analyze; 1.11 has Python 3.12 wheels
+    # the linear programmes of --percent auto, ranks of commands.analyze; 1.11 has Python 3.12
+    # wheels
     "scipy>=1.11",
-    # holds files and flags against types, for config.schema; it loads in 20 ms, and needs nothing
+    # holds files and flags against types, for config.validation; it loads in 20 ms, and needs
+    # nothing
     # else; 0.19 has the first wheels for Python 3.13
     "msgspec>=0.19",
     # checksums of weights on disk (--verify), at the speed of memory and without the interpreter
@@ -53,7 +55,7 @@ EXTRAS = {
         "safetensors>=0.4.3",  # the checkpoints' own library, beside this package's reader
         "accelerate>=1.0",  # transformers' own GGUF loading and its offloading need it
         "matplotlib>=3.8",  # the plots of tasks and benchmarks are drawn once
-        "rouge-score>=0.1.2",  # the scores of tasks.summarize, beside values worked out by hand
+        "rouge-score>=0.1.2",  # the scores of commands.summarize, beside values worked out by hand
         "lm_eval>=0.4.13",  # integrations.lm_eval is a model of it, and runs within it
         "ray[data]>=2.51",  # integrations.ray and batch --ray run on a cluster of one machine
         "ruff>=0.9",  # lints, as part of `make test`
@@ -96,7 +98,7 @@ EXTRAS = {
         "mkdocstrings[python]>=1.0",  # the page of the API, from docstrings; the one that was tried
     ],
     "summarize": [
-        "rouge-score>=0.1.2",  # tasks.summarize: Google's ROUGE, which papers report; the last one
+        "rouge-score>=0.1.2",  # summarize: Google's ROUGE, which papers report; the last one
     ],
     "plot": [
         # --plot of the tasks, benchmarks/plots.py; 3.7 brought "outside" legends, 3.8 Python 3.12

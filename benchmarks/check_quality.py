@@ -30,15 +30,15 @@ import torch
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.scores import BUILT_IN
+from flexgen_h2o.config.h2o import BUILT_IN
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import cpu_model, origin
+from flexgen_h2o.metrics.report import aligned
 from flexgen_h2o.metrics.statistics import against
-from flexgen_h2o.metrics.text import aligned
 
 TEXTS = "benchmarks/data/articles.jsonl"
 CALIBRATION = "docs/quickstart.md"  # no text that is scored

@@ -33,7 +33,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import keeping
-from flexgen_h2o.metrics.text import aligned
+from flexgen_h2o.metrics.report import aligned
 
 
 def check_limits(config: Comparison) -> None:

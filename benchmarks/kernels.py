@@ -53,14 +53,18 @@ from kernel_timing.rows import (
 )
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
-from flexgen_h2o.files.checks import check_folder
+from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import cpu_library, dispatch, native, ops, reference, reference_matrix
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import Program
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.models import layers
 

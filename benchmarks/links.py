@@ -26,8 +26,7 @@ from pathlib import Path
 import torch
 from shared.raw_file import RawFile, Row, TimedWork, beside, rates, spans
 
-from flexgen_h2o.cache.fetched import FetchedPart
-from flexgen_h2o.cache.parts import Grid, Records
+from flexgen_h2o.cache.tiers import FetchedPart, Grid, Records
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.limits import CACHE_BUFFERS
@@ -36,11 +35,10 @@ from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_writable, writing
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.metrics.links import GB, LinkStats
+from flexgen_h2o.files.writing import check_writable, writing
 from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.metrics.trace import GB, LinkStats, Trace
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
 from flexgen_h2o.models.sources import read_config

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.writing import writing
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key, torch_dtype
 from flexgen_h2o.models.dummy import DummyCheckpoint

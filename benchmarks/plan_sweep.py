@@ -25,10 +25,10 @@ from shared.engine_run import OK, TOO_LARGE, Outcome, run_engine
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.metrics.provenance import source_commit
 
 BATCHES = ((4, 1), (8, 4), (16, 2), (32, 1), (64, 1))

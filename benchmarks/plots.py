@@ -28,7 +28,7 @@ from plotting.rows import chosen, read_rows
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
-from flexgen_h2o.files.checks import check_writable, writing
+from flexgen_h2o.files.writing import check_writable, writing
 from flexgen_h2o.metrics.figures import check_plot, save
 
 

@@ -36,12 +36,11 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_writable, writing
-from flexgen_h2o.files.shared_csv import append_row, check_header
-from flexgen_h2o.metrics import breakdown
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.files.rows import append_row, check_header
+from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.metrics.trace import GB, Trace
 from flexgen_h2o.storage.disk import READ
 from flexgen_h2o.storage.tiers import PAGE, Device
 
@@ -133,7 +132,7 @@ class MemoryScenario:
         disk = statistics.mean((before, raw_rate(self._file)))
         values, result = self._outcome(self._scratch / "run.csv")
         steps, new = int(values["cut_gen_len"] or values["gen_len"]) - 1, int(values["gen_len"])
-        traced = breakdown.phases(Trace.read_chrome(self._scratch / "run.json").spans())
+        traced = report.phases(Trace.read_chrome(self._scratch / "run.json").spans())
         took = dict(zip(PARTS, (traced[0].wall, traced[1].wall / steps), strict=True))
         sequences = int(result["num_prompts"])
         row = {

@@ -26,15 +26,14 @@ from tqdm import tqdm
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.row_table import RowTable
-from flexgen_h2o.files.rows import csv_cell, keeping
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.files.rows import RowTable, csv_cell, keeping
 from flexgen_h2o.metrics.provenance import origin
-from flexgen_h2o.metrics.text import aligned
+from flexgen_h2o.metrics.report import aligned
+from flexgen_h2o.metrics.trace import GB
 
 Run = Callable[[RunConfig], Outcome]
 FIGURES = ("total_tokens_per_second", "decode_tokens_per_second", "prefill_seconds",

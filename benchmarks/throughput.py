@@ -30,11 +30,10 @@ from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, wor
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.atomic import open_atomic
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.writing import check_writable, open_atomic
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
            "engine 4-bit h2o", "transformers", "transformers tuned")
@@ -92,7 +91,7 @@ def run_transformers(args) -> list[dict]:
     from baselines.hf_generate import timed_generate
     from transformers import AutoModelForCausalLM
 
-    from flexgen_h2o.metrics.memory import peak_process_bytes
+    from flexgen_h2o.metrics.provenance import peak_process_bytes
 
     began = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))

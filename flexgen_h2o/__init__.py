@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "PolicyState", "SamplingParams",
            "__version__", "register_policy"]
 
-# `python -m flexgen_h2o.summarize` finds the commands, which are files of tasks/. For imports their
-# names stay `flexgen_h2o.tasks.summarize`: under two names a module would be loaded twice.
-__path__.append(f"{__path__[0]}/tasks")
-
 _PLACES = {
     "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
     "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",

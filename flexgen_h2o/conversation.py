@@ -9,15 +9,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from flexgen_h2o.cache.shape import CacheSize, slots_of
-from flexgen_h2o.config.argument_types import typed
-from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mixed_seed, sampling_params
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.validation import check_bool, check_int, typed
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sinks import Forcing, Sink
-from flexgen_h2o.engine.tokenization import Prompts
+from flexgen_h2o.engine.sampling import Forcing, Sink
+from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout
@@ -25,7 +24,7 @@ from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_stream
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.planning.memory_check import MemoryCheck
+from flexgen_h2o.planning.memory_plan import MemoryCheck
 
 CHUNK = 256
 """Tokens of a turn that are read together, unless the LLM says another number."""

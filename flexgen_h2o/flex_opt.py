@@ -1,11 +1,11 @@
-"""The mission's command, ``python -m flexgen_h2o.flex_opt``: what `tasks.generate` does."""
+"""The mission's command, ``python -m flexgen_h2o.flex_opt``: what `commands.generate` does."""
 
 import sys
 from collections.abc import Sequence
 
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import parse_args
-from flexgen_h2o.tasks.generate import run
+from flexgen_h2o.commands.generate import run
 
 
 @command

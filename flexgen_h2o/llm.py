@@ -15,31 +15,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.config.argument_types import typed
-from flexgen_h2o.config.checks import check_bool, check_int
 from flexgen_h2o.config.formats import AUTO, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
+from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.validation import check_bool, check_int, typed
 from flexgen_h2o.conversation import CHUNK, Stream
+from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.engine.block_run import BlockRun
-from flexgen_h2o.engine.block_runs import BlockRuns
-from flexgen_h2o.engine.call_work import CallWork, generation_work, scoring_work
 from flexgen_h2o.engine.calls import Session, check_not_forked, one_at_a_time
+from flexgen_h2o.engine.detokenization import ReasoningParser
+from flexgen_h2o.engine.generation import (
+    BlockRun,
+    BlockRuns,
+    CallWork,
+    generation_work,
+    scoring_work,
+)
 from flexgen_h2o.engine.load_options import load_options
-from flexgen_h2o.engine.opening import OpenedModel, open_model
+from flexgen_h2o.engine.loading import OpenedModel, open_model
 from flexgen_h2o.engine.orders import Close, Generate, Orders
-from flexgen_h2o.engine.reasoning import ReasoningParser
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
-from flexgen_h2o.engine.tokenization import several
-from flexgen_h2o.engine.watch import PipelineFailure
+from flexgen_h2o.engine.tokenizer import several
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output, Scored
-from flexgen_h2o.planning.memory_check import MemoryCheck
+from flexgen_h2o.planning.memory_plan import MemoryCheck
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.tasks.analysis.stats import ROWS
+from flexgen_h2o.commands.analysis.stats import ROWS
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 

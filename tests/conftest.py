@@ -16,9 +16,9 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from error_cases import command_refused
 from fakes import LazyDevice, PoisonedDevice
 from mixture_cases import MIXTURES, limit_as_configured
-from refusals import command_refused
 
 from flexgen_h2o.storage.tiers import Device
 
@@ -205,18 +205,18 @@ def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
 @pytest.fixture
 def on_cpu(monkeypatch) -> None:
     """Each `LLM` computes on the CPU, beside a GPU too: for what is done there alone."""
-    import inside  # only now: it loads the engine
 
-    inside.open_devices(monkeypatch, Device)
+    import internals  # only now: it loads the engine
+    internals.open_devices(monkeypatch, Device)
 
 
 @pytest.fixture(params=["poisoned", "lazy"])
 def device(request, monkeypatch) -> str:
     """Each of two devices in place of the machine's, whose fresh memory is full of NaN."""
-    import inside  # only now: it loads the engine
 
     kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    inside.open_devices(monkeypatch, kind)
+    import internals  # only now: it loads the engine
+    internals.open_devices(monkeypatch, kind)
     return request.param
 
 

@@ -23,7 +23,8 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import CacheLayout, split_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
-from flexgen_h2o.kernels import cpu_library, reference
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.reference import attention as reference
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import PLACED, parse_percent
-from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.planned_run import PlannedRun

@@ -15,9 +15,9 @@ from programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o.cli import commands, parser
+from flexgen_h2o.commands.batch import requests as request_fields
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.models import convert
-from flexgen_h2o.tasks.jobs import fields as request_fields
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -163,7 +163,7 @@ def test_each_module_that_a_user_imports_from_is_checked_by_mypy():
               for each in documented().values()}
     # Workload stands in a module whose inside is not annotated to the end.
     assert {name(path) for path in public - checked} <= {
-        "flexgen_h2o/planning/rows.py", "flexgen_h2o/models/sources.py"}
+        "flexgen_h2o/planning/memory_rows.py", "flexgen_h2o/models/sources.py"}
     assert (ROOT / "flexgen_h2o" / "py.typed").is_file()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import environment
+from subprocesses import environment
 
 import flexgen_h2o
 
@@ -27,12 +27,13 @@ ROOMS = """
     config  files
     h2o  metrics
     kernels  storage
+    distributed
     cache  models
     engine  planning
-    conversation  replicas
+    conversation
     llm
     cli
-    tasks  integrations
+    commands  integrations
     flex_opt  batch  __main__
 """
 
@@ -41,29 +42,28 @@ DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
     "models.registry": "a family is found by its name in the config",
-    "kernels.triton_ops": "Triton's modules are loaded when a GPU first needs them",
+    "kernels.triton.ops": "Triton's modules are loaded when a GPU first needs them",
 }
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.key_smoothing",
          "h2o.policies",
-         "h2o.recall", "h2o.simulation", "planning.rates", "planning.clock", "planning.fetch_rate",
-         "planning.recall_rates", "planning.sample_layer", "planning.calibrate",
-         "tasks.analysis.evicted", "tasks.analysis.misses", "tasks.analysis.stats",
-         "tasks.analysis.survey"}
+         "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.cache_rates",
+         "planning.calibrate", "distributed.pipeline",
+         "commands.analysis.evicted", "commands.analysis.misses", "commands.analysis.stats",
+         "commands.analysis.survey"}
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
          "models.shapes", "models.positions", "models.spec", "models.registry", "models.fields",
-         "models.rope", "models.decoder", "models.families", "models.checkpoint_formats",
-         "models.checkpoint_formats.settings", "models.gguf_architectures",
-         "models.gguf_config", "models.gguf_header", "models.gguf_metadata",
-         "models.gguf_rope", "models.weight_options", "engine", "engine.schedule",
-         "engine.batch", "engine.calls", "engine.load_options", "engine.patient_store",
-         "engine.detokenization", "engine.reasoning", "engine.stop_strings",
-         "integrations", "integrations.lm_eval", "integrations.lm_eval.arguments",
-         "integrations.lm_eval.__main__"}
+         "models.rope", "models.decoder", "models.families", "models.formats",
+         "models.formats.settings", "models.gguf.architectures",
+         "models.gguf", "models.gguf.config", "models.gguf.header", "models.weight_options",
+         "engine", "engine.schedule",
+         "engine.batch", "engine.calls", "engine.load_options", "distributed.heartbeat",
+         "engine.detokenization", "integrations", "integrations.lm_eval",
+         "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
 
 
 def short(name: str) -> str:
@@ -149,8 +149,8 @@ def test_the_algorithm_is_alone_and_planner_and_benchmarks_know_no_commands():
     assert not met & set(never)
     for path in BENCHMARKS.rglob("*.py"):
         used = set(imports(path.read_text(encoding="utf-8"), set(modules())))
-        assert not [name for name in used if name.startswith("tasks.") and name != "tasks.generate"
-                    ], path
+        assert not [name for name in used
+                    if name.startswith("commands.") and name != "commands.generate"], path
 
 
 def test_there_is_no_circle_of_files():

@@ -15,7 +15,7 @@ from flexgen_h2o.cli.commands import COMMANDS, command_module
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
 MODULES = (*COMMANDS, "stream_quality")
-"""The modules of tasks/ whose `parser` has flags."""
+"""The modules of commands/ whose `parser` has flags."""
 LIKE_GENERATE = ("plan", "bench")
 """Those of which only flags that are not exactly `generate`'s get rows of their own."""
 

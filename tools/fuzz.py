@@ -186,7 +186,7 @@ def guided_here(name: str, seconds: int) -> None:
     from flexgen_h2o.errors import UserError
 
     with atheris.instrument_imports(include=[f"flexgen_h2o.{room}" for room in (
-            "files", "models", "config", "cli", "tasks.jobs", "planning.hardware_file")]):
+            "files", "models", "config", "cli", "tasks.jobs", "planning.hardware")]):
         from fuzz_cases import targets
     with workplace() as folder:
         target = targets(folder)[name]
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_row(path: Path, name: str, count: Count, drawn_by: str) -> None:
-    from flexgen_h2o.files.shared_csv import append_row
+    from flexgen_h2o.files.rows import append_row
     from flexgen_h2o.metrics.provenance import cpu_model, origin
 
     row = asdict(count) | {"target": name, "drawn_by": drawn_by, "cpu": cpu_model()} | origin()

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 import yaml
 
-from flexgen_h2o.cli.input_files import read_prompts
+from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
-from flexgen_h2o.engine.loader import find, load_tokenizer
+from flexgen_h2o.commands import generate
+from flexgen_h2o.engine.source import find, load_tokenizer
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
-from flexgen_h2o.models.from_gguf import convert_gguf
-from flexgen_h2o.models.gguf_reader import read_gguf
+from flexgen_h2o.models.gguf.checkpoint import read_gguf
+from flexgen_h2o.models.gguf.conversion import convert_gguf
 from flexgen_h2o.models.safetensors_io import write_safetensors
-from flexgen_h2o.planning.hardware_file import load_hardware
+from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.storage.tiers import Device
-from flexgen_h2o.tasks import generate
 
 MOST_READ = 1 << 20  # elements of a tensor that a case reads
-REQUESTS = "flexgen_h2o.tasks.jobs.requests"
+REQUESTS = "flexgen_h2o.commands.batch.requests"
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64 - 1, -2**63, 10**400, 0.5, -0.0, 1e308, 1e-320,
     float("nan"), float("inf"), "", " ", "0", "-1", "1e999", "nan", "a" * 5000, "\0", "\n",

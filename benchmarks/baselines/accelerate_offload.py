@@ -13,7 +13,7 @@ from typing import Any
 
 from baselines.base import installed, missing
 from baselines.hf_generate import HuggingFaceBaseline, empty_model
-from flexgen_h2o.config.checks import check_choice, check_int
+from flexgen_h2o.config.validation import check_choice, check_int
 
 PLACES = ("disk", "cpu")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from baselines.base import BaselineSettings, installed, missing
 from baselines.hf_generate import HuggingFaceBaseline, empty_model
-from flexgen_h2o.config.checks import check_choice
+from flexgen_h2o.config.validation import check_choice
 
 PLACES = ("cpu", "nvme")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from baselines.base import Baseline, Timings, installed, missing, no_cuda
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 
 WITHIN = Path(__file__).parent / "within.py"

@@ -15,7 +15,7 @@ from typing import Any
 from baselines.base import BaselineSettings, no_cuda
 from baselines.flexgen import FlexGen
 from baselines.ours import ratio_of_text
-from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.config.validation import check_number
 
 
 class H2OFork(FlexGen):

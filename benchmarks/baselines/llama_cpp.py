@@ -18,7 +18,7 @@ import numpy as np
 
 from baselines.base import Baseline, BaselineSettings, Timings, installed, missing
 from baselines.llama_gguf import BITS, gguf_file
-from flexgen_h2o.config.checks import check_bool, check_choice, check_int
+from flexgen_h2o.config.validation import check_bool, check_choice, check_int
 from flexgen_h2o.errors import UserError
 
 N_BATCH, PADDED = 2048, 256

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.gguf_architectures import ARCHITECTURES
+from flexgen_h2o.models.gguf.architectures import ARCHITECTURES
 from flexgen_h2o.models.spec import ModelConfig, from_transformers, read_config
 
 if TYPE_CHECKING:

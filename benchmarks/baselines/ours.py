@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from baselines.base import Baseline, BaselineSettings, Timings, installed
-from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.config.validation import check_number
 from flexgen_h2o.errors import UserError
 
 
@@ -83,7 +83,7 @@ class Ours(Baseline):
 
     def prepare(self, model: Path) -> str:
         from flexgen_h2o.cli import planner
-        from flexgen_h2o.cli.input_files import workload
+        from flexgen_h2o.cli.launch import workload
 
         config, implementations = self.config(model, self.settings), None
         if config.percent == AUTO:

@@ -21,8 +21,8 @@ from comparison.rooflines import ITEMSIZES, Load, rooflines, work
 from comparison.rows import BEST, COLUMNS, EQUAL, MEMORY, OK, SEARCH, Table, runs_never
 from comparison.subject import ComparisonSubject, subject_of
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import GB
 from flexgen_h2o.metrics.provenance import origin
+from flexgen_h2o.metrics.trace import GB
 
 Do = Callable[[dict, "int | None"], dict]
 """Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""

@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import asdict, replace
 
 from flexgen_h2o.cli.values import load_yaml, parse_size
-from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
+from flexgen_h2o.config.validation import Count, Entries, check_keys, validated
 from flexgen_h2o.errors import UserError
 
 _Tokens = Annotated[int, Meta(ge=2)]
@@ -164,7 +164,7 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     UserError
         The file cannot be read, a key or a name in it is unknown, a value is wrong.
     """
-    values = asdict(checked(_ComparisonFile, load_yaml(str(path)), str(path)))
+    values = asdict(validated(_ComparisonFile, load_yaml(str(path)), str(path)))
     found = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
     kept = _chosen(systems, found, "--systems")
     built = tuple(_scenario(name, spec, kept, found) for name, spec
@@ -187,7 +187,7 @@ def _scenario(name: str, spec: Mapping[str, Any], kept: Mapping[str, System],
     sizes = {key: parse_size(f"{where}: {key}", spec[key]) for key in ("memory", "device_memory")
              if spec.get(key) is not None}
     given = {key: value for key, value in spec.items() if value is not None}  # null: left out
-    found = checked(ComparisonScenario,
+    found = validated(ComparisonScenario,
                     {"systems": list(known), **given, **sizes, "name": name}, where)
     for key, names in (("systems", known), ("cut_gen_len", found.systems),
                        ("best_batch", found.systems)):

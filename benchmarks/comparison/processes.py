@@ -14,7 +14,7 @@ from pathlib import Path
 from shared.memory_group import MemoryGroup, drop_page_cache
 
 from comparison.rows import FAILED, LOADING, MEMORY, OK, TIME
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.trace import GB
 
 BENCHMARKS = Path(__file__).parents[1]
 WORKER = ("-m", "comparison.worker")

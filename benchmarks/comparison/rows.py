@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flexgen_h2o.files.row_table import RowTable
-from flexgen_h2o.files.rows import cell
+from flexgen_h2o.files.rows import RowTable, cell
 from flexgen_h2o.metrics.provenance import ORIGIN
 
 _OF_A_BATCH = ("prompt_len", "cut_gen_len", "at", "batch")

@@ -66,8 +66,8 @@ def run(job: dict) -> dict:
 
 def measure(baseline: Baseline, job: dict) -> dict:
     """Load, warm up and generate once."""
-    from flexgen_h2o.metrics.links import GB
-    from flexgen_h2o.metrics.memory import peak_process_bytes
+    from flexgen_h2o.metrics.provenance import peak_process_bytes
+    from flexgen_h2o.metrics.trace import GB
 
     prompts, began = job["prompts"], time.perf_counter()
     words = baseline.prepare(Path(job["model"]))

@@ -10,7 +10,8 @@ from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import ops, reference
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import attention as reference
 
 BOUND = {HALF: 3e-3, BRAIN: 2e-2, FULL: 2e-5}
 """Bounds of the relative error of outputs, by dtype. Scores come from the same logits, before any

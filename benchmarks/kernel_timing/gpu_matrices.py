@@ -15,8 +15,9 @@ from torch import Tensor
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
-from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 GPU = "cuda"

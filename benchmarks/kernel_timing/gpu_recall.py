@@ -15,9 +15,11 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.formats import CacheLayout, split_slots
-from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
-from flexgen_h2o.kernels import ops, reference, reference_recall
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import recall as reference_recall
 
 
 class RecallCase(NamedTuple):

@@ -13,19 +13,17 @@ from typing import NamedTuple
 import torch
 
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
-from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.kernels import (
-    triton_decode,
-    triton_fast_set,
-    triton_groups,
-    triton_matrix,
-    triton_prefill,
-    triton_recall,
-    triton_select,
-)
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.ops import flat
+from flexgen_h2o.kernels.triton import decode as triton_decode
+from flexgen_h2o.kernels.triton import groups as triton_groups
+from flexgen_h2o.kernels.triton import hot_set as triton_hot_set
+from flexgen_h2o.kernels.triton import matrix as triton_matrix
+from flexgen_h2o.kernels.triton import prefill as triton_prefill
+from flexgen_h2o.kernels.triton import recall as triton_recall
+from flexgen_h2o.kernels.triton import select as triton_select
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEAD_SIZES = (64, 80, 96, 128, 256)
@@ -174,9 +172,9 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
                              records=None if bits == 16 else GroupLayout(size, bits))
     slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
                                   for count in (length, length // 40 * 16, length))
-    _, moves, counts = triton_fast_set.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
+    _, moves, counts = triton_hot_set.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
                                                  log_weights=weights)
-    triton_fast_set.copy_tokens(slots, slots, moves, counts)
+    triton_hot_set.copy_tokens(slots, slots, moves, counts)
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:

@@ -7,10 +7,13 @@ import itertools
 import torch
 from kernel_timing.rows import DTYPE, TimedRows, check, copies, engine_memory, error
 
-from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.kernels import native, native_recall, ops, reference_recall
+from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.reference import recall as reference_recall
 
 HEADS, DIM = 32, 128
 CASES = [(4, 8, 8192), (4, 8, 2048)]

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.kernels import cpu_library
+from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.metrics.figures import new_figure, save
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.storage.links import best_gemm_rate, memory_reader

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.breakdown import LaneTime, phases
 from flexgen_h2o.metrics.figures import COLOURS, new_figure
-from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.metrics.trace import COMPUTE, Trace
+from flexgen_h2o.metrics.report import LaneTime, phases
+from flexgen_h2o.metrics.trace import COMPUTE, LINKS, Trace
 from plotting.looks import beside, entitle
 from plotting.rows import measured_where, what_ran
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexgen_h2o.cli.result_rows import EVICTION
+from flexgen_h2o.cli.results import EVICTION
 from flexgen_h2o.metrics.figures import new_figure
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.trace import GB
 from plotting.looks import LINES, entitle
 from plotting.rows import Row, distinct, measured_where, positive
 from plotting.sweeps import (

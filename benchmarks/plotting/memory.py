@@ -6,8 +6,7 @@ from pathlib import Path
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.figures import COLOURS, new_figure
-from flexgen_h2o.metrics.links import GB
-from flexgen_h2o.metrics.trace import DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
+from flexgen_h2o.metrics.trace import DEVICE_MEMORY, GB, PHASES, PROCESS_MEMORY, Trace
 from plotting.looks import beside, entitle
 from plotting.rows import measured_where, what_ran
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.config.formats import GROUP, GroupLayout
-from flexgen_h2o.config.index_layout import IndexLayout
 from flexgen_h2o.config.limits import INDEX_TILE
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.figures import COLOURS, new_figure
 from plotting.looks import beside, entitle, log_numbers

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS, EVICTION, SETTINGS
+from flexgen_h2o.cli.results import CSV_COLUMNS, EVICTION, SETTINGS
 from flexgen_h2o.errors import UserError
 from plotting.looks import LINES
 from plotting.rows import Row, distinct

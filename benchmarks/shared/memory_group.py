@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.metrics.trace import GB
 
 MOUNT = Path("/sys/fs/cgroup")
 _LIMITS = ("memory.limit_in_bytes", "memory.max")  # of version 1, of version 2

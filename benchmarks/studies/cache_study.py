@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.policy import OFFLOAD_DIR
-from flexgen_h2o.files.checks import check_writable
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate
 

@@ -28,8 +28,11 @@ from kernel_timing.gpu_compiler import KernelLaunch, compiled, identity, launche
 from kernel_timing.gpu_variants import variants  # noqa: E402
 
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
-from flexgen_h2o.files.rows import cell, write_csv  # noqa: E402
-from flexgen_h2o.files.shared_csv import check_header  # noqa: E402
+from flexgen_h2o.files.rows import (  # noqa: E402
+    cell,
+    check_header,  # noqa: E402
+    write_csv,
+)
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",

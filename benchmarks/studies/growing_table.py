@@ -8,8 +8,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flexgen_h2o.files.checks import check_writable, writing
-from flexgen_h2o.files.shared_csv import append_row, check_header
+from flexgen_h2o.files.rows import append_row, check_header
+from flexgen_h2o.files.writing import check_writable, writing
 
 INPUT = "input_digest"
 """The column with the `digest` of what the rows were made of."""

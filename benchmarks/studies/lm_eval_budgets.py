@@ -25,11 +25,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.checks import check_int, check_number
+from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_article_prompts, unwrap
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, keeping, read_csv
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 

@@ -22,10 +22,12 @@ from scaling import measured, simulated  # noqa: E402
 
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.cli.parser import Parser  # noqa: E402
-from flexgen_h2o.config.checks import check_int  # noqa: E402
-from flexgen_h2o.files.checks import check_folder  # noqa: E402
-from flexgen_h2o.files.rows import write_csv  # noqa: E402
-from flexgen_h2o.files.shared_csv import check_header  # noqa: E402
+from flexgen_h2o.config.validation import check_int  # noqa: E402
+from flexgen_h2o.files.rows import (
+    check_header,  # noqa: E402
+    write_csv,  # noqa: E402
+)
+from flexgen_h2o.files.writing import check_folder  # noqa: E402
 from flexgen_h2o.metrics.provenance import ORIGIN, origin  # noqa: E402
 
 KINDS = ("measured", "simulated")

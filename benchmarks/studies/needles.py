@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import H2OConfig
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.checks import check_int, check_number
+from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
@@ -98,7 +98,7 @@ class NeedleRows:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
-    parser.add_argument("--input-path", required=True, help="articles, as tasks.quality reads them")
+    parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
     parser.add_argument("--tokens", type=int, default=1000, help="of a text with its needles")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--asked", nargs="+", choices=needles.ASKED, default=list(needles.ASKED))

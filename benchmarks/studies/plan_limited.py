@@ -29,13 +29,12 @@ from pathlib import Path
 
 from flexgen_h2o.cli import planner
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.cli.input_files import synthetic_prompts, workload
-from flexgen_h2o.cli.llm_arguments import open_llm
+from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, workload
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, parse_size
-from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.policy import percent_text
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import Winners

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from flexgen_h2o.cli import planner
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.cli.input_files import workload
+from flexgen_h2o.cli.launch import workload
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.files.rows import write_csv

@@ -139,7 +139,7 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
-    parser.add_argument("--input-path", required=True, help="articles, as tasks.quality reads them")
+    parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
     parser.add_argument("--articles", type=int, default=12)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--settings", nargs="+", choices=[f"{s.percent}-{s.budget_of}"

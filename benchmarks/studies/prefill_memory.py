@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.writing import check_writable
 
 CACHES = (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512))
 """Names, and tokens of a chunk."""

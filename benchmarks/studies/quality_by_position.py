@@ -2,7 +2,7 @@
 
     python benchmarks/studies/quality_by_position.py --input-path xsum_0shot.jsonl
 
-The articles and halves are those of `flexgen_h2o.tasks.quality`. A budget is a share of the prompt;
+The articles and halves are those of `commands.quality`. A budget is a share of the prompt;
 as the text goes on, it is an ever smaller share of what there is to remember, unless generated
 tokens are left in (``evict_generated=False``).
 """
@@ -15,10 +15,10 @@ import sys
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.files.articles import choose, halves, read_articles
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.writing import check_writable
 
 CACHES = {
     "full": None,

@@ -38,15 +38,14 @@ from transformers.models.llama import modeling_llama
 
 from flexgen_h2o import H2OConfig, Placement, Policy
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.cache.recalled import RecallCounts
+from flexgen_h2o.cache.recalled_tiers import RecallCounts
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.kernels.spinning import Spinning
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.kernels.cpu.library import Spinning
+from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.tiers import Device

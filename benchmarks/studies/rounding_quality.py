@@ -24,11 +24,11 @@ import torch
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.checks import check_int
 from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.files.articles import choose, read_articles
-from flexgen_h2o.files.checks import check_writable
 from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import source_commit

@@ -25,14 +25,14 @@ import psutil
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.checks import check_int
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_folder
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.kernels.spinning import busy_seconds
+from flexgen_h2o.files.writing import check_folder
+from flexgen_h2o.kernels.cpu.library import busy_seconds
 
 WAYS: dict[str, dict[str, str]] = {
-    "as it comes": {},  # what kernels/spinning.py does
+    "as it comes": {},  # what kernels/cpu/library.py does
     "spinning": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own default
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},

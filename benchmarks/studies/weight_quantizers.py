@@ -25,8 +25,8 @@ from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.statistics import against
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.gguf_header import read_header
-from flexgen_h2o.models.gguf_reader import mapped
+from flexgen_h2o.models.gguf.checkpoint import mapped
+from flexgen_h2o.models.gguf.header import read_header
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import check_quality as gate

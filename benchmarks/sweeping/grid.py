@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from flexgen_h2o.cli.input_files import read_prompts
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.launch import read_prompts
+from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, load_yaml
-from flexgen_h2o.config.schema import Count, Entries, checked
+from flexgen_h2o.config.validation import Count, Entries, validated
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import csv_cell
 
@@ -108,7 +108,7 @@ def load(path: Path, *, models: Path) -> Sweep:
         The file cannot be read, a key in it is unknown, a value is wrong, or the flags of a cell
         contradict each other; it names the cell.
     """
-    file = checked(_SweepFile, load_yaml(path), str(path))
+    file = validated(_SweepFile, load_yaml(path), str(path))
     base = file.base
     try:
         _check_swept("base", base)

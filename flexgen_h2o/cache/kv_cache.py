@@ -1,14 +1,4 @@
-"""The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
-
-The cache of a GPU batch is ``[kinds, sequences, kv_heads, slots, width]`` for each decoder layer,
-contiguous: the kinds are keys and values, or one that holds both (`config.formats.CacheLayout`). A
-step shifts and concatenates nothing. A percentage of the cache is a share of each batch's
-sequences. With an eviction policy (arXiv 2306.14048) there are as many
-slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
-nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to be
-evicted as they come (`appending`). A sequence may go on in a later run. With sparse attention
-(arXiv 2303.06865) a new token reads every key, and of the values those that matter most to it.
-"""
+"""The decode metadata of the batches of a block, each made once for all layers that share it."""
 
 from __future__ import annotations
 
@@ -19,30 +9,90 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.cache.appending import LayerAttention
-from flexgen_h2o.cache.attending import HostAttentionQueue, PendingAttention
-from flexgen_h2o.cache.carrying import Moved, put, take
-from flexgen_h2o.cache.eviction_states import EvictionStates, Rope
-from flexgen_h2o.cache.fast_set import RecallCounts
-from flexgen_h2o.cache.mapped import MappedPart
-from flexgen_h2o.cache.parts import CachePart, Changed, Grid, Records
-from flexgen_h2o.cache.placed import make_parts
-from flexgen_h2o.cache.prompt_attention import PromptAttention
-from flexgen_h2o.cache.recall import Recall, RecallStep
-from flexgen_h2o.cache.recalled import RecalledPart
-from flexgen_h2o.cache.shape import CacheShape, CacheSize
-from flexgen_h2o.cache.sparse import SparseAttention
-from flexgen_h2o.cache.step_metadata import StepMetadata
+from flexgen_h2o.cache.eviction_state import EvictionStates, Moved, Rope, put, take
+from flexgen_h2o.cache.host_attention import HostAttentionQueue, PendingAttention
+from flexgen_h2o.cache.hot_set import MappedPart, RecallCounts
+from flexgen_h2o.cache.prefill import LayerAttention, PromptAttention
+from flexgen_h2o.cache.recalled_tiers import RecalledPart, make_parts
+from flexgen_h2o.cache.retrieval import Recall, RecallStep, SparseAttention
+from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan
+from flexgen_h2o.cache.tiers import CachePart, Changed, Grid, Records
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.decode_metadata import decode_metadata
 from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
-from flexgen_h2o.kernels import cpu_library, native, ops
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.transfer import Transfers
+
+
+class StepMetadata:
+    """The newest metadata by batch, part and budgets.
+
+    Parameters
+    ----------
+    batch_layouts : sequence of BatchLayout
+    plans : sequence of sequences of LayerCachePlan
+        Of each batch, by layer.
+    h2o : H2OConfig or None
+    stays : bool
+        A new token's metadata is written over the last one's, where what is bound reads it.
+    """
+
+    def __init__(self, batch_layouts: Sequence[BatchLayout],
+                 plans: Sequence[Sequence[LayerCachePlan]], h2o: H2OConfig | None, *, stays: bool):
+        self._batch_layouts = batch_layouts
+        self._plans = plans
+        self._h2o = h2o
+        self._stays = stays
+        self._made: dict[tuple, tuple[int, torch.Tensor]] = {}
+
+    def new(self, layer: int, batch: int, part: CachePart, *, token: int, place: torch.device
+            ) -> torch.Tensor:
+        """The metadata of new token `token` (from 1): int32 [4, sequences of the part]."""
+        key = self._key(layer, batch, part)
+        made, metadata = self._made.get(key, (0, None))
+        if made != token:
+            prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
+            found = decode_metadata(prompts, self.tokens(batch, part, token), self._h2o, layer)
+            if metadata is None or not self._stays:
+                metadata = found.to(place)
+            else:
+                metadata.copy_(found)
+            self._made[key] = (token, metadata)
+        return metadata
+
+    def newest(self, layer: int, batch: int, part: CachePart) -> torch.Tensor:
+        """The result of the last `new`."""
+        return self._made[self._key(layer, batch, part)][1]
+
+    def tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
+        """Tokens of each sequence of a part, new token `token` included."""
+        mine, batch_layout = part.sequences(batch), self._batch_layouts[batch]
+        return [batch_layout.tokens(sequence, token) for sequence in range(mine.start, mine.stop)]
+
+    def _key(self, layer: int, batch: int, part: CachePart) -> tuple[int, int, int]:
+        return batch, part.first, self._plans[batch][layer].like
+
+
+# The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
+#
+# The cache of a GPU batch is ``[kinds, sequences, kv_heads, slots, width]`` for each decoder layer,
+# contiguous: the kinds are keys and values, or one that holds both (`config.formats.CacheLayout`).
+# A
+# step shifts and concatenates nothing. A percentage of the cache is a share of each batch's
+# sequences. With an eviction policy (arXiv 2306.14048) there are as many
+# slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
+# nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to
+# be
+# evicted as they come (`appending`). A sequence may go on in a later run. With sparse attention
+# (arXiv 2303.06865) a new token reads every key, and of the values those that matter most to it.
 
 
 class KVCache:

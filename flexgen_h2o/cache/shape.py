@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.parts import Records
+from flexgen_h2o.cache.tiers import Records
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
@@ -20,7 +20,7 @@ class CacheShape:
     """Sizes that all sequences share: the model's, and those of a stored vector.
 
     `layout` is that of compressed records; None: vectors of `dtype`. `attn_sparsity` is the share
-    of the cached values that a new token reads (`kernels.reference_sparse`), `attention` the forms
+    of the cached values that a new token reads (`kernels.reference.sparse`), `attention` the forms
     of all layers, or empty: `ModelConfig.form`.
     """
 

@@ -1,6 +1,6 @@
 """The commands of ``flexgen-h2o``, and of ``python -m flexgen_h2o``, which is the same.
 
-A command is a module of `tasks` with `parser`, `parse_args` and `run`. Each is found by its name
+A command is a module of `commands` with `parser`, `parse_args` and `run`. Each is found by its name
 when it is called, so that this module need not stand above all of them, and one command does not
 wait for the imports of the others.
 """
@@ -16,7 +16,7 @@ from types import ModuleType
 
 from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import PACKAGE, SCRIPT, Parser, program
-from flexgen_h2o.config.checks import check_choice
+from flexgen_h2o.config.validation import check_choice
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.terminal import show
 
@@ -40,7 +40,7 @@ _OWN = ("-h", "--help", "--version", "--print-completion")
 
 def command_module(name: str) -> ModuleType:
     """The module of a command."""
-    return importlib.import_module(f"{PACKAGE}.tasks.{name}")
+    return importlib.import_module(f"{PACKAGE}.commands.{name}")
 
 
 def parser() -> Parser:

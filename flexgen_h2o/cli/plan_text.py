@@ -9,7 +9,7 @@ from dataclasses import fields
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.config.policy import Policy, percent_text
-from flexgen_h2o.models.gguf_config import names_gguf
+from flexgen_h2o.models.gguf.config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan

@@ -1,12 +1,9 @@
-"""From flags to a plan: the machine and the model that it is for, and the flags that it chooses.
-
-For this machine it measures, which loads torch; for the one of `--hardware` it does not.
-"""
+"""Recall in place of a full cache that is not all in the fastest memory: what a plan proposes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,19 +12,18 @@ from typing import Any
 
 from flexgen_h2o.cli.flags import GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
-from flexgen_h2o.cli.recall_proposal import RecallProposal, with_recall
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.formats import AUTO, WEIGHT_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.launch import launched
-from flexgen_h2o.config.policy import DUMMY
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import DUMMY, Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.files.terminal import tell
 from flexgen_h2o.kernels.implementations import Winners
-from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
-from flexgen_h2o.models.gguf_config import config_of, header_options
-from flexgen_h2o.models.gguf_header import gguf_file, read_header
+from flexgen_h2o.models.formats.settings import Quantization, quantization
+from flexgen_h2o.models.gguf.config import config_of, header_options
+from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
 from flexgen_h2o.models.spec import (
@@ -37,13 +33,62 @@ from flexgen_h2o.models.spec import (
     read_config,
 )
 from flexgen_h2o.models.weight_options import weight_options
-from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.hardware_file import BITS, load_hardware
+from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import ALIKE, Choice, PlanRequest, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
+
+HEAVY_RATIO = 0.1
+"""As heavy hitters, and as many recent tokens: 20 % of the prompt."""
+PERPLEXITY = 1.04
+"""Perplexity over the full cache's then, of smollm2-135m (docs/h2o.md)."""
+
+
+@dataclass(frozen=True)
+class RecallProposal:
+    """Recall that is predicted to be faster than the full cache of a plan.
+
+    Attributes
+    ----------
+    flags : str
+        To add to those that were planned for.
+    choice : Choice
+        The run with them, and what is predicted of it.
+    """
+
+    flags: str
+    choice: Choice
+
+    def text(self, full: Choice) -> str:
+        """One line: the flags, the rates with and without them, and what they change."""
+        return (f"{self.flags}: {self.choice.tokens_per_second:.4g} tokens/s predicted, "
+                f"{full.tokens_per_second:.4g} without; a new token then attends to "
+                f"{200 * HEAVY_RATIO:g} % of the prompt, and perplexity is {PERPLEXITY} times the "
+                "full cache's (smollm2-135m, docs/h2o.md)")
+
+
+def with_recall(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """The flags to add to a run with the full cache, and the run with them: what is refused is left
+    out."""
+    h2o = config.h2o()
+    if h2o is not None and (h2o.recall or not h2o.is_full):
+        return
+    proposals: list[dict[str, Any]] = [
+        {"hh_ratio": HEAVY_RATIO, "recall": True},
+        {"hh_ratio": HEAVY_RATIO, "recall": True, "fetch_chosen": True}]
+    for added in proposals:
+        with suppress(UserError):
+            words = (flag_name(name) + ("" if value is True else f" {value}")
+                     for name, value in added.items())
+            yield " ".join(words), replace(config, **added)
+
+
+# From flags to a plan: the machine and the model that it is for, and the flags that it chooses.
+#
+# For this machine it measures, which loads torch; for the one of `--hardware` it does not.
+
 
 HEADROOM = 0.97
 """The share of free memory that a plan for this machine takes: a little comes and goes until the
@@ -135,9 +180,9 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
 
 def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     """This machine, with what is free on it, and the model as a run would find it."""
-    from flexgen_h2o.engine.loader import find
     from flexgen_h2o.engine.progress import byte_bar
-    from flexgen_h2o.engine.tokenization import Prompts
+    from flexgen_h2o.engine.source import find
+    from flexgen_h2o.engine.tokenizer import Prompts
     from flexgen_h2o.planning.calibrate import machine
     from flexgen_h2o.storage.tiers import open_device
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import Field, field
 from typing import Any
 
-from flexgen_h2o.config import schema
-from flexgen_h2o.config.checks import check_bool, check_choice, check_int, check_number
+from flexgen_h2o.config import validation
 from flexgen_h2o.config.placement import parse_percent, parse_shares
+from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
 
@@ -65,7 +65,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
         case "ratios":
             value = _ratios(name, value)
         case "path":
-            path = schema.checked(schema.Text, value, name)
+            path = validation.validated(validation.Text, value, name)
             if "\0" in path:
                 raise UserError(f"{name} is no path: it holds a zero byte")
             value = os.path.expanduser(path)
@@ -77,7 +77,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
                 check_number(f"each of {name}", number, above=rules.get("above"),
                              high=rules.get("high"))
         case "text":
-            value = schema.checked(schema.Text, value, name)
+            value = validation.validated(validation.Text, value, name)
     if "choices" in rules:
         each = f"each of {name}" if isinstance(value, tuple) else name
         for one in _several(value):
@@ -89,7 +89,8 @@ def _texts(flag: str, value: object) -> tuple[str, ...]:
     """One or several texts, none of them empty."""
     texts = _several(value)
     names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
-    return tuple(schema.checked(schema.Text, *each) for each in zip(texts, names, strict=True))
+    return tuple(validation.validated(validation.Text, *pair)
+                 for pair in zip(texts, names, strict=True))
 
 
 def _several(value: object) -> tuple:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flexgen_h2o.config.checks import check_bool, check_int
+from flexgen_h2o.config.validation import check_bool, check_int
 from flexgen_h2o.errors import UserError
 
 

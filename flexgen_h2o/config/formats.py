@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from flexgen_h2o.config.checks import check_number
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
+from flexgen_h2o.config.validation import check_number
 from flexgen_h2o.errors import UserError
 
 DTYPES = ("float16", "bfloat16", "float32")

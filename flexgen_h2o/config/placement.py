@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.config.checks import check_number
+from flexgen_h2o.config.validation import check_number
 from flexgen_h2o.errors import UserError
 
 TIERS = ("gpu", "cpu", "disk")

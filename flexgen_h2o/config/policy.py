@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.checks import check_bool, check_int, check_number
-from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
+from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
@@ -127,3 +127,25 @@ def percent_text(policy: Policy) -> str:
     """The six numbers of ``--percent`` for a policy's placements."""
     placements = [getattr(policy, kind) for kind in PLACED]
     return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))
+
+
+# Lengths and batch sizes of the largest block of a run.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The largest block of a run: lengths in tokens, batches in sequences."""
+
+    prompt_len: int
+    gen_len: int
+    gpu_batch_size: int
+    num_gpu_batches: int
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
+            check_int(name, getattr(self, name), low=1)
+
+    def cut(self, longest: int | None) -> Workload:
+        """With prompts of at most `longest` tokens; None: as it is."""
+        return self if longest is None else replace(
+            self, prompt_len=min(self.prompt_len, longest))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flexgen_h2o.config.checks import check_bool, check_int, check_number
+from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError, check_text, shown
 
 _OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {

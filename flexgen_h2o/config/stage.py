@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.windowed import WindowedH2O
+from flexgen_h2o.config.h2o import H2OConfig, WindowedH2O
 from flexgen_h2o.errors import UserError
 
 

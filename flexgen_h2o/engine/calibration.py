@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.stand_ins import UncachedAttention
+from flexgen_h2o.cache.alternatives import UncachedAttention
 from flexgen_h2o.config.formats import CODED_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.engine.loader import Source
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
-from flexgen_h2o.engine.sinks import Scoring
-from flexgen_h2o.engine.tokenization import Prompts
+from flexgen_h2o.engine.sampling import Scoring
+from flexgen_h2o.engine.source import Source
+from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import unwrap

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
+
+from flexgen_h2o.outputs import Output
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
 _REPLACEMENT = "\ufffd"
@@ -115,3 +117,100 @@ def _part_of_character(name: str | None) -> bytes | None:
         return bytes([int(byte[1], 16)])
     values = {character: value for value, character in bytes_to_unicode().items()}
     return bytes(map(values.__getitem__, name)) if values.keys() >= set(name) else None
+
+
+# Texts that end a generation, found as tokens come. No torch, and no tokenizer of its own.
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """A text up to where the first of the stops begins."""
+    return text[: min((place for place in map(text.find, stops) if place >= 0),
+                      default=len(text))]
+
+
+class StopStrings:
+    """Tells if generated tokens hold one of some texts, special tokens counted as text.
+
+    Call it after each new token. It decodes a tail as long as the longest text.
+
+    Parameters
+    ----------
+    strings : sequence of str
+        None of them empty.
+    token_bytes : callable
+        The bytes that a token adds to a text, such as `Detokenizer.token_bytes`.
+    """
+
+    def __init__(self, strings: Sequence[str], token_bytes: Callable[[int], bytes]):
+        self._strings = [text.encode() for text in strings]
+        self._token_bytes = token_bytes
+        self._longest = max(map(len, self._strings))
+
+    def __call__(self, tokens: Sequence[int]) -> bool:
+        """True if one is there now that was not before the last of `tokens`."""
+        before, place = b"", len(tokens) - 1
+        while place and len(before) < self._longest:
+            place -= 1
+            before = self._token_bytes(tokens[place]) + before
+        begin = max(0, len(before) - self._longest + 1)
+        tail = before[begin:] + self._token_bytes(tokens[-1])
+        return any(string in tail for string in self._strings)
+
+
+# Reasoning parser: split answers of reasoning models into reasoning and content. No torch.
+
+
+_PAIRS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
+_CHANNEL = "<|channel|>"  # of gpt-oss: a header, <|message|>, and the text of the channel
+_MARKS = (_CHANNEL, "<|message|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>",
+          "<|constrain|>", *(mark for pair in _PAIRS for mark in pair))
+_MESSAGE = re.compile(r"<\|channel\|>\s*(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>(.*?)"
+                      r"(?=<\|(?:channel|start|end|return|call)\|>|\Z)", re.DOTALL)
+_LAST = 32  # tokens at a prompt's end that are searched for an opening mark
+
+
+class ReasoningParser:
+    """Splits answers of chat models into reasoning and content.
+
+    It knows ``<think>``, ``<seed:think>`` and ``[THINK]``, where the answer begins or the prompt
+    ends with one, and the channels of gpt-oss.
+
+    Parameters
+    ----------
+    tokenizer
+        A transformers tokenizer.
+
+    Attributes
+    ----------
+    detokenizer : Detokenizer
+    """
+
+    def __init__(self, tokenizer):
+        self.detokenizer = Detokenizer(tokenizer)
+        added = tokenizer.get_added_vocab()
+        self._keep = {added[mark] for mark in _MARKS if mark in added}
+        self._has_channels = _CHANNEL in added
+
+    def split(self, output: Output) -> tuple[str, str | None]:
+        """Return content and reasoning of an answer; the latter is None if there is none."""
+        prompt = output.prompt_token_ids
+        text = self.detokenizer.text(output.token_ids, prompt, self._keep)
+        before = self.detokenizer.text(prompt[-_LAST:], prompt[:-_LAST], self._keep)
+        if self._has_channels and _CHANNEL in text:
+            _, found, header = before.rpartition("<|start|>")
+            return _by_channels((header if found else "") + text)
+        for begin, end in _PAIRS:
+            body = text.lstrip()
+            if body.startswith(begin) or before.rstrip().endswith(begin):
+                reasoning, _, content = body.removeprefix(begin).partition(end)
+                return content.lstrip(), reasoning.strip() or None
+        return output.text or "", None
+
+
+def _by_channels(text: str) -> tuple[str, str | None]:
+    """Split the messages of a gpt-oss answer; ignore a header that is cut off."""
+    found = _MESSAGE.findall(text)
+    content, reasoning = ("\n".join(body for channel, body in found
+                                    if (channel == "analysis") == thought)
+                          for thought in (False, True))
+    return content, reasoning or None

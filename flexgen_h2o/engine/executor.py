@@ -10,13 +10,13 @@ import torch
 
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.distributed.pipeline import Exchange
 from flexgen_h2o.engine.batch import Batch
-from flexgen_h2o.engine.decoder_layers import DecoderLayers
-from flexgen_h2o.engine.exchange import Exchange
-from flexgen_h2o.engine.expert_layers import ExpertLayers
+from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
+from flexgen_h2o.engine.experts import ExpertLayers
+from flexgen_h2o.engine.sampling import Sink
 from flexgen_h2o.engine.schedule import Kind, LayerStep, schedule
-from flexgen_h2o.engine.sinks import Sink
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.models.spec import ModelConfig

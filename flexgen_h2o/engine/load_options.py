@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flexgen_h2o.config.argument_types import typed
-from flexgen_h2o.config.checks import check_int
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.config.validation import check_int, typed
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.kernels.implementations import Winners
 from flexgen_h2o.metrics.trace import Trace
@@ -61,7 +60,7 @@ class LoadOptions:
         Which implementation multiplies, by operation, bits and rows, as calibration has measured it
         (`--percent auto` passes it on); None: a table decides by the CPU's instruction set.
     pipeline : Pipeline, optional
-        The ranks among which the layers are spread (`engine.pipeline`), of which this is one.
+        The ranks among which the layers are spread (`distributed.pipeline`), of which this is one.
     bounds : sequence of int, optional
         The decoder layer with which each rank begins, and their number; None: by their weights.
         Those of the first rank count.

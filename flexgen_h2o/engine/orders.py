@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
-from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine.pipeline import Pipeline
+from flexgen_h2o.distributed.heartbeat import IDLE, WORKING
+from flexgen_h2o.distributed.pipeline import Pipeline
 from flexgen_h2o.engine.runner import Seat
-from flexgen_h2o.engine.watch import IDLE, WORKING
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.tiers import Device

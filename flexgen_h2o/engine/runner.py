@@ -10,37 +10,33 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from flexgen_h2o.cache.placed import recalls_in_place
+from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
+from flexgen_h2o.cache.recalled_tiers import recalls_in_place
 from flexgen_h2o.cache.shape import CacheShape, evicting_layers
-from flexgen_h2o.cache.stand_ins import KeySampler, ProbedCache
 from flexgen_h2o.config.formats import CacheOptions
-from flexgen_h2o.config.policy import Policy, check_fetch_chosen
+from flexgen_h2o.config.policy import Policy, Workload, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
+from flexgen_h2o.distributed.pipeline import Exchange, Pipeline
+from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.calls import Calls
-from flexgen_h2o.engine.exchange import Exchange
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.load_options import LoadOptions
-from flexgen_h2o.engine.loader import ByteProgress, Source
-from flexgen_h2o.engine.pipeline import Pipeline
 from flexgen_h2o.engine.progress import RunBars, byte_bar
+from flexgen_h2o.engine.sampling import Forcing, Sink
 from flexgen_h2o.engine.schedule import LayerStep
-from flexgen_h2o.engine.sinks import Forcing, Sink
+from flexgen_h2o.engine.source import ByteProgress, Source
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.kernels import dispatch
-from flexgen_h2o.kernels.shape_caches import bound_shape_caches
-from flexgen_h2o.kernels.spinning import Spinning
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.memory import peak_process_bytes, sampled_memory
+from flexgen_h2o.kernels.cpu.library import Spinning
+from flexgen_h2o.kernels.torch_ops import bound_shape_caches
+from flexgen_h2o.metrics.provenance import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.trace import PHASES, Trace
+from flexgen_h2o.metrics.trace import PHASES, LinkStats, Trace
 from flexgen_h2o.models.positions import context
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import resident_bytes

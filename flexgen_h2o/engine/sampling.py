@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.errors import NotFinite, UserError
-from flexgen_h2o.kernels.choice import likeliest, on_host
+from flexgen_h2o.kernels.torch_ops import likeliest, on_host
+from flexgen_h2o.outputs import Scored, TokenLogProb
 
 
 class Sampler:
@@ -180,3 +183,332 @@ def not_finite(key: int, value: float) -> NotFinite:
     """The error for logits of prompt `key` that hold `value`, or nothing above it."""
     return NotFinite(f"the model's logits of prompt {key} are not finite ({value}): its weights "
                      "are damaged, or too large for this dtype (try another --dtype)", key)
+
+
+# Sinks of logits: the next token of each sequence, or the log-probability of a given one.
+#
+# A sink first finds figures in logits, which is done where the logits are, and then takes them,
+# which
+# every rank of a pipeline does.
+
+
+OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """The rules by which requests go on and end.
+
+    Attributes
+    ----------
+    sampler : Sampler
+    max_new_tokens : int
+    end_tokens : collection of int
+        A sequence ends with any of them.
+    stops : callable, optional
+        Whether a sequence ends with what it has generated; asked after each token.
+    top : int or None
+        Log-probabilities that are kept of each place, beside the token's own; None: none.
+    """
+
+    sampler: Sampler
+    max_new_tokens: int
+    end_tokens: Collection[int] = ()
+    stops: Callable[[Sequence[int]], bool] | None = None
+    top: int | None = None
+
+    def reason_to_end(self, generated: Sequence[int]) -> str:
+        """The finish reason of a sequence after its newest token; empty while it goes on."""
+        if generated[-1] in self.end_tokens or self.stops and self.stops(generated):
+            return "stop"
+        return "length" if len(generated) == self.max_new_tokens else ""
+
+
+class Sink(ABC):
+    """Takes the logits of a forward pass."""
+
+    def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
+        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
+        self.take(batch, forward_pass, row, self.find(batch, forward_pass, row, logits))
+
+    @abstractmethod
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
+
+    @property
+    @abstractmethod
+    def width(self) -> int:
+        """Figures of a row."""
+
+    @abstractmethod
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Figures, float64 [rows, width] on the host, of logits [rows, vocab] of the chosen rows
+        from number `row` on."""
+
+    @abstractmethod
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Go on by what was found, of the chosen rows from number `row` on."""
+
+    @abstractmethod
+    def restart(self, request: Request) -> None:
+        """Forget what it knows of a request, which begins anew."""
+
+
+class Generation(Sink):
+    """A sink that extends each request by a token, until EOS, a stop string or the length.
+
+    It finds of each row the token and, where some request asks for log-probabilities, that of the
+    token, and the likeliest tokens and theirs.
+
+    Parameters
+    ----------
+    rules : mapping
+        By the requests' keys. Those that share a sampler are sampled together.
+    on_token : callable, optional
+        Called with each new token as it comes.
+    """
+
+    def __init__(self, rules: Mapping[int, Rules], *,
+                 on_token: Callable[[int], None] | None = None):
+        self._on_token = on_token
+        self._rules = rules
+        tops = {each.top for each in rules.values()} - {None}
+        self._top = max(tops) if tops else None
+
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
+        return newest_rows(batch, forward_pass)
+
+    @property
+    def width(self) -> int:
+        """Figures of a row."""
+        return 1 if self._top is None else 2 + 2 * self._top
+
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """The tokens to go on with; see `Sink.find`."""
+        requests = batch.sampled(forward_pass)[row : row + len(logits)]
+        alike: dict[Sampler, list[int]] = {}
+        for place, request in enumerate(requests):
+            alike.setdefault(self._rules[request.key].sampler, []).append(place)
+        if len(alike) == 1 and self._top is None:  # the usual case: nothing to index
+            (sampler, _), = alike.items()
+            return torch.tensor(sampler(logits, requests), dtype=torch.float64)[:, None]
+        found = torch.zeros((len(requests), self.width), dtype=torch.float64)
+        for sampler, places in alike.items():
+            index = torch.tensor(places)
+            some = logits if len(alike) == 1 else logits[index.to(logits.device)]
+            mine = [requests[place] for place in places]
+            chosen = torch.tensor(sampler(some, mine))
+            found[index, 0] = chosen.double()
+            self._find_log_probs(some, mine, chosen, found, index)
+        return found
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens; see `Sink.take`."""
+        requests = batch.sampled(forward_pass)[row : row + len(found)]
+        for request, (first, *figures) in zip(requests, found.tolist(), strict=True):
+            if request.finish_reason:
+                continue
+            rules, token = self._rules[request.key], int(first)
+            if rules.top is not None:
+                request.log_probs.append(_log_prob(token, figures, rules.top))
+            request.generated.append(token)
+            if self._on_token is not None:
+                self._on_token(token)
+            request.finish_reason = rules.reason_to_end(request.generated)
+
+    def restart(self, request: Request) -> None:
+        """Go on with a request from its beginning."""
+        self._rules[request.key].sampler.restart(request)
+
+    def _find_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
+                        chosen: torch.Tensor, found: torch.Tensor, index: torch.Tensor) -> None:
+        """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked; the
+        logits' rows are those of `found` at `index`."""
+        if self._top is None:
+            return
+        wanted = torch.tensor([row for row, request in enumerate(requests)
+                               if self._rules[request.key].top is not None
+                               and not request.finish_reason], dtype=torch.int64)
+        if not len(wanted):
+            return
+        here = wanted.to(logits.device)
+        known = logits[here].float().log_softmax(-1)
+        own = known.gather(1, chosen[wanted].to(logits.device)[:, None])
+        best = known.topk(min(known.shape[1], self._top))
+        figures = torch.cat([own.double(), best.indices.double(), best.values.double()], 1)
+        # A small vocabulary may have fewer tokens than were asked for.
+        found[index[wanted], 1:] = float("nan")
+        count = best.indices.shape[1]
+        for column, part in ((1, figures[:, :1]), (2, figures[:, 1 : 1 + count]),
+                             (2 + self._top, figures[:, 1 + count :])):
+            found[index[wanted], column : column + part.shape[1]] = part.cpu()
+
+
+def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
+    """The log-probabilities of a place out of the figures after its token: see `Generation`."""
+    own, *likeliest = figures
+    half = len(likeliest) // 2
+    pairs = [(int(each), value) for each, value in zip(likeliest[:half], likeliest[half:],
+                                                       strict=True) if not math.isnan(each)]
+    return TokenLogProb(token, own, tuple(pairs[:top]))
+
+
+class _Continuations(Sink):
+    """A sink that collects the log-probabilities of given continuations.
+
+    `likeliest` says by key of each token so far whether it has been the likeliest.
+
+    Parameters
+    ----------
+    continuations : mapping
+        Request key to token ids, at least one each.
+    on_logits : callable (places, logits), optional
+        Called with logits [rows, vocab] that predict tokens of continuations. `places` holds the
+        request key and the token's index of each row.
+    """
+
+    def __init__(self, continuations: Mapping[int, Sequence[int]],
+                 on_logits: OnLogits | None = None):
+        self._continuations = continuations
+        self._on_logits = on_logits
+        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
+        self.likeliest: dict[int, list[bool]] = {key: [] for key in continuations}
+
+    @property
+    def width(self) -> int:
+        """Figures of a row: the log-probability of its token, and 1 if that is the likeliest."""
+        return 2
+
+    def scored(self) -> list[Scored]:
+        """The scores of the continuations, by ascending keys."""
+        return [Scored(self.log_probs[key], self.likeliest[key])
+                for key in sorted(self.log_probs)]
+
+    def restart(self, request: Request) -> None:
+        """Forget what was found of a request."""
+        self.log_probs[request.key] = []
+        self.likeliest[request.key] = []
+
+    @abstractmethod
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        """Return the request key and the index of the predicted token of each row with logits.
+
+        The index is past the end for a sequence that has ended.
+        """
+
+    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+             ) -> torch.Tensor:
+        """Score the tokens to predict; see `Sink.find`."""
+        places = self._places(batch, forward_pass)[row : row + len(logits)]
+        tails = [self._continuations[key] for key, _ in places]
+        if self._on_logits is not None:
+            live = [i for i, (_, place) in enumerate(places) if place < len(tails[i])]
+            self._on_logits([places[i] for i in live],
+                            logits if len(live) == len(places) else logits[live])
+        # A sequence that has ended repeats its last token, whose probability is not used.
+        return _log_probs(logits, [tail[min(place, len(tail) - 1)]
+                                   for (_, place), tail in zip(places, tails, strict=True)])
+
+    def _note(self, key: int, log_prob: float, likeliest: float) -> None:
+        """Add what was found of the next token of a continuation.
+
+        Raises `UserError` for NaN, which one NaN or infinity among the logits makes of them all; a
+        token of which the probability is 0 is all right.
+        """
+        if math.isnan(log_prob):
+            raise not_finite(key, log_prob)
+        self.log_probs[key].append(log_prob)
+        self.likeliest[key].append(bool(likeliest))
+
+
+class Scoring(_Continuations):
+    """Scores continuations in one prefill.
+
+    A request's prompt is context and continuation without its last token; the logits of the last
+    ``len(continuation)`` rows of each prompt predict the continuation.
+    """
+
+    def joined(self, contexts: Sequence[Request]) -> list[Request]:
+        """These requests with such prompts."""
+        return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
+                for context in contexts]
+
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """Rows of a forward pass that predict a continuation: int64 [rows]."""
+        return torch.tensor([row for row, _, _ in self._owners(batch, forward_pass)],
+                            dtype=torch.int64)
+
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        return [(key, place) for _, key, place in self._owners(batch, forward_pass)]
+
+    def _owners(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
+        """Return (row, request key, index of the predicted token) of the rows that predict."""
+        owners, row = [], 0
+        for span in batch.batch_layout.spans(forward_pass):
+            request = batch.requests[span.sequence]
+            begin = len(request.prompt) - len(self._continuations[request.key])
+            owners += [(row + position - span.start, request.key, position - begin)
+                       for position in range(max(span.start, begin), span.end)]
+            row += len(span)
+        return owners
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Note the scores; see `Sink.take`."""
+        owners = self._owners(batch, forward_pass)[row : row + len(found)]
+        for (_, key, _), each in zip(owners, found.tolist(), strict=True):
+            self._note(key, *each)
+        if batch.batch_layout.token(forward_pass) == 0:
+            for request in batch.requests:
+                request.finish_reason = "length"
+
+
+class Forcing(_Continuations):
+    """Scores continuations by feeding them token by token.
+
+    What an evicting cache predicts depends on how tokens came: only the context is a prompt.
+    """
+
+    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
+        """Rows that get logits: as in generation."""
+        return newest_rows(batch, forward_pass)
+
+    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+        return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
+
+    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens and note their scores; see `Sink.take`."""
+        requests = batch.sampled(forward_pass)[row : row + len(found)]
+        for request, each in zip(requests, found.tolist(), strict=True):
+            if request.finish_reason:
+                continue
+            self._note(request.key, *each)
+            tail = self._continuations[request.key]
+            request.generated.append(tail[len(request.generated)])
+            if len(request.generated) == len(tail):
+                request.finish_reason = "length"
+
+
+def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
+    """The row of each newest token of `batch.sampled`, int64 [rows]; none while prompts have not
+    ended."""
+    if batch.batch_layout.token(forward_pass) < 0:
+        return torch.empty(0, dtype=torch.int64)
+    if not batch.batch_layout.in_prefill(forward_pass):
+        return torch.arange(len(batch))
+    newest, row = {}, -1
+    for span in batch.spans(forward_pass):
+        row += len(span)
+        newest.update(dict.fromkeys(batch.alike[span.sequence], row))
+    return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
+
+
+def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
+    """Probability of one token per row of logits [rows, vocab]: float64 [rows, 2] on the host,
+    natural log-probability, and 1 if it is the top."""
+    index = torch.tensor(targets, device=logits.device)
+    values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
+    # max() and not argmax(), which takes ten times as long on a CPU.
+    return torch.stack([values.double(), (logits.max(-1).indices == index).double()], 1).cpu()

@@ -14,16 +14,12 @@ from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.chunk_stream import ChunkStream
-from flexgen_h2o.engine.chunked_weights import ChunkedWeights
-from flexgen_h2o.engine.cuts import CutRows, cut
-from flexgen_h2o.engine.packs import Pack, Unit, Weight
-from flexgen_h2o.engine.spill import KeptWeights
-from flexgen_h2o.engine.weight_files import WeightFiles
+from flexgen_h2o.engine.weight_files import KeptWeights, Pack, Unit, Weight, WeightFiles
+from flexgen_h2o.engine.weight_streaming import ChunkedWeights, ChunkStream, CutRows, cut
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import yaml
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.atomic import open_atomic
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.rows import GrowingFile
+from flexgen_h2o.files.writing import open_atomic
 
 
 class SettingsBeside:

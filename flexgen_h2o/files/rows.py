@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import fcntl
 import io
 import json
 import os
@@ -12,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.atomic import open_atomic
-from flexgen_h2o.files.checks import writing
+from flexgen_h2o.files.writing import check_writable, open_atomic, writing
 
 _SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
@@ -184,3 +184,136 @@ def _row(path: str, number: int, values: dict, *, texts: Collection[str],
                 for name, text in values.items()}
     except ValueError:
         raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
+
+
+# A CSV file of a benchmark: a row for each thing measured, there for the next run to go on with.
+
+
+class RowTable:
+    """The rows of a file and those that come; each is on disk when `add` returns.
+
+    The file is `path`.partial until `finish`, as of any `RowsFile`.
+
+    Parameters
+    ----------
+    path : str
+    columns, key : sequence of str
+        All of them, and those whose values tell the rows apart.
+    flag : str
+        Whose value `path` is.
+
+    Raises
+    ------
+    UserError
+        It cannot be written, or holds other rows than these.
+    """
+
+    def __init__(self, path: str, columns: Sequence[str], key: Sequence[str], *,
+                 flag: str = "--out"):
+        check_writable(flag, path)
+        self._path, self._flag = path, flag
+        self.columns, self._key = tuple(columns), tuple(key)
+        self.file = RowsFile(path, columns)
+        partial = self.file.partial
+        if os.path.exists(path) and partial.exists():
+            raise UserError(f"both {path} and {partial} are there: remove the older one")
+        found = _whole_rows(flag, partial if partial.exists() else Path(path), self.columns)
+        self._rows = {self._key_of(row): row for row in found}
+        if partial.exists():
+            self.file.count = len(found)
+
+    def _key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
+        """The key of a row, as the file has it."""
+        return tuple(str(cell(row[name])) for name in self._key)
+
+    def find(self, row: Mapping[str, object]) -> dict[str, str] | None:
+        """The row of the same key, as text; None if it is still to be measured."""
+        return self._rows.get(self._key_of(row))
+
+    def add(self, row: dict[str, object]) -> None:
+        """Write what was measured in place of a row of the same key. `UserError` if it cannot
+        write."""
+        key, text = self._key_of(row), {name: str(cell(row[name])) for name in self.columns}
+        with writing(self._flag, self._path):
+            if os.path.exists(self._path):  # whole, and now to grow
+                os.replace(self._path, self.file.partial)
+                self.file.count = len(self._rows)
+            if key in self._rows:
+                self._rewrite(self._rows | {key: text})
+            else:
+                self.file.write(row)
+        self._rows[key] = text
+
+    def _rewrite(self, rows: Mapping[tuple[str, ...], dict[str, str]]) -> None:
+        with open_atomic(self.file.partial) as file:
+            file.write(csv_line(self.columns))
+            file.writelines(csv_line(row.values()) for row in rows.values())
+
+    def rows(self) -> list[dict[str, str]]:
+        """All of them, as text, in the order of the file."""
+        return list(self._rows.values())
+
+    def finish(self) -> None:
+        """Give the file its name."""
+        if self.file.count:
+            self.file.finish()
+
+
+def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    """The rows of a file; a last one without its end, as a killed run leaves it, is cut off."""
+    try:
+        content = path.read_bytes()
+        whole = content.rfind(b"\n") + 1
+        reader = csv.DictReader(io.StringIO(content[:whole].decode("utf-8"), newline=""),
+                                strict=True)
+        rows = list(reader)
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot go on with {flag} {path}: {error}") from None
+    if not whole:
+        return []
+    if tuple(reader.fieldnames or ()) != columns or any(
+            None in row or None in row.values() for row in rows):
+        raise UserError(f"{flag} {path} has other columns than are to be written: choose another")
+    if whole < len(content):
+        os.truncate(path, whole)
+    return rows
+
+
+# A CSV file that many runs and machines append to.
+
+
+def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str, object], *,
+               flag: str, digits: int = 6) -> None:
+    """Append a row under the header `columns`, which a new or empty file gets first.
+
+    A row is one write, and writers take turns, so that parallel runs share a file. With nothing
+    changed, raises `UserError` when the file has another header, OSError if it cannot write.
+    """
+    line = csv_line(map(row.get, columns), digits=digits)
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        _check_header(file, path, columns, flag)
+        size = file.seek(0, os.SEEK_END)
+        if size == 0:
+            line = csv_line(columns) + line
+        else:
+            file.seek(size - 1)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        append_whole(file, line.encode("utf-8"))
+
+
+def check_header(path: str | os.PathLike, columns: Sequence[str], *, flag: str) -> None:
+    """Raise `UserError` when `path` has another header, so that it shows before a long run."""
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            _check_header(file, path, columns, flag)
+
+
+def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[str], flag: str
+                  ) -> None:
+    found = file.readline(1 << 16)
+    if found and found.rstrip(b"\r\n") != csv_line(columns).strip().encode():
+        raise UserError(f"{path} has other columns than this version writes: choose a new {flag}")

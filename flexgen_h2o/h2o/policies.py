@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexgen_h2o.config import scores as names
+from flexgen_h2o.config import h2o as names
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.errors import UserError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
-from flexgen_h2o.kernels import cpu_library
+from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.gpus import GPU, has_matrix_units
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout
-from flexgen_h2o.kernels import native, triton_ops
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     EvictionArguments,
     FormArguments,
 )
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.triton import ops as triton_ops
 
 NAMESPACE = "flexgen_h2o"
 

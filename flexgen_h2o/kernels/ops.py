@@ -1,4 +1,4 @@
-"""One function per operation; the backend by device. `kernels.reference` specifies each.
+"""One function per operation; the backend by device. `kernels.reference.attention` specifies each.
 
 On a CPU the operations are C++ (`native`), on a GPU Triton. Where the C++ could not be built or
 Triton is missing the reference runs, and the log says so once.
@@ -23,29 +23,23 @@ from torch import Tensor
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.block_types import BlockType
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
-from flexgen_h2o.config.index_layout import IndexLayout
-from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
-from flexgen_h2o.kernels import (
-    cpu_library,
-    dispatch,
-    library,
-    native,
-    native_recall,
-    reference,
-    reference_blocks,
-    reference_layer,
-    reference_matrix,
-    reference_recall,
-    reference_sparse,
-    rotary,
-    sdpa,
-    triton_ops,
-)
+from flexgen_h2o.kernels import dispatch, library, rotary, torch_ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, signed_group
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import blocks as reference_blocks
+from flexgen_h2o.kernels.reference import layers as reference_layers
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.kernels.reference import recall as reference_recall
+from flexgen_h2o.kernels.reference import sparse as reference_sparse
+from flexgen_h2o.kernels.triton import ops as triton_ops
 
 __all__ = ["attend_chosen", "attend_recalled", "cache_records", "cache_vectors", "choose_keys",
            "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
@@ -115,10 +109,10 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     """See `reference.prefill_attention`; memory linear in the tokens."""
     if form.window is not None and form.window >= max(key_lengths or lengths, default=0):
         form = replace(form, window=None)
-    whole = scores is None and key_lengths is None and sdpa.possible(form)
+    whole = scores is None and key_lengths is None and torch_ops.sdpa_possible(form)
     if whole and not _forced() and (not _fused(q.device.type) or form.window is None and (
             q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
-        return sdpa.prefill_attention(q, k, v, lengths, form=form)
+        return torch_ops.sdpa_prefill_attention(q, k, v, lengths, form=form)
     if plain_torch(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay, form=form, sinks=sinks)
@@ -266,7 +260,7 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     elif change is None:
         rotary.apply_rope_(x, *rope)
     else:
-        reference_layer.rotate(x, *(rope or (None, None)), change, offsets)
+        reference_layers.rotate(x, *(rope or (None, None)), change, offsets)
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels.chunks import chunk_rows
+from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

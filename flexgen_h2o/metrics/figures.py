@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.atomic import replacing
+from flexgen_h2o.files.writing import replacing
 
 _FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",

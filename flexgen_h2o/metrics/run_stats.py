@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flexgen_h2o.config.expert_choices import ExpertChoices, summed
+from flexgen_h2o.config.experts import ExpertChoices, summed
 from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",

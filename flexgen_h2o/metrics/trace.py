@@ -1,21 +1,140 @@
-"""The time line of a run and of its memory: recorded, written, read back. No torch.
-
-The file is Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
-"""
+"""Bytes over the links between tiers, and the time that they were busy."""
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.atomic import open_atomic
-from flexgen_h2o.metrics.links import GB
+from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.metrics.run_stats import over
+
+LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
+GB = 1e9
+
+
+class LinkStats:
+    """Bytes moved and seconds busy on each link, added from any thread.
+
+    Busy time is the union of the intervals: two transfers at once count once, so that bytes over
+    seconds is what the link carried.
+    """
+
+    MOST_INTERVALS = 1024
+    """Of a link that are kept one by one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: the next run starts at zero."""
+        with self._lock:
+            self._bytes = dict.fromkeys(LINKS, 0)
+            self._busy = {link: Union(self.MOST_INTERVALS) for link in LINKS}
+
+    def add(self, link: str, nbytes: int, start: float, end: float) -> None:
+        """Count a transfer of `nbytes` that took from `start` to `end` (perf_counter seconds)."""
+        with self._lock:
+            self._bytes[link] += nbytes
+            self._busy[link].add(start, end)
+
+    def totals(self) -> dict[str, tuple[int, float]]:
+        """Link to (bytes, busy seconds), for the links that carried anything."""
+        with self._lock:
+            return {link: (nbytes, self._busy[link].seconds())
+                    for link, nbytes in self._bytes.items() if nbytes}
+
+
+# Unions and differences of intervals of time.
+
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
+
+
+class Union:
+    """A growing union of intervals.
+
+    Parameters
+    ----------
+    most : int or None
+        Intervals that are kept; beyond that the earlier half is closed into a sum, as a long run
+        has millions, and what is added there later counts again. None: all.
+
+    Attributes
+    ----------
+    intervals : list of Interval
+        Those kept: disjoint, in order.
+    """
+
+    def __init__(self, most: int | None = None):
+        self.intervals: list[Interval] = []
+        self._most = most
+        self._closed = 0.0
+
+    def add(self, start: float, end: float) -> None:
+        """Merge an interval with those that it touches."""
+        intervals = self.intervals
+        first = bisect.bisect_left(intervals, start, key=lambda span: span[1])
+        last = bisect.bisect_right(intervals, end, key=lambda span: span[0])
+        if first < last:
+            start, end = min(start, intervals[first][0]), max(end, intervals[last - 1][1])
+        intervals[first:last] = [(start, end)]
+        if self._most is not None and len(intervals) > self._most:
+            half = self._most // 2
+            self._closed += seconds(intervals[:half])
+            del intervals[:half]
+
+    def seconds(self) -> float:
+        """Total length."""
+        return self._closed + seconds(self.intervals)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same instants in disjoint intervals, in order."""
+    merged = Union()
+    for start, end in sorted(intervals):
+        merged.add(start, end)
+    return merged.intervals
+
+
+def minus(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """Intervals without the holes; both are disjoint and in order."""
+    left, first = [], 0
+    for start, end in intervals:
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        for hole in range(first, len(holes)):
+            if holes[hole][0] >= end:
+                break
+            if holes[hole][0] > start:
+                left.append((start, holes[hole][0]))
+            start = holes[hole][1]
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The instants in both; both are disjoint and in order."""
+    return minus(one, minus(one, other))
+
+
+def seconds(intervals: Iterable[Interval]) -> float:
+    """Total length of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
+
+# The time line of a run and of its memory: recorded, written, read back. No torch.
+#
+# The file is Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
+
 
 COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
 """Lanes of a trace beside the links: WAITING is where compute stands still for a transfer, within

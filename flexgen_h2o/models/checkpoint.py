@@ -15,9 +15,9 @@ import torch
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
-from flexgen_h2o.models.checkpoint_formats.dequantizing import DequantizingCheckpoint
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
 from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.formats.dequantizing import DequantizingCheckpoint
+from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
 

@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from flexgen_h2o.config.formats import DTYPES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_text
-from flexgen_h2o.metrics.text import sizes
+from flexgen_h2o.metrics.report import sizes
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.spec import read_config

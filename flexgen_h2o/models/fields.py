@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 from msgspec import Meta
 
 from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.schema import checked
+from flexgen_h2o.config.validation import validated
 from flexgen_h2o.errors import UserError
 
 # Sizes are held against the checkpoint's tensors, too. What is above these is a damaged file, and
@@ -54,7 +54,7 @@ class Fields:
 
     def fit(self, kind: Any, value: Any, key: str) -> Any:
         """A value as the type `kind`; UserError where it is none, which says `key`."""
-        return checked(kind, value, f"{self.name}: config value {key}")
+        return validated(kind, value, f"{self.name}: config value {key}")
 
     def value(self, kind: Any, key: str) -> Any:
         """The value of a key as the type `kind`."""

@@ -18,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.kernels import experts, native, ops
-from flexgen_h2o.kernels.chunks import chunk_rows
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.cpu import experts as native_experts
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, Matrix, QuantizedMatrix
+from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
 class Scratch:
@@ -98,7 +100,7 @@ class Operations(Scratch):
         """See `reference_experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu")
         if ours:
-            return experts.route(x, router, bias, each=each, normalise=normalise)
+            return native_experts.route(x, router, bias, each=each, normalise=normalise)
         logits = x.float() @ router.float().t()
         if bias is not None:
             logits += bias.float()

@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.h2o import H2OConfig, windowed
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.windowed import windowed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.models.model_config import ModelConfig

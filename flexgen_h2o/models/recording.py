@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexgen_h2o.kernels import native, ops
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import Program
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.program import Program
 from flexgen_h2o.models.layers import Operations, activation, rms_norm
 
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there, whole_file
 from flexgen_h2o.models.convert import ByteProgress, cache_dir, converted_folder
-from flexgen_h2o.models.from_gguf import convert_gguf
-from flexgen_h2o.models.gguf_config import SMOLLM2
-from flexgen_h2o.models.gguf_header import gguf_file
+from flexgen_h2o.models.gguf.config import SMOLLM2
+from flexgen_h2o.models.gguf.conversion import convert_gguf
+from flexgen_h2o.models.gguf.header import gguf_file
 from flexgen_h2o.models.spec import read_config
 
 __all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, is_there
-from flexgen_h2o.models.checkpoint_formats.settings import Quantization, quantization
 from flexgen_h2o.models.fields import MOST_TOKENS, Fields
+from flexgen_h2o.models.formats.settings import Quantization, quantization
 from flexgen_h2o.models.model_config import (
     ACTIVATIONS,
     ModelConfig,

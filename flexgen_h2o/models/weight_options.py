@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
-from flexgen_h2o.models.checkpoint_formats.settings import Quantization
+from flexgen_h2o.models.formats.settings import Quantization
 from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 
 _GROUP = 32  # of 4-bit weights; in 4.5 bits each, as many as groups of 64 with float16 scales take

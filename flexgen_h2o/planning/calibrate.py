@@ -23,19 +23,20 @@ import torch
 from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import cpu_library
-from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.metrics.provenance import cpu_model
+from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.models.convert import cache_dir
-from flexgen_h2o.planning.fetch_rate import fetch_rates
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
-from flexgen_h2o.planning.hardware_file import (
+from flexgen_h2o.planning.cache_rates import fetch_rates, recall_rates
+from flexgen_h2o.planning.compute_rates import Rates, Sizes
+from flexgen_h2o.planning.hardware import (
     RECALL_FIGURES,
+    Compute,
+    Hardware,
+    HostAttentionRates,
     load_hardware,
     save_hardware,
 )
-from flexgen_h2o.planning.rates import Rates, Sizes
-from flexgen_h2o.planning.recall_rates import recall_rates
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate

@@ -22,13 +22,20 @@ from flexgen_h2o.config.limits import (
 )
 from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.planning.cache_cost import CacheCosts
+from flexgen_h2o.planning.cache_cost import (
+    COMPUTE,
+    HOST,
+    RESOURCES,
+    TERMS,
+    CacheCosts,
+    LayerStepCost,
+    Tally,
+)
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
     part_bytes,
 )
-from flexgen_h2o.planning.tally import COMPUTE, HOST, RESOURCES, TERMS, LayerStepCost, Tally
 from flexgen_h2o.storage.placement import split
 
 _IS_WEIGHTS = np.array([term is not None and term[0] == "weights" for term in TERMS])

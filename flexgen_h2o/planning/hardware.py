@@ -5,10 +5,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeVar
 
-from flexgen_h2o.kernels.implementations import Winners
+import msgspec
+import yaml
+from msgspec import Meta, defstruct
+from msgspec.structs import asdict
+
+from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS, MatrixLayout
+from flexgen_h2o.config.validation import Entries, Share, Text, each_of, validated
+from flexgen_h2o.files.readers import read_yaml
+from flexgen_h2o.files.writing import open_atomic
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+from flexgen_h2o.metrics.trace import GB, LINKS
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,7 @@ class Compute:
         What a decoder layer takes for each GPU batch however few rows there are.
     bound_layer_seconds : float or None
         The same of a decode step's layers whose weights are in this device's memory, where these
-        are bound (`engine.token_layers`); None where nothing is.
+        are bound (`engine.captured_step`); None where nothing is.
     logit_seconds : float
         Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
     implementations : mapping of operation to mapping of bits to mapping of rows to str
@@ -168,3 +180,233 @@ class Hardware:
     def has_gpu(self) -> bool:
         """True if compute memory is apart from host memory."""
         return self.gpu_bytes is not None
+
+
+# A machine as a YAML file for people: configs/hardware/ has examples. No torch.
+#
+# Keys are the fields of `Hardware`, of `recall` those that are measured, in units that suit them:
+# GB,
+# GB/s, TFLOP/s, microseconds, and seconds for a billion. Rates are from 1e-9 to 1e9 of their unit.
+# Where `linear` was not measured, a file may give the rates from which the roofline makes it, under
+# `linear_roofline`.
+
+
+BITS = (16, 8, 4)
+"""Of caches, and of weights that every file has rates of."""
+ROWS = (1, 4, 16, 64, 256, 2048)
+"""Rows at which products are measured, or put under the roofline."""
+
+HOST_LINKS = tuple(link for link in LINKS if "gpu" not in link)
+
+TERA, MICRO, NANO, BILLION = 1e12, 1e-6, 1e-9, 1e9
+
+_FIGURES = {
+    "head_microseconds": ("head_seconds", MICRO),
+    "elementwise_seconds_per_billion": ("elementwise", 1),
+    "layer_microseconds": ("layer_seconds", MICRO),
+    "logit_seconds_per_billion": ("logit_seconds", 1),
+}
+"""Keys of single figures of `Compute`: the field, and the unit in that of the field."""
+
+RECALL_FIGURES = ("index_work", "apart", "calls")
+"""Fields of `RecallRates` that are measured."""
+
+_Size = Annotated[float, Meta(ge=0.001, le=1e18)]
+_Rate = Annotated[float, Meta(ge=1e-9, le=1e9)]
+"""No machine is near either end in any of the units, and times by these rates stay finite."""
+_Key = TypeVar("_Key")
+_Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
+_Winners = defstruct("_Winners", [
+    (operation, dict[Literal[WEIGHT_BITS], dict[_Rows, Literal[names]]],
+     msgspec.field(default_factory=dict))
+    for operation, names in IMPLEMENTATIONS.items()], bases=(Entries,))
+
+
+class _HostRates(Entries):
+    decode_attention_gb_per_s: each_of(BITS, _Rate)
+    head_microseconds: _Rate
+
+
+class _Roofline(Entries):
+    tflop_per_s: _Rate
+    memory_gb_per_s: _Rate
+
+
+class _ComputeRates(Entries):
+    prefill_attention_tflop_per_s: each_of(("plain", "scored"), _Rate)
+    decode_attention_gb_per_s: each_of(BITS, _Rate)
+    head_microseconds: _Rate
+    elementwise_seconds_per_billion: _Rate
+    layer_microseconds: _Rate
+    logit_seconds_per_billion: _Rate
+    linear_seconds_per_billion_weights: dict[
+        Literal[WEIGHT_BITS], dict[_Rows, _Rate]] | None = None
+    rounded_linear_seconds_per_billion_weights: dict[
+        Literal[CODED_BITS], dict[_Rows, _Rate]] = msgspec.field(default_factory=dict)
+    linear_roofline: _Roofline | None = None
+    bound_layer_microseconds: _Rate | None = None
+    query_nanoseconds: each_of(("plain", "scored"), _Rate) | None = None
+    caching_seconds_per_billion: each_of(BITS, _Rate) | None = None
+    implementations: _Winners = _Winners()
+
+    def __post_init__(self) -> None:
+        table = self.linear_seconds_per_billion_weights
+        if (self.linear_roofline is None) == (table is None):
+            raise ValueError("give either linear_seconds_per_billion_weights or linear_roofline")
+        missing = set() if table is None else set(BITS) - set(table)
+        if missing:
+            raise ValueError("linear_seconds_per_billion_weights: the key "
+                             f"{max(missing)} is missing; add it")
+        tables = {"linear_seconds_per_billion_weights": table or {},
+                  "rounded_linear_seconds_per_billion_weights":
+                      self.rounded_linear_seconds_per_billion_weights,
+                  **asdict(self.implementations)}
+        for name, table in tables.items():
+            for bits, column in table.items():
+                if not column or list(column) != sorted(column):
+                    raise ValueError(f"{name}: {bits} must list one count of rows or more, in "
+                                     "ascending order")
+
+
+class _Machine(Entries):
+    name: Text
+    cpu_gb: _Size
+    disk_gb: _Size
+    links_gb_per_s: dict[str, _Rate]
+    compute: _ComputeRates
+    gpu_gb: _Size | None = None
+    host_attention: _HostRates | None = None
+    recall: each_of(RECALL_FIGURES, _Rate) | None = None
+    interference: Share = 0.0
+    read_interference: Share = 0.0
+    fetch_microseconds: _Rate | None = None
+    fetch_head_microseconds: _Rate | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_attention and not self.gpu_gb:
+            raise ValueError("host_attention is for machines with a GPU: add gpu_gb, or leave it "
+                             "out")
+        for name in ("fetch_microseconds", "fetch_head_microseconds"):
+            if getattr(self, name) and self.gpu_gb:
+                raise ValueError(f"{name} is for machines without a GPU: leave it out")
+
+
+def load_hardware(path: str | os.PathLike) -> Hardware:
+    """Read a machine from a YAML file.
+
+    Raises
+    ------
+    UserError
+        The file can't be read, or a key is unknown, missing or has a value that cannot be (a rate
+        below 1e-9 or above 1e9); the message names the file and the key.
+    """
+    file = validated(_Machine, read_yaml("hardware file", path), str(path))
+    validated(each_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
+            f"{path}: links_gb_per_s")
+    host = file.host_attention
+    return Hardware(
+        name=file.name,
+        gpu_bytes=file.gpu_gb and int(_rounded(file.gpu_gb * GB)),
+        cpu_bytes=int(_rounded(file.cpu_gb * GB)),
+        disk_bytes=int(_rounded(file.disk_gb * GB)),
+        links=_times(GB, file.links_gb_per_s),
+        compute=_compute(file.compute),
+        host_attention=host and HostAttentionRates(_times(GB, host.decode_attention_gb_per_s),
+                                                   _rounded(host.head_microseconds * MICRO)),
+        recall=RecallRates(**file.recall or {}),
+        interference=file.interference,
+        read_interference=file.read_interference,
+        fetch_seconds=_rounded((file.fetch_microseconds or 0.0) * MICRO),
+        fetch_head_seconds=_rounded((file.fetch_head_microseconds or 0.0) * MICRO),
+    )
+
+
+def _compute(file: _ComputeRates) -> Compute:
+    table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
+    return Compute(
+        linear=roofline(_rounded(rates.tflop_per_s * TERA), _rounded(rates.memory_gb_per_s * GB))
+        if rates else {bits: _times(1, column) for bits, column in table.items()},
+        prefill_attention=_times(TERA, file.prefill_attention_tflop_per_s),
+        decode_attention=_times(GB, file.decode_attention_gb_per_s),
+        **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
+        bound_layer_seconds=file.bound_layer_microseconds and _rounded(
+            file.bound_layer_microseconds * MICRO),
+        query_seconds=_times(NANO, file.query_nanoseconds or {}),
+        caching=_times(1, file.caching_seconds_per_billion or {}),
+        implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
+                         if by_bits},
+        rounded_linear={bits: _times(1, column) for bits, column in
+                        file.rounded_linear_seconds_per_billion_weights.items()},
+    )
+
+
+def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
+    """Write a machine as YAML that `load_hardware` reads; whole, or not at all.
+
+    Figures of up to 15 digits come back as they are. OSError if the file can't be written.
+    """
+    compute, host = hardware.compute, hardware.host_attention
+    values = {
+        "name": hardware.name,
+        "gpu_gb": hardware.gpu_bytes and _rounded(hardware.gpu_bytes / GB),
+        "cpu_gb": _rounded(hardware.cpu_bytes / GB),
+        "disk_gb": _rounded(hardware.disk_bytes / GB),
+        "links_gb_per_s": _in_units(hardware.links, GB),
+        "compute": {
+            "linear_seconds_per_billion_weights": _seconds_by_rows(compute.linear),
+            **({"rounded_linear_seconds_per_billion_weights":
+                _seconds_by_rows(compute.rounded_linear)} if compute.rounded_linear else {}),
+            "prefill_attention_tflop_per_s": _in_units(compute.prefill_attention, TERA),
+            "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
+            **{key: _rounded(getattr(compute, field) / unit)
+               for key, (field, unit) in _FIGURES.items()},
+            **({"bound_layer_microseconds": _rounded(compute.bound_layer_seconds / MICRO)}
+               if compute.bound_layer_seconds else {}),
+            **({"query_nanoseconds": _in_units(compute.query_seconds, NANO)}
+               if compute.query_seconds else {}),
+            **({"caching_seconds_per_billion": _in_units(compute.caching, 1)}
+               if compute.caching else {}),
+            **({"implementations": compute.implementations} if compute.implementations else {}),
+        },
+        "host_attention": host and {
+            "decode_attention_gb_per_s": _in_units(host.decode_attention, GB),
+            "head_microseconds": _rounded(host.head_seconds / MICRO),
+        },
+        "recall": {name: getattr(hardware.recall, name) for name in RECALL_FIGURES},
+        "interference": hardware.interference,
+        "read_interference": hardware.read_interference,
+        "fetch_microseconds": _rounded(hardware.fetch_seconds / MICRO) or None,
+        "fetch_head_microseconds": _rounded(hardware.fetch_head_seconds / MICRO) or None,
+    }
+    present = {key: value for key, value in values.items() if value is not None}
+    with open_atomic(path) as file:
+        yaml.safe_dump(present, file, sort_keys=False, default_flow_style=None, width=100)
+
+
+def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
+    """`Compute.linear` from FLOP/s, and bytes per second at which weights are read.
+
+    A product takes as long as its FLOPs or its weights' bytes, whichever is more.
+    """
+    side = 1 << 15
+    sizes = {16: 2.0} | {bits: MatrixLayout(side, side, bits).nbytes / side**2
+                         for bits in WEIGHT_BITS[1:]}
+    return {bits: {rows: _rounded(BILLION * max(2 * rows / flops, size / bandwidth))
+                   for rows in ROWS} for bits, size in sizes.items()}
+
+
+def _times(unit: float, figures: Mapping[_Key, float]) -> dict[_Key, float]:
+    return {key: _rounded(figure * unit) for key, figure in figures.items()}
+
+
+def _seconds_by_rows(tables: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
+    return {bits: _in_units(dict(sorted(table.items())), 1) for bits, table in tables.items()}
+
+
+def _in_units(figures: Mapping[_Key, float], unit: float) -> dict[_Key, float]:
+    return {key: _rounded(figure / unit) for key, figure in figures.items()}
+
+
+def _rounded(figure: float) -> float:
+    """To 15 digits: there and back between units, the error of the product is rounded away."""
+    return float(f"{figure:.15g}")

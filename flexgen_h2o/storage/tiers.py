@@ -18,7 +18,7 @@ import torch
 
 from flexgen_h2o.config.limits import PAGE
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.text import sizes
+from flexgen_h2o.metrics.report import sizes
 
 HUGE_PAGE = 2 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module

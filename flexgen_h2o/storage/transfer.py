@@ -19,8 +19,7 @@ from itertools import chain, cycle
 
 import torch
 
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.trace import COMPUTE, WAITING, Trace
+from flexgen_h2o.metrics.trace import COMPUTE, WAITING, LinkStats, Trace
 from flexgen_h2o.storage.disk import Disk
 from flexgen_h2o.storage.tiers import Device, Event
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from programs import benchmark_modules
 from read_back import read_csv
-from word_models import with_words
+from tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

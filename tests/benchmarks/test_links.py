@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from error_cases import command_refused
 from programs import benchmark_modules
-from refusals import command_refused
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage.disk import AlignedRead
 from flexgen_h2o.storage.tiers import PAGE, Device
 from flexgen_h2o.storage.transfer import Transfers

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.gguf_config import config_of
-from flexgen_h2o.models.gguf_reader import read_gguf
+from flexgen_h2o.models.gguf.checkpoint import read_gguf
+from flexgen_h2o.models.gguf.config import config_of
 from flexgen_h2o.models.spec import from_transformers, published, read_config
 
 VOCAB = 50

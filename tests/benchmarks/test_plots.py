@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
+from error_cases import error_line
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import count_from
+from internals import count_from
 from programs import ROOT, benchmark_modules
-from refusals import error_line
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 

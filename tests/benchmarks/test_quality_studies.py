@@ -10,7 +10,7 @@ import sys
 import pytest
 from programs import program
 from read_back import read_csv
-from word_models import with_words
+from tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

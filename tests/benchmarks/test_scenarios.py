@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from children import environment
 from programs import ROOT, benchmark_modules
+from subprocesses import environment
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import from_transformers

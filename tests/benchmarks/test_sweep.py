@@ -20,12 +20,12 @@ from read_back import read_csv
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import parse_args
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 
 MODULES = ("sweep", "sweeping.grid", "shared.engine_run", "plan_sweep",
-           "flexgen_h2o.files.row_table")
+           "flexgen_h2o.files.rows")
 FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak_process_bytes",
            "kv_cache_bytes", "generated_tokens", "load_seconds", "weight_bytes")
 

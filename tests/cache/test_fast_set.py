@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.cache.fast_set import FastSet
+from flexgen_h2o.cache.hot_set import FastSet
 
 TOKENS, NEWEST = 20, 3
 

@@ -14,9 +14,8 @@ from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
-from flexgen_h2o.cache import fetched
-from flexgen_h2o.cache.fetched import WriteBackLog, move_apart
-from flexgen_h2o.cache.parts import Changed
+from flexgen_h2o.cache import tiers
+from flexgen_h2o.cache.tiers import Changed, WriteBackLog, move_apart
 from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
@@ -60,7 +59,7 @@ def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, co
 @pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4), (5, (8, 4))])
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
     """In step with the write-back log of what is on disk, and out of step."""
-    monkeypatch.setattr(fetched, "GROWTH", growth)
+    monkeypatch.setattr(tiers, "GROWTH", growth)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, None, cache_bits=bits)
@@ -71,7 +70,7 @@ def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growt
 
 
 def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):
-    monkeypatch.setattr(fetched, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "GROWTH", 5)
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)
     policy = {"attn_sparsity": 0.5, "gpu_batch_size": 3, "num_gpu_batches": 2}
@@ -82,7 +81,7 @@ def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatc
 
 def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, device,
                                                                    monkeypatch):
-    monkeypatch.setattr(fetched, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1))
@@ -93,7 +92,7 @@ def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, d
 
 def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
     """What is cached of one prompt is copied to others, into parts that have other slots."""
-    monkeypatch.setattr(fetched, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [20]) * 6
     expected = tokens(tiny, prompts, None)
@@ -107,7 +106,7 @@ def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
     with open_llm(tiny, chunk=8) as llm:
         expected = answers(llm, turns, 20, max_tokens=140)
     for growth in (WRITE_BACK_TOKENS, 5):
-        monkeypatch.setattr(fetched, "GROWTH", growth)
+        monkeypatch.setattr(tiers, "GROWTH", growth)
         for place in (Placement(0, 100, 0), DISK):
             with open_llm(tiny, chunk=8, cache=place) as llm:
                 assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from fakes import LazyDevice
 from h2o.test_h2o import prompts_of, run, tokens
-from inside import cache_of, open_devices
+from internals import cache_of, open_devices
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache.fetched import FetchedPart
-from flexgen_h2o.cache.mapped import MappedPart
+from flexgen_h2o.cache.hot_set import MappedPart
+from flexgen_h2o.cache.tiers import FetchedPart
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.buffer_ring import BufferRing
 

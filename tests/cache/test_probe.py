@@ -7,7 +7,7 @@ import torch
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import reference
+from flexgen_h2o.kernels.reference import attention as reference
 
 PAIRS = [([5, 9, 11, 4], [7, 3]), ([8], [1, 2, 3, 4, 5]), ([6, 7, 8, 9, 10], [2])]
 

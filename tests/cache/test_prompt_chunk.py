@@ -9,15 +9,15 @@ import torch
 from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
+from internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cache.appending import CacheState, LayerAttention, append
+from flexgen_h2o.cache.prefill import CacheState, LayerAttention, append
 from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
-from flexgen_h2o.kernels.reference import cache_records, cache_vectors
+from flexgen_h2o.kernels.reference.attention import cache_records, cache_vectors
 
 # The operation
 

@@ -10,10 +10,10 @@ from h2o.test_h2o import prompts_of, run, tokens
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
-from flexgen_h2o.cache import recalled
-from flexgen_h2o.cache.page_records import in_records, in_rows, page_layout
-from flexgen_h2o.cache.parts import Records
-from flexgen_h2o.config.page_layout import PageLayout
+from flexgen_h2o.cache import recalled_tiers
+from flexgen_h2o.cache.recalled_tiers import in_records, in_rows, page_layout
+from flexgen_h2o.cache.tiers import Records
+from flexgen_h2o.config.recall_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.kernels import ops
@@ -67,7 +67,7 @@ def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records,
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, RECALL, new=40)
-    monkeypatch.setattr(recalled, "CHUNK", 5 * PAGE)
+    monkeypatch.setattr(recalled_tiers, "CHUNK", 5 * PAGE)
     assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
 
 

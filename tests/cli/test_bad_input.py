@@ -23,29 +23,31 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from children import environment
-from inside import before_logits
+from error_cases import command_refused, error_line
+from internals import before_logits
 from read_back import read_csv
-from refusals import command_refused, error_line
 from safetensors.torch import load_file, save_file
-from word_models import with_words
+from subprocesses import environment
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
-from flexgen_h2o.cli import input_files, parser
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli import launch, parser
+from flexgen_h2o.cli.results import CSV_COLUMNS
+from flexgen_h2o.commands import generate
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.placement import parse_percent
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine import loader, runner
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.engine import runner, source
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files import articles, conversations
+from flexgen_h2o.files import articles
+from flexgen_h2o.files import articles as conversations
 from flexgen_h2o.models.checkpoint_base import Checkpoint
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import memory_check, temporaries
+from flexgen_h2o.planning import memory_plan as memory_check
+from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import record_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.tasks import generate
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
 OF_TEXTS = ("--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32", "--device", "cpu")
@@ -216,7 +218,7 @@ def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypat
 
 def test_a_tied_model_with_an_output_matrix(model, here, capfd, monkeypatch):
     """One of the same values is welcome, as `.bin` files have it: the last number counts."""
-    monkeypatch.setattr(loader, "_COMPARED", 1000)
+    monkeypatch.setattr(source, "_COMPARED", 1000)
     tensors = load_file(model / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, model / "model.safetensors")
@@ -422,7 +424,7 @@ def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monke
 
 
 @pytest.mark.parametrize(("read", "keys"), [
-    (input_files.read_prompts, "prompt"), (articles.read_articles, "article"),
+    (launch.read_prompts, "prompt"), (articles.read_articles, "article"),
     (articles.read_article_prompts, "article summary_gt stop"),
     (conversations.read_conversations, "turns")])
 def test_half_a_surrogate_pair_in_a_file_is_named_by_its_line(here, read, keys):
@@ -570,7 +572,7 @@ def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatc
 
 def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
     """The plan knows of eviction and compression, and never proposes them: they change results."""
-    monkeypatch.setattr(temporaries, "RESERVE", 0)
+    monkeypatch.setattr(memory_rows, "RESERVE", 0)
     argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
             "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
     config = parser.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
@@ -661,7 +663,7 @@ def test_a_good_run_writes_all_results(model, here, capfd):
 
     config = parser.parse_args([*SHORT, *RESULTS, "--offload-dir", "offload", *ALL_TIERS])
     with LLM("model", dtype="float32", device="cpu") as llm:
-        prompts = input_files.synthetic_prompts(config, llm.vocab_size)
+        prompts = launch.synthetic_prompts(config, llm.vocab_size)
         expected = llm.generate(prompts, max_new_tokens=5, eos_token_id=-1)
     lines = (here / "o.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == [

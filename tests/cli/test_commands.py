@@ -13,15 +13,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from error_cases import command_refused
 from programs import ROOT
-from refusals import command_refused
 
 import flexgen_h2o
 from flexgen_h2o import flex_opt
 from flexgen_h2o.cli import commands, parser
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.commands import COMMANDS
-from flexgen_h2o.tasks import generate, plan
+from flexgen_h2o.commands import generate, plan
 
 VERSION = f"flexgen_h2o {flexgen_h2o.__version__}\n"
 MODULES = (*COMMANDS, "stream_quality")
@@ -55,7 +55,7 @@ def test_each_command_has_help_and_a_version_in_every_spelling(name, capsys, mon
 
 def test_python_runs_the_package_and_its_commands_without_a_warning():
     for words in (["flexgen_h2o"], ["flexgen_h2o", "plan"], ["flexgen_h2o.analyze"],
-                  ["flexgen_h2o.tasks.quality"], ["flexgen_h2o.flex_opt"]):
+                  ["flexgen_h2o.commands.quality"], ["flexgen_h2o.flex_opt"]):
         done = subprocess.run([sys.executable, "-W", "error", "-m", *words, "--version"], cwd=ROOT,
                               capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, VERSION, "")

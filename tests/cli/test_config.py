@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import yaml
+from error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
 from flexgen_h2o.cli.flags import GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
@@ -25,7 +25,7 @@ from flexgen_h2o.errors import UserError
 
 def test_light_imports():
     code = (
-        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.cli.result_rows\n"
+        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.cli.results\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from refusals import command_refused
+from error_cases import command_refused
 
-from flexgen_h2o.cli.expert_counts import read_expert_counts
-from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.cli.run_config import read_expert_counts
+from flexgen_h2o.commands import bench, generate
+from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.tasks import bench, generate
 
 SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",
          "--device", "cpu")
@@ -51,7 +51,7 @@ def write_machine() -> str:
     """A file of a machine, of round figures."""
     from planning_cases import CPU
 
-    from flexgen_h2o.planning.hardware_file import save_hardware
+    from flexgen_h2o.planning.hardware import save_hardware
 
     save_hardware(CPU, "cpu.yaml")
     return "cpu.yaml"

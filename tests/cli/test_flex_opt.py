@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from refusals import command_refused
+from error_cases import command_refused
 
-from flexgen_h2o.cli import input_files, parser, result_files
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS
+from flexgen_h2o.cli import launch, parser, results
+from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.commands import generate
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
-from flexgen_h2o.tasks import generate
 
 
 class FakeLLM:
@@ -236,7 +236,7 @@ def test_unknown_key_of_a_config_file(capsys, tmp_path):
     ("stream", "--sample-nun", "--sample-num"), ("stream_quality", "--polcy", "--policies"),
     ("analyze", "--input-pat", "--input-path")])
 def test_tasks_tell_the_nearest_flag_too(capsys, task, flag, near):
-    main = importlib.import_module(f"flexgen_h2o.tasks.{task}").main
+    main = importlib.import_module(f"flexgen_h2o.commands.{task}").main
     assert main([flag, "5"]) == 2
     assert capsys.readouterr().err == f"error: unknown flag {flag}: did you mean {near}?\n"
 
@@ -267,36 +267,36 @@ def test_bad_prompt_files(capsys, tmp_path, name, content, match):
 
 def test_prompt_files(tmp_path):
     (tmp_path / "p.txt").write_bytes("\ufefffirst\r\n\n  second \x85 still\n".encode())
-    assert input_files.read_prompts("p.txt") == ["first", "  second \x85 still"]
+    assert launch.read_prompts("p.txt") == ["first", "  second \x85 still"]
     (tmp_path / "p.jsonl").write_text('{"prompt": "a\\nb", "id": 1}\n\n{"prompt": "é\u2028"}\n')
-    assert input_files.read_prompts("p.jsonl") == ["a\nb", "é\u2028"]
+    assert launch.read_prompts("p.jsonl") == ["a\nb", "é\u2028"]
 
 
 def test_synthetic_prompts_are_seeded_and_in_range(llm):
     config = RunConfig(prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=1)
-    prompts = input_files.synthetic_prompts(config, 11)
+    prompts = launch.synthetic_prompts(config, 11)
     assert len(prompts) == 6 and all(len(ids) == 5 for ids in prompts)
     assert all(0 <= token < 11 for ids in prompts for token in ids)
-    assert prompts == input_files.synthetic_prompts(config, 11)
-    assert prompts != input_files.synthetic_prompts(RunConfig(
+    assert prompts == launch.synthetic_prompts(config, 11)
+    assert prompts != launch.synthetic_prompts(RunConfig(
         prompt_len=5, gpu_batch_size=3, num_gpu_batches=2, seed=2), 11)
 
 
 def test_so_many_synthetic_prompts_as_are_asked_for(llm):
     config = RunConfig(prompt_len=5, gpu_batch_size=4, num_gpu_batches=2, num_prompts=6)
-    assert len(input_files.synthetic_prompts(config, 11)) == 6
-    load = input_files.workload(config, ())
+    assert len(launch.synthetic_prompts(config, 11)) == 6
+    load = launch.workload(config, ())
     assert (load.gpu_batch_size, load.num_gpu_batches) == (4, 2)
-    load = input_files.workload(replace(config, num_prompts=3), ())
+    load = launch.workload(replace(config, num_prompts=3), ())
     assert (load.gpu_batch_size, load.num_gpu_batches) == (3, 1)
 
 
 def test_workload_estimates_text():
     config = RunConfig(prompt=("a" * 30, "bb"), gen_len=7, gpu_batch_size=4, num_gpu_batches=3)
-    load = input_files.workload(config, config.prompt)
+    load = launch.workload(config, config.prompt)
     assert (load.prompt_len, load.gen_len) == (11, 7)
     assert (load.gpu_batch_size, load.num_gpu_batches) == (2, 1)
-    assert input_files.workload(RunConfig(), ()) == Workload(512, 32, 4, 1)
+    assert launch.workload(RunConfig(), ()) == Workload(512, 32, 4, 1)
 
 
 # A run
@@ -455,7 +455,7 @@ def test_the_log_is_named_after_the_configuration(tmp_path):
     (["--hh-ratio", "0.1", "--recall"], "-recall0.1-index4"),
 ])
 def test_the_log_is_named_after_weights_and_cache(argv, suffix):
-    files = result_files.result_files(parser.parse_args(argv))
+    files = results.result_files(parser.parse_args(argv))
     assert set(files) == {"log_file"}
     assert files["log_file"].endswith(f"-percent-100-0-100-0-100-0{suffix}.log")
 
@@ -463,7 +463,7 @@ def test_the_log_is_named_after_weights_and_cache(argv, suffix):
 def test_the_log_is_named_after_what_is_fetched():
     argv = ["--percent", "100", "0", "0", "0", "100", "0", "--hh-ratio", "0.1", "--recall",
             "--fetch-chosen", "--fast-set", "0.6"]
-    files = result_files.result_files(parser.parse_args(argv))
+    files = results.result_files(parser.parse_args(argv))
     assert files["log_file"].endswith("-recall0.1-index4-fetch-chosen-fast0.6.log")
 
 
@@ -503,13 +503,13 @@ def test_a_result_that_fails_late_is_one_line(capsys, monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(result_files.result_rows, "append_csv", full)
+    monkeypatch.setattr(results.result_rows, "append_csv", full)
     assert generate.main(["--prompt", "a", "--csv", "r.csv", "--no-log"]) == 2
     captured = capsys.readouterr()
     assert captured.err == "error: cannot write --csv r.csv: No space left on device\n"
     assert "total throughput" in captured.out, "what was measured is not lost"
     # Nor is what other files take; each that fails is told.
-    monkeypatch.setattr(result_files, "write_outputs", full)
+    monkeypatch.setattr(results, "write_outputs", full)
     files = [word for name in ("output", "csv", "trace") for word in (f"--{name}", name)]
     assert generate.main(["--prompt", "a", *files, "--log-file", "log"]) == 2
     assert capsys.readouterr().err == (
@@ -526,4 +526,4 @@ def test_shipped_configs_are_valid(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     config = parser.parse_args(["--config", f"configs/{name}.yaml"])
     if config.prompts:
-        assert len(input_files.read_prompts(config.prompts)) == 3
+        assert len(launch.read_prompts(config.prompts)) == 3

@@ -15,12 +15,12 @@ from programs import benchmark_modules
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cli.llm_arguments import llm_arguments
+from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.commands import generate, stream
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.integrations.lm_eval import arguments
-from flexgen_h2o.tasks import generate, stream
 
 OF_A_CALL = {"workload", "texts", "implementations", "pipeline", "bounds", "progress", "trace",
              "verbose"}
@@ -128,5 +128,5 @@ def test_no_command_makes_an_llm_of_its_own():
     found = {str(path.relative_to(root)) for path in root.rglob("*.py")
              for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
              if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "LLM"}
-    assert found == {"cli/llm_arguments.py", "integrations/lm_eval/model.py",
+    assert found == {"cli/launch.py", "integrations/lm_eval/model.py",
                      "integrations/ray/generator.py"}

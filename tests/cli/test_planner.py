@@ -18,18 +18,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from children import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models.test_sources import write_gguf
 from planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
+from subprocesses import environment
 
 import flexgen_h2o
-from flexgen_h2o.cli import parser, planner, recall_proposal
-from flexgen_h2o.cli.input_files import workload
+from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli import planner as recall_proposal
+from flexgen_h2o.cli.launch import workload
 from flexgen_h2o.cli.plan_text import flags, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml, parse_size
+from flexgen_h2o.commands import generate
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement
@@ -38,12 +40,10 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.outputs import Output
-from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.hardware_file import save_hardware
+from flexgen_h2o.planning.hardware import Hardware, save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.search import ALIKE, PlanRequest, _ranked, judge, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.tasks import generate
 
 GB = 10**9
 ANYTHING = {"weights": tuple(map(WeightOptions, BITS)),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from flexgen_h2o.config.schema import Count, Entries, Share, Text, checked, each_of
+from flexgen_h2o.config.validation import Count, Entries, Share, Text, each_of, validated
 from flexgen_h2o.errors import UserError
 
 Positive = Annotated[float, Meta(gt=0, le=1e18)]
@@ -42,11 +42,11 @@ values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dict
 @given(kind=st.sampled_from(KINDS), value=values)
 def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
     try:
-        found = checked(kind, value, "here")
+        found = validated(kind, value, "here")
     except UserError as error:
         assert str(error).startswith("here") and "\n" not in str(error) and len(str(error)) < 300
     else:
-        assert checked(kind, found, "here") == found
+        assert validated(kind, found, "here") == found
 
 
 @pytest.mark.parametrize("kind, value, said", [
@@ -78,12 +78,12 @@ def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
 ])
 def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):
     with pytest.raises(UserError) as caught:
-        checked(kind, value, "here")
+        validated(kind, value, "here")
     assert str(caught.value) == said
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert checked(Count, np.int64(3), "here") == 3
-    assert checked(Share, np.float32(0.5), "here") == 0.5
+    assert validated(Count, np.int64(3), "here") == 3
+    assert validated(Share, np.float32(0.5), "here") == 0.5
     with pytest.raises(UserError, match="must be a whole number"):
-        checked(Count, np.float64(3), "here")
+        validated(Count, np.float64(3), "here")

@@ -7,13 +7,13 @@ import torch
 from conftest import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inside import chunks_out_of_turn, staging_bytes, weights_of
+from internals import chunks_out_of_turn, staging_bytes, weights_of
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config import limits
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.engine import decoder_layers
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.engine import decoder as decoder_layers
 from flexgen_h2o.models import decoder, family
 from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.spec import from_transformers

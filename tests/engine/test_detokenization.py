@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from word_models import tiny_tokenizer
+from tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from inside import (
+from internals import (
     before,
     before_reads,
     hold_first_expert,
@@ -22,11 +22,11 @@ from planning_cases import machine
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.formats import CacheOptions
 from flexgen_h2o.config.limits import SHARED_PREFIX
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.workload import Workload
 from flexgen_h2o.engine import expert_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
@@ -129,14 +129,15 @@ def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, devi
 
 
 def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
-    from flexgen_h2o.engine import decoder_layers, expert_layers
+    from flexgen_h2o.engine import decoder
+    from flexgen_h2o.engine import experts as expert_layers
 
     prompts, expected = wanted("qwen3_moe")
     folder = tiny_model("qwen3_moe").folder
     got, _ = run(folder, prompts, experts=DISK, prefill_chunk=3, gpu_batch_size=2,
                  num_gpu_batches=2, offload_dir=tmp_path)
     assert got == expected
-    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
     monkeypatch.setattr(expert_layers, "ROW_BLOCK", 3)
     twice = [each for prompt in prompts for each in (prompt, prompt)]
     got, _ = run(folder, twice, experts=MIXED, gpu_batch_size=10, offload_dir=tmp_path)

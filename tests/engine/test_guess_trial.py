@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_h2o.engine.guess_trial import STEPS, GuessTrial
+from flexgen_h2o.engine.decoder import STEPS, GuessTrial
 
 
 def guesses(guessed: float, without: float, *, steps: int, first: float = 1.0) -> list[bool]:

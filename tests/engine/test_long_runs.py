@@ -29,15 +29,15 @@ from unittest import mock
 
 import pytest
 import torch
-from children import environment
+from error_cases import error_line
 from fakes import LazyDevice
-from inside import READ, WRITE, open_devices
+from internals import READ, WRITE, open_devices
 from planning.test_memory import LINUX, TINY, write_model
-from refusals import error_line
+from subprocesses import environment
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.engine.sinks import Generation
+from flexgen_h2o.engine.sampling import Generation
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS, Disk
@@ -460,7 +460,7 @@ def in_child_limit(folder: str, model: str, flags: list[str], home: str, most: i
     os.environ.pop("FLEXGEN_H2O_CACHE", None)
     os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    from flexgen_h2o.tasks import generate
+    from flexgen_h2o.commands import generate
 
     return generate.main(["--model", model, "--prompt-len", "60", "--gen-len", "4", "--no-log",
                           "--device", "cpu", "--gpu-batch-size", "2", "--verbose", "0", *flags])

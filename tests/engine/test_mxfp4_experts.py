@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inside import weight_sizes, weights_of
+from internals import weight_sizes, weights_of
 from mixture_cases import MIXTURES, limit_as_configured
 from safetensors.torch import save_file
 
@@ -17,7 +17,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.spec import from_transformers, published, published_quantization
 from flexgen_h2o.planning.planned_run import part_bytes
 

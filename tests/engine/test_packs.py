@@ -7,10 +7,10 @@ import struct
 import pytest
 import torch
 from fakes import LazyDevice, PoisonedDevice
-from inside import open_devices, weights_of
+from internals import open_devices, weights_of
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.engine.packs import ALIGN, Pack
+from flexgen_h2o.engine.weight_files import ALIGN, Pack
 
 PLACEMENTS = [(100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30)]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexgen_h2o.engine import patient_store
-from flexgen_h2o.engine.patient_store import NoAnswer, PatientStore, answered
+from flexgen_h2o.distributed import heartbeat
+from flexgen_h2o.distributed.heartbeat import NoAnswer, PatientStore, answered
 
 
 class Store:
@@ -65,7 +65,7 @@ def test_a_process_that_was_stopped_itself_finds_the_answer(monkeypatch):
         done = set() if len(looks) == 1 else wait(futures, 60).done
         return SimpleNamespace(done=done)
 
-    wait = patient_store.wait
-    monkeypatch.setattr(patient_store, "wait", look)
+    wait = heartbeat.wait
+    monkeypatch.setattr(heartbeat, "wait", look)
     assert answered(len, "four", seconds=8) == 4
     assert looks == [1, 1]

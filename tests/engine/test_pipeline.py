@@ -13,16 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import plan_with, stage_of, weights_of
+from internals import plan_with, stage_of, weights_of
 from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.expert_choices import ExpertChoices
+from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.launch import Launch
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import balanced_bounds
-from flexgen_h2o.engine.pipeline import Pipeline
+from flexgen_h2o.distributed.pipeline import Pipeline
 from flexgen_h2o.errors import TooLittleMemory, UserError
 
 NEW = 9

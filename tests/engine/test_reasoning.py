@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from word_models import tiny_tokenizer
+from tiny_tokenizers import tiny_tokenizer
 
-from flexgen_h2o.engine.detokenization import Detokenizer
-from flexgen_h2o.engine.reasoning import ReasoningParser
+from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output
 
 HARMONY = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>",

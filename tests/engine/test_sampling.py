@@ -10,13 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import draw_at
+from internals import draw_at
 
 from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
-from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.engine.block_queue import BlockQueue, BlockSize
-from flexgen_h2o.engine.sampling import Sampler
-from flexgen_h2o.engine.sinks import Forcing, Generation, Rules, Scoring, newest_rows
+from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
+from flexgen_h2o.engine.sampling import Forcing, Generation, Rules, Sampler, Scoring, newest_rows
 from flexgen_h2o.errors import NotFinite, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])

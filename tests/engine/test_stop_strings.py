@@ -8,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from word_models import with_words
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine.detokenization import Detokenizer
-from flexgen_h2o.engine.stop_strings import StopStrings
+from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import checkpoint_folder
 

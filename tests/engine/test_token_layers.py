@@ -9,8 +9,8 @@ from kernel_cases import BUILT
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
-from flexgen_h2o.engine import token_layers
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.engine import captured_step
+from flexgen_h2o.kernels.cpu.library import Program
 
 pytestmark = [BUILT, pytest.mark.usefixtures("on_cpu")]
 
@@ -73,7 +73,7 @@ def generated(folder, tmp_path, *, dtype, new=12, **options):
 
 def beside(monkeypatch, programs, why, *arguments, **options):
     """What a run gives with programs or without (`why` not)."""
-    monkeypatch.setattr(token_layers, "unbound_reason", lambda *_, **__: why)
+    monkeypatch.setattr(captured_step, "unbound_reason", lambda *_, **__: why)
     programs.runs = 0
     found = generated(*arguments, **options)
     assert (programs.runs > 0) == (why is None)
@@ -137,7 +137,7 @@ def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, 
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
 ])
 def test_what_is_not_bound_and_why(tiny_model, tmp_path, programs, caplog, why, options):
-    with caplog.at_level("DEBUG", logger=token_layers.__name__):
+    with caplog.at_level("DEBUG", logger=captured_step.__name__):
         generated(tiny_model("llama").folder, tmp_path, **{"dtype": "bfloat16"} | options)
     assert programs.runs == 0
     assert why in caplog.text

@@ -8,8 +8,15 @@ import time
 import msgspec
 import pytest
 
-from flexgen_h2o.engine.patient_store import PatientStore
-from flexgen_h2o.engine.watch import IDLE, WAITING, WORKING, Beat, PipelineFailure, Watch
+from flexgen_h2o.distributed.heartbeat import (
+    IDLE,
+    WAITING,
+    WORKING,
+    Beat,
+    PatientStore,
+    PipelineFailure,
+    Watch,
+)
 
 NAMES = ["rank 0 (a)", "rank 1 (b)", "rank 2 (c)"]
 

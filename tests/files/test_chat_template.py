@@ -8,10 +8,10 @@ import sys
 import time
 
 import pytest
-from inside import render_with
-from refusals import refused
+from error_cases import refused
+from internals import render_with
+from tiny_tokenizers import with_words
 from transformers.utils.chat_template_utils import render_jinja_template
-from word_models import with_words
 
 from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments, render_chats
 

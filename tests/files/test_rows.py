@@ -10,16 +10,15 @@ import resource
 from contextlib import contextmanager
 
 import pytest
+from error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
 
-from flexgen_h2o.cli.result_files import check_results, result_files, write_results
+from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.checks import check_writable
-from flexgen_h2o.files.rows import RowsFile, write_csv
-from flexgen_h2o.files.shared_csv import append_row
+from flexgen_h2o.files.rows import RowsFile, append_row, write_csv
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.outputs import Output
 
 COLUMNS = ("name", "a,b", "value")

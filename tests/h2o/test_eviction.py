@@ -12,8 +12,7 @@ from definition import Definition, by_hand
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.scores import KERNELS
+from flexgen_h2o.config.h2o import KERNELS, H2OConfig
 from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
 

@@ -7,11 +7,11 @@ import torch
 from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import buffer_bytes, cache_of, open_devices
+from internals import buffer_bytes, cache_of, open_devices
 from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache import eviction_states
+from flexgen_h2o.cache import eviction_state
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.errors import UserError
 
@@ -337,9 +337,9 @@ def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):
 def test_what_eviction_knows_is_made_before_the_prompts(tiny_model, monkeypatch):
     """Small tensors that last, made between large ones that don't, take the heap apart."""
     began, made = [], []
-    begin, new_state, attend = KVCache.begin, eviction_states.new_state, KVCache.attend_prompt
+    begin, new_state, attend = KVCache.begin, eviction_state.new_state, KVCache.attend_prompt
     monkeypatch.setattr(KVCache, "begin", lambda *args: (began.append(0), begin(*args)))
-    monkeypatch.setattr(eviction_states, "new_state", lambda *args, **options: (
+    monkeypatch.setattr(eviction_state, "new_state", lambda *args, **options: (
         made.append(began[-1]), new_state(*args, **options))[1])
     monkeypatch.setattr(KVCache, "attend_prompt", lambda *args, **options: (
         began.append(1), attend(*args, **options))[1])

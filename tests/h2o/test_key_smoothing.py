@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.formats import GroupLayout
-from flexgen_h2o.engine import loader
+from flexgen_h2o.engine import source
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing, block_size, hadamard
 from flexgen_h2o.h2o.policies import register_policy
-from flexgen_h2o.kernels import reference
+from flexgen_h2o.kernels.reference import attention as reference
 
 HEAD_DIMS = st.sampled_from([2, 6, 16, 20, 64, 80, 96, 128, 256])
 
@@ -161,7 +161,7 @@ def test_a_policy_of_a_user_is_told_of_the_true_keys(tiny_model, tmp_path):
 def test_constants_are_kept_where_they_take_long_to_measure(tiny_model, tmp_path, monkeypatch):
     folder = outliers(tiny_model("qwen2"), tmp_path / "model")
     cache, measured = tmp_path / "cache", []
-    monkeypatch.setattr(loader, "LEAST_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(source, "LEAST_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(KeySmoothing, "of", classmethod(
         lambda cls, keys, *_, of=KeySmoothing.of, **options: measured.append(1) or of(
             keys, *_, **options)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, PolicyState, register_policy
-from flexgen_h2o.config import scores as names
+from flexgen_h2o.config import h2o as names
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.policies import policy_named

@@ -19,11 +19,11 @@ import torch
 from huggingface_hub import errors as hub_errors
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import plan_with
+from internals import plan_with
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from programs import program
-from word_models import WORDS, with_words
+from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from error_cases import command_refused, refused
 from programs import ROOT
 from read_back import read_jsonl
-from refusals import command_refused, refused
-from word_models import with_words
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, SamplingParams
-from flexgen_h2o.config.workload import Workload
-from flexgen_h2o.replicas import ray_cluster as clusters
-from flexgen_h2o.replicas.ray_cluster import ray_cluster
-from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources
-from flexgen_h2o.tasks import batch
-from flexgen_h2o.tasks.jobs.results import ResultsFile
+from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources
+from flexgen_h2o.commands import batch
+from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.distributed import ray_cluster as clusters
+from flexgen_h2o.distributed.ray_cluster import ray_cluster
 
 ray = pytest.importorskip("ray")
 

@@ -17,7 +17,7 @@ import transformers
 from h2o.test_h2o import bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import slots_of
+from internals import slots_of
 from llm.test_llm import make_prompts, transformers_tokens
 from programs import program
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, TextStreamer

@@ -13,8 +13,11 @@ from kernel_cases import FORMS, MIXED, check_decode, check_prefill, decode_case,
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
-from flexgen_h2o.kernels import blockwise, cpu_library, native, ops, reference, sdpa
+from flexgen_h2o.kernels import ops, torch_ops
 from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.reference import attention as reference
 
 COMBINATIONS = [AttentionForm(scale, cap, window, sinks) for scale, cap, window, sinks in
                 itertools.product((None, 0.4), (0.0, 2.5), (None, 7), (False, True))][1:]
@@ -24,8 +27,8 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, form, sinks):
-    return blockwise.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
-                                       FormArguments.of(form, sinks))
+    return torch_ops.blockwise_prefill_attention(
+        q, k, v, lengths, key_lengths or lengths, scores, decay, FormArguments.of(form, sinks))
 
 
 @pytest.mark.source("prefill")
@@ -75,11 +78,11 @@ def test_any_prefill(lengths, form, group, dim, decay, dtype):
 def test_sdpa(lengths, window):
     form = AttentionForm(scale=0.3, window=window)
     case = prefill_case(lengths, group=2, attention=form)
-    out = sdpa.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
+    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
     wanted = reference.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-5)
-    assert not sdpa.possible(AttentionForm(softcap=1.0))
-    assert not sdpa.possible(AttentionForm(sinks=True))
+    assert not torch_ops.sdpa_possible(AttentionForm(softcap=1.0))
+    assert not torch_ops.sdpa_possible(AttentionForm(sinks=True))
 
 
 @pytest.mark.source("decode")

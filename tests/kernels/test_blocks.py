@@ -13,8 +13,10 @@ from kernel_cases import SETS
 
 from flexgen_h2o.config.block_types import KINDS, OTHERS
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import ops, reference_blocks, reference_matrix
-from flexgen_h2o.kernels.reference_blocks import dequantize
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import blocks as reference_blocks
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.kernels.reference.blocks import dequantize
 
 CODED = {kind.name: kind for kind in KINDS.values() if kind.bits != 16}
 EXACT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"}

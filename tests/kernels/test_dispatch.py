@@ -2,7 +2,7 @@
 
 import math
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, prefill_case, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import cpu_library, dispatch, native, ops
+from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models import layers
@@ -98,7 +100,7 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
     for module, function, name in (
             (ops, "linear_skinny", "skinny"), (ops, "linear_float32", "float32"),
             (native, "linear_quantized", "codes"),
-            (ops, inside_kernels.UNPACKED_PRODUCT, "unpacked"),
+            (ops, kernel_internals.UNPACKED_PRODUCT, "unpacked"),
             (native, "prefill_attention", "blocks"), (ops.sdpa, "prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.default_generator.manual_seed(1)

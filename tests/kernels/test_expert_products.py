@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import abi, experts, ops, reference_experts
+from flexgen_h2o.kernels import abi, ops
+from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import layers as reference_layers
 
 pytestmark = BUILT
 MXFP4 = 4.25  # bits of a number
@@ -40,7 +42,7 @@ def case(rows, hidden, wide, count, each, bits, *, seed=0, missing=(), biased=Fa
 
 
 def table_of(made):
-    table = experts.ExpertTable(len(made))
+    table = native_experts.ExpertTable(len(made))
     for number, matrices in enumerate(made):
         if matrices is not None:
             table.put(number, *matrices[:3], biases=matrices[3:])
@@ -60,8 +62,8 @@ def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count
                                 missing=missing, biased=isinstance(function, tuple))
     sums, expected = torch.ones(rows, hidden), torch.ones(rows, hidden)
     with using(way), threads(team), poisoned_memory():
-        experts.experts(x, ids, shares, table_of(made), sums, **options)
-    reference_experts.experts(x, ids, shares, made, expected, **options)
+        native_experts.experts(x, ids, shares, table_of(made), sums, **options)
+    reference_layers.experts(x, ids, shares, made, expected, **options)
     torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03)
 
 
@@ -74,7 +76,8 @@ def test_threads_change_nothing(bits):
         for team in (1, 2, 3):
             found.append(torch.zeros(rows, 64))
             with threads(team):
-                experts.experts(x, ids, shares, table_of(made), found[-1], function="silu", most=64)
+                native_experts.experts(x, ids, shares, table_of(made), found[-1], function="silu",
+                                       most=64)
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -91,15 +94,15 @@ def test_routes_are_those_of_the_reference(way, normalise):
         bias[1] = bias[0]
         for added in (None, bias):
             with using(way):
-                ids, shares = experts.route(x, router, added, each=each, normalise=normalise)
-            wanted, parts = reference_experts.route(x, router, added, each=each,
+                ids, shares = native_experts.route(x, router, added, each=each, normalise=normalise)
+            wanted, parts = reference_layers.route(x, router, added, each=each,
                                                     normalise=normalise)
             assert torch.equal(ids, wanted)
             torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 
 
 def test_no_number_chooses_experts_all_the_same():
-    ids, _ = experts.route(torch.full((2, 8), float("nan")).bfloat16(),
+    ids, _ = native_experts.route(torch.full((2, 8), float("nan")).bfloat16(),
                            torch.ones(4, 8).bfloat16(), each=3, normalise=True)
     assert ((ids >= 0) & (ids < 4)).all()
 
@@ -108,30 +111,30 @@ def test_what_does_not_hold_together_is_refused():
     x, ids, shares, made = case(2, 16, 8, 3, 2, 16)
     table, sums = table_of(made), torch.zeros(2, 16)
     with pytest.raises(ValueError, match="points outside"):
-        experts.experts(x, ids + 3, shares, table, sums, function="silu", most=4)
+        native_experts.experts(x, ids + 3, shares, table, sums, function="silu", most=4)
     with pytest.raises(ValueError, match="x must be"):
-        experts.experts(x[:, :8], ids, shares, table, sums[:, :8], function="silu", most=4)
+        native_experts.experts(x[:, :8], ids, shares, table, sums[:, :8], function="silu", most=4)
     with pytest.raises(ValueError, match="up to 64 rows"):
-        experts.experts(x, ids, shares, table, sums, function="silu", most=65)
+        native_experts.experts(x, ids, shares, table, sums, function="silu", most=65)
     with pytest.raises(ValueError, match="belong together"):
         table.put(0, made[0][0], made[0][1], made[0][0])
     with pytest.raises(ValueError, match="down_bias must be"):
         table.put(0, *made[0], biases=[torch.zeros(8).bfloat16()] * 3)
     with pytest.raises(ValueError, match="4 of 3 experts"):
-        experts.route(x, torch.ones(3, 16).bfloat16(), each=4, normalise=True)
+        native_experts.route(x, torch.ones(3, 16).bfloat16(), each=4, normalise=True)
     assert not sums.any()
     for number in range(3):
         table.drop(number)
-    experts.experts(x, ids, shares, table, sums, function="silu", most=4)
+    native_experts.experts(x, ids, shares, table, sums, function="silu", most=4)
     assert not sums.any(), "none is there"
 
 
 def test_how_many_rows_are_few(monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
-    assert experts.most_rows(4) == experts.most_rows(4, 8) == 64
-    assert experts.most_rows(16) == 0, "PyTorch's products"
+    assert native_experts.most_rows(4) == native_experts.most_rows(4, 8) == 64
+    assert native_experts.most_rows(16) == 0, "PyTorch's products"
     if "avx2" in SETS:
         monkeypatch.setenv("FLEXGEN_H2O_ISA", "avx2")
-        assert experts.most_rows(16) == 16, "then float32"
+        assert native_experts.most_rows(16) == 16, "then float32"
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    assert experts.most_rows(4) == 0
+    assert native_experts.most_rows(4) == 0

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.page_layout import PageLayout
-from flexgen_h2o.kernels import cpu_library, native_recall, reference_recall
-from flexgen_h2o.kernels.reference_recall import runs_of
+from flexgen_h2o.config.recall_layout import PageLayout
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.reference import recall as reference_recall
+from flexgen_h2o.kernels.reference.recall import runs_of
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 BUILT = pytest.mark.skipif(cpu_library.missing() is not None,

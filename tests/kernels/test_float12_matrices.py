@@ -10,8 +10,10 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 
 from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.config.limits import TILED_OUTPUTS, TILED_ROWS
-from flexgen_h2o.kernels import dispatch, native, ops, reference_matrix
+from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 WAYS = st.sampled_from(["reference", *SETS])

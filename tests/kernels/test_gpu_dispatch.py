@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import inside
+import internals
 import pytest
 import torch
 from fakes import A100, T4
@@ -14,9 +14,11 @@ from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixtur
 )
 
 from flexgen_h2o.h2o.eviction import Eviction
-from flexgen_h2o.kernels import blockwise, dispatch, reference, sdpa, triton_prefill
+from flexgen_h2o.kernels import dispatch, torch_ops
 from flexgen_h2o.kernels.gpus import GPU, gpu_of, pretending
 from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.triton import prefill as triton_prefill
 from flexgen_h2o.storage.tiers import Device
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
@@ -52,8 +54,8 @@ def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
     (None, "float16", BRAIN)])
 def test_the_dtype_of_a_gpu_is_one_that_it_multiplies(gpu, name, chosen):
     with pretending(gpu):
-        assert inside.run_dtype("auto", SimpleNamespace(dtype=name), Device()) == chosen
-        assert inside.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
+        assert internals.run_dtype("auto", SimpleNamespace(dtype=name), Device()) == chosen
+        assert internals.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
 
 
 def test_only_what_is_pretended_is_a_gpu():
@@ -83,10 +85,10 @@ def test_decode_of_heads_one_by_one(form, group, rotary):
 def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens, block):
     """Blocks of one row, of some, and of all of them."""
     kv_heads, dim = 2, 20
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", block * 4 * kv_heads * group * max(tokens))
+    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", block * 4 * kv_heads * group * max(tokens))
     taken = []
-    plain = blockwise.prefill_attention
-    monkeypatch.setattr(blockwise, "prefill_attention",
+    plain = torch_ops.blockwise_prefill_attention
+    monkeypatch.setattr(torch_ops, "prefill_attention",
                         lambda *args: taken.append(1) or plain(*args))
     torch.default_generator.manual_seed(0)
     q = torch.randn(sum(rows), kv_heads * group, dim + 4).to(dtype)[..., :dim]
@@ -119,7 +121,7 @@ def test_prefill_without_scores_of_groups(monkeypatch, gpu, dtype):
     q, k, v = (torch.randn(30, count, 16).to(dtype) for count in (6, 2, 2))
     wanted = reference.prefill_attention(q.float(), k.float(), v.float(), [30])
     with pretending(gpu):
-        out = sdpa.prefill_attention(q, k, v, [30])
+        out = torch_ops.sdpa_prefill_attention(q, k, v, [30])
     assert (out.float() - wanted).abs().max() < BOUND[dtype]
     assert heads == [6 if gpu is not None and (gpu == T4 or dtype == FULL) else 2]
 
@@ -134,8 +136,9 @@ def test_prefill_through_products_takes_memory_linear_in_the_tokens(monkeypatch)
         return product(a, b)
 
     monkeypatch.setattr(torch, "bmm", noted)
-    monkeypatch.setattr(blockwise, "BLOCK_BYTES", 4 * 2 * 2000)
+    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", 4 * 2 * 2000)
     for length in (100, 1000):
         q, k, v = torch.randn(3, length, 2, 8)
-        blockwise.prefill_attention(q, k, v, [length], [length], torch.zeros(2, length), 1.0)
+        torch_ops.blockwise_prefill_attention(q, k, v, [length], [length],
+                                              torch.zeros(2, length), 1.0)
     assert max(largest) <= 2 * 2000

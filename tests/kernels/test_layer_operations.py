@@ -11,9 +11,11 @@ from kernel_cases import BUILT, SETS, threads, using
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
-from flexgen_h2o.kernels import abi, native, ops, reference_layer
+from flexgen_h2o.kernels import abi, ops
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import Program
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels.reference import layers as reference_layers
 
 pytestmark = BUILT
 
@@ -36,7 +38,7 @@ def wide(rows, columns, dtype, *, seed):
 
 def run(way, name, *arguments, **named):
     with using(way):
-        getattr(native if way else reference_layer, name)(*arguments, **named)
+        getattr(native if way else reference_layers, name)(*arguments, **named)
 
 
 def near(got, expected, rounding, *, beside=1.0):

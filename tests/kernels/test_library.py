@@ -6,8 +6,10 @@ from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
 from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import cpu_library, library, reference
+from flexgen_h2o.kernels import library
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.reference import attention as reference
 
 pytestmark = pytest.mark.skipif(cpu_library.missing() is not None,
                                 reason="the C++ kernels were not built")

@@ -13,8 +13,10 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import cpu_library, dispatch, library, ops, reference_matrix
+from flexgen_h2o.kernels import dispatch, library, ops
+from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import checkpoint_folder, layers
 from flexgen_h2o.models.checkpoint import open_checkpoint
 

@@ -8,9 +8,11 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 
 from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, library, native, ops, reference_matrix
+from flexgen_h2o.kernels import dispatch, library, ops
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.reference_matrix import assembled_mxfp4
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.kernels.reference.matrix import assembled_mxfp4
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

@@ -9,7 +9,7 @@ import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from hypothesis import given, settings
@@ -37,8 +37,12 @@ from kernel_cases import (
 from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import abi, cpu_library, library, native, ops, reference, reference_matrix
+from flexgen_h2o.kernels import abi, library, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +191,7 @@ def test_what_a_cpu_chooses_and_can_run(monkeypatch, available):
             lambda: sum(1 << cpu_library.SETS.index(name) for name in (*available, *emulated)))
 
     monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
-    inside_kernels.load_library(monkeypatch, Library)
+    kernel_internals.load_library(monkeypatch, Library)
     assert cpu_library.instruction_set() == available[-1]
     assert cpu_library.available_sets() == (*available, *emulated)
 
@@ -465,7 +469,7 @@ def reloaded(monkeypatch, caplog):
     def load(file=None):
         if file is not None:
             monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(file))
-        inside_kernels.forget_kernels()
+        kernel_internals.forget_kernels()
         caplog.clear()
 
     caplog.set_level(logging.INFO)
@@ -489,7 +493,7 @@ def hold_to_one_line(caplog, reason: str):
 
 
 def test_no_library(reloaded, caplog, monkeypatch):
-    inside_kernels.hide_library(monkeypatch)
+    kernel_internals.hide_library(monkeypatch)
     reloaded()
     hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no g++ 11 or newer "
                              "that works)")

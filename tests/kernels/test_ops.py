@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,7 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.config.formats import GroupLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
-from flexgen_h2o.kernels import library, native, ops, reference, sdpa
+from flexgen_h2o.kernels import library, ops, torch_ops
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.reference import attention as reference
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -177,7 +179,7 @@ def test_prefill_makes_no_tensor_of_all_weights(function):
                          ids=str)
 def test_sdpa_prefill(dtype, group, lengths):
     case = prefill_case(lengths, group=group, dtype=dtype)
-    out = sdpa.prefill_attention(case["q"], case["k"], case["v"], lengths)
+    out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths)
     assert out.shape == case["q"].shape and out.dtype == dtype
     assert (out - prefill64(**case)[0]).abs().max() < BOUND[dtype]
 
@@ -377,7 +379,7 @@ def test_the_reference_can_be_forced(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not the reference")
 
-    for module in (library, native, sdpa):
+    for module in (library, native, torch_ops):
         for name in ops.__all__:
             monkeypatch.setattr(module, name, refuse, raising=False)
     layout = GroupLayout(16, 4)
@@ -401,7 +403,7 @@ def test_the_reference_can_be_forced(monkeypatch):
 def test_a_device_without_kernels_gets_the_reference(monkeypatch, caplog):
     """And the log says so once."""
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
-    inside_kernels.forget_kernels()
+    kernel_internals.forget_kernels()
     case = decode_case([3, 1], eviction=Eviction())
     state = case.pop("state")
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in case.items()}

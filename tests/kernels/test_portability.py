@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from kernel_cases import (
@@ -27,9 +27,12 @@ from kernel_cases import (
 )
 
 from flexgen_h2o.config.formats import GroupLayout, MatrixLayout, split_slots
-from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import abi, cpu_library, experts, library, native, ops
+from flexgen_h2o.kernels import abi, library, ops
+from flexgen_h2o.kernels.cpu import experts as native_experts
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 ROOT = Path(__file__).parents[2]
@@ -255,8 +258,8 @@ def calls(monkeypatch) -> list[Call]:
         regions.clear()
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", data_ptr)
-    inside_kernels.before_arrays(monkeypatch, keep)
-    inside_kernels.before_calls(monkeypatch, recorded)
+    kernel_internals.before_arrays(monkeypatch, keep)
+    kernel_internals.before_calls(monkeypatch, recorded)
     monkeypatch.delenv("FLEXGEN_H2O_KERNELS", raising=False)
     with using("portable"):
         yield found
@@ -316,11 +319,11 @@ def make_layer_calls() -> None:
         made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
                 for _ in range(3)]
         x = torch.randn(7, 70).bfloat16()
-        ids, shares = experts.route(x, torch.randn(4, 70).bfloat16(), each=2, normalise=True)
-        table = experts.ExpertTable(4)
+        ids, shares = native_experts.route(x, torch.randn(4, 70).bfloat16(), each=2, normalise=True)
+        table = native_experts.ExpertTable(4)
         for number, matrices in enumerate(made):
             table.put(number, *matrices)
-        experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu", most=7)
+        native_experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu", most=7)
 
 
 def random_matrix(outputs: int, inputs: int, bits: float) -> torch.Tensor | QuantizedMatrix:

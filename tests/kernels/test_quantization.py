@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.formats import GROUP, CacheLayout, GroupLayout, split_slots
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import ops, reference
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import attention as reference
 
 LENGTHS = (2, 6, 12, 64, 66, 80, 96, 128, 320)
 BITS = (4, 8)

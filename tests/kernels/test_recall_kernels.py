@@ -8,11 +8,14 @@ from kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.formats import GroupLayout, split_slots
-from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.h2o.recall import choose, index_weights
-from flexgen_h2o.kernels import native_recall, ops, reference, reference_recall
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import FormArguments
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import recall as reference_recall
 
 CAPPED = AttentionForm(scale=0.3, softcap=5.0, sinks=True)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import BOUND, rotated, same
 
-from flexgen_h2o.kernels import chunks, ops, rotary
+from flexgen_h2o.kernels import ops, rotary, torch_ops
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -20,7 +20,7 @@ def test_rotations(monkeypatch, dtype, rows, dim):
     out = rotary.rotated(x[..., :dim], *(table[:, None] for table in tables))
     assert out.dtype == dtype and same(x, before)
     torch.testing.assert_close(out.double(), expected, rtol=BOUND[dtype], atol=BOUND[dtype])
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 500)
+    monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 500)
     result = rotary.apply_rope_(x[..., :dim], *(table.to(dtype) for table in tables))
     assert result.data_ptr() == x.data_ptr()
     torch.testing.assert_close(x[..., :dim].double(), expected, rtol=BOUND[dtype],

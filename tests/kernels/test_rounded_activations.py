@@ -7,8 +7,11 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import experts, library, ops, reference_experts, reference_matrix
+from flexgen_h2o.kernels import library, ops
+from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import layers as reference_layers
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 MXFP4 = 4.25  # bits of a number
@@ -134,15 +137,15 @@ def test_experts_round_too(form):
     matrices = [[rounding_matrix(*shape, *form, seed=3 * number + place)
                  for place, shape in enumerate([(48, 70), (48, 70), (70, 48)])]
                 for number in range(4)]
-    table = experts.ExpertTable(4)
+    table = native_experts.ExpertTable(4)
     for number, each in enumerate(matrices):
         table.put(number, *each)
     x = torch.randn(9, 70).bfloat16()
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     shares = torch.rand(9, 2)
     sums, expected = torch.zeros(9, 70), torch.zeros(9, 70)
-    experts.experts(x, ids, shares, table, sums, function="silu", most=16)
-    reference_experts.experts(x, ids, shares, matrices, expected, function="silu", most=16)
+    native_experts.experts(x, ids, shares, table, sums, function="silu", most=16)
+    reference_layers.experts(x, ids, shares, matrices, expected, function="silu", most=16)
     torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
 
 
@@ -150,7 +153,7 @@ def test_experts_round_too(form):
 def test_a_chain_rounds_alike_or_is_refused():
     plain = rounding_matrix(48, 64, 4, 32)
     plain = QuantizedMatrix(plain.data, plain.layout)
-    table = experts.ExpertTable(1)
+    table = native_experts.ExpertTable(1)
     with pytest.raises(ValueError, match="alike"):
         table.put(0, plain, rounding_matrix(48, 64, 4, 32), rounding_matrix(64, 48, 4, 32))
 

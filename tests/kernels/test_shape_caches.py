@@ -6,13 +6,13 @@ import sys
 
 import pytest
 
-from flexgen_h2o.kernels.shape_caches import PRODUCTS, SETTINGS, bound_shape_caches
+from flexgen_h2o.kernels.torch_ops import PRODUCTS, SETTINGS, bound_shape_caches
 
 # 500 numbers of rows. Unbounded, they take some 250 MB with oneDNN; 64 of them are 32.
 GROWN = """
 import sys
 import torch
-from flexgen_h2o.kernels.shape_caches import bound_shape_caches
+from flexgen_h2o.kernels.torch_ops import bound_shape_caches
 from flexgen_h2o.storage.free_memory import resident_bytes
 bound_shape_caches()
 torch.set_num_threads(1)

@@ -1,14 +1,17 @@
 """linear_skinny and linear_float32 against float64: 16-bit weights, on each instruction set."""
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from kernel_cases import BUILT, SETS, check_linear, linear_case, using
 
 from flexgen_h2o.config.formats import MatrixLayout
-from flexgen_h2o.kernels import cpu_library, library, native, ops, reference
+from flexgen_h2o.kernels import library, ops
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import Program
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.models import layers
 
 
@@ -93,7 +96,7 @@ def test_products_that_share_their_input_are_one_call(rows, function):
         found.append(out)
         native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
         native.linear_quantized(x, *ops.flat(matrix), None, out, False, steps=program)
-    assert inside_kernels.calls(program) == [function] * 2 + ["linear_quantized"] * 2
+    assert kernel_internals.calls(program) == [function] * 2 + ["linear_quantized"] * 2
     program.run()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)

@@ -10,16 +10,17 @@ import torch
 from fakes import LazyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import open_devices, own_attention, sparse_attention
+from internals import open_devices, own_attention, sparse_attention
 from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache.parts import picked
+from flexgen_h2o.cache.tiers import picked
 from flexgen_h2o.config.formats import CacheOptions, GroupLayout
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import ops, reference
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.transfer import D2H, H2D

@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from inside_kernels import is_asleep, is_running
 from kernel_cases import threads
+from kernel_internals import is_asleep, is_running
 
 from flexgen_h2o import LLM
-from flexgen_h2o.kernels import cpu_library, spinning
-from flexgen_h2o.kernels.spinning import IdleTeam, Spinning, busy_seconds
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import library as spinning
+from flexgen_h2o.kernels.cpu.library import IdleTeam, Spinning, busy_seconds
 
 pytestmark = pytest.mark.skipif(
     cpu_library.missing() is not None or not Path("/proc/stat").exists(),

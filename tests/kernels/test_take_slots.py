@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flexgen_h2o.kernels import cpu_library, native_recall, reference_recall
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.reference import recall as reference_recall
 
 BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
                            reason="the C++ kernels were not built")

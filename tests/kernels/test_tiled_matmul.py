@@ -1,13 +1,14 @@
 """linear_tiled against float64: many rows by 16-bit weights, in AMX tiles and their twin."""
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from kernel_cases import SETS, check_linear, linear_case, threads, using
 
 from flexgen_h2o.config.limits import TILED_INPUTS, TILED_OUTPUTS, TILED_ROWS
-from flexgen_h2o.kernels import library, native, ops
-from flexgen_h2o.kernels.program import Program
+from flexgen_h2o.kernels import library, ops
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import Program
 
 TILED = [name for name in SETS if name.startswith("amx")]
 
@@ -60,7 +61,7 @@ def test_products_that_share_their_input_are_one_call(tiles):
         wanted.append(found[-1].clone())
         ops.linear_tiled(x, weight, bias, wanted[-1], add=add)
         native.linear_tiled(x, weight, bias, found[-1], add, steps=program)
-    assert inside_kernels.calls(program) == ["linear_tiled"]
+    assert kernel_internals.calls(program) == ["linear_tiled"]
     program.run()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)

@@ -26,16 +26,14 @@ from triton.runtime import interpreter  # noqa: E402
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noqa: E402
 from flexgen_h2o.config.formats import GroupLayout  # noqa: E402
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
-from flexgen_h2o.kernels import (  # noqa: E402
-    reference,
-    triton_decode,
-    triton_finish,
-    triton_groups,
-    triton_prefill,
-    triton_select,
-)
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
 from flexgen_h2o.kernels.gpus import pretending  # noqa: E402
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.triton import decode as triton_decode
+from flexgen_h2o.kernels.triton import finish as triton_finish
+from flexgen_h2o.kernels.triton import groups as triton_groups
+from flexgen_h2o.kernels.triton import prefill as triton_prefill
+from flexgen_h2o.kernels.triton import select as triton_select
 
 ATTENTION = [AttentionForm(scale=0.4), AttentionForm(softcap=2.5), AttentionForm(window=7),
              AttentionForm(sinks=True), AttentionForm(0.4, 2.5, 20, True)]

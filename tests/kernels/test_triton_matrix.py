@@ -11,9 +11,11 @@ from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixtu
 
 from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
-from flexgen_h2o.kernels import reference_matrix, triton_matrix, triton_matrix_units
 from flexgen_h2o.kernels.gpus import pretending
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
+from flexgen_h2o.kernels.triton import matrix as triton_matrix
+from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""

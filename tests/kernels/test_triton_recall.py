@@ -13,12 +13,15 @@ from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.h2o import INDEX_BITS
-from flexgen_h2o.config.index_layout import IndexLayout
+from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
-from flexgen_h2o.kernels import reference_recall, triton_decode, triton_fast_set, triton_recall
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.gpus import pretending
+from flexgen_h2o.kernels.reference import recall as reference_recall
+from flexgen_h2o.kernels.triton import decode as triton_decode
+from flexgen_h2o.kernels.triton import hot_set as triton_hot_set
+from flexgen_h2o.kernels.triton import recall as triton_recall
 
 SHORTER = [{"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 150)}
            for options in CASES if "offsets" not in options]
@@ -177,7 +180,7 @@ def test_slots_are_claimed_as_the_reference_gives_them(tokens, slots, most):
         chosen[0, most - most // 3 :] = -1
         chosen = chosen.view(sequences, kv_heads, most)
         found = []
-        for module, state in ((triton_fast_set, ours), (reference_recall, theirs)):
+        for module, state in ((triton_hot_set, ours), (reference_recall, theirs)):
             state[2].copy_(weights)
             taken, moves, counts = module.claim_slots(
                 chosen, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
@@ -198,5 +201,5 @@ def test_tokens_are_copied_to_their_slots(dtype, width):
     for kinds in (1, 2):  # keys and values in one record, or apart
         found, expected = target[:kinds].clone(), target[:kinds].clone()
         reference_recall.copy_tokens(source[:kinds], expected, moves, counts)
-        triton_fast_set.copy_tokens(source[:kinds], found, moves, counts)
+        triton_hot_set.copy_tokens(source[:kinds], found, moves, counts)
         assert same(found, expected)

@@ -6,11 +6,11 @@ import json
 import shutil
 
 import pytest
-from refusals import refused
-from word_models import with_words
+from error_cases import refused
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
-from flexgen_h2o.tasks import generate
+from flexgen_h2o.commands import generate
 
 TEMPLATE = ("{% for m in messages %}{{ m.role[0] | replace('u', 'w1') }} {{ m.content }} "
             "{% endfor %}{% if enable_thinking is defined and not enable_thinking %}w9 {% endif %}"

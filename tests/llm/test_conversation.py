@@ -10,7 +10,7 @@ import torch
 from h2o.test_h2o import MODES, bits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import buffer_bytes, cache_of, scratch_bytes
+from internals import buffer_bytes, cache_of, scratch_bytes
 from llm.test_llm import PLACES, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

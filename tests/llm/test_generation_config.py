@@ -8,11 +8,11 @@ import shutil
 
 import pytest
 import torch
-from refusals import refused
-from word_models import with_words
+from error_cases import refused
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
-from flexgen_h2o.tasks import generate
+from flexgen_h2o.commands import generate
 
 NEW = 16
 PROMPTS = [[5, 6, 7, 5, 6, 9], [11, 12, 11]]

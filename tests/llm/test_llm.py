@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from inside import before_logits, before_reads
-from word_models import with_words
+from internals import before_logits, before_reads
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine import runner
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.errors import UserError
@@ -110,10 +110,10 @@ def test_call_after_call_in_the_same_workspace(tiny_model, tmp_path, device):
 
 
 def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
-    from flexgen_h2o.engine import decoder_layers
+    from flexgen_h2o.engine import decoder
 
-    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
-    monkeypatch.setattr(decoder_layers, "LOGIT_ROWS", 2)
+    monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setattr(decoder, "LOGIT_ROWS", 2)
     tiny = tiny_model("opt")
     prompts = make_prompts(tiny.model.config.vocab_size, [5, 3, 20, 8, 1])
     assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from children import environment
-from refusals import refused
-from word_models import with_words
+from error_cases import refused
+from subprocesses import environment
+from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.imports import retry_imports

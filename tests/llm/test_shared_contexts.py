@@ -112,7 +112,7 @@ def fed_rows(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("name", CACHES)
 def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, monkeypatch, name):
     """In a batch, whatever is cached of it, wherever; equal prompts as well; in any row chunks."""
-    from flexgen_h2o.engine import decoder_layers
+    from flexgen_h2o.engine import decoder
 
     tiny = tiny_model("llama")
     begin, other, *rests = make_prompts(96, [20, 16, 9, 4, 1, 17, 6, 30])
@@ -122,7 +122,7 @@ def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, 
     with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=1),
              **CACHES[name]) as llm:
         expected = llm.generate(prompts, **options)
-    monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 8)
+    monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
     policy = Policy(gpu_batch_size=10, cache=PLACES[3])
     with LLM(str(tiny.folder), dtype="float32", policy=policy, offload_dir=str(tmp_path),
              **CACHES[name]) as llm:

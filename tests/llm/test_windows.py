@@ -9,7 +9,7 @@ import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import attend_with, cache_of, change_configs
+from internals import attend_with, cache_of, change_configs
 from llm.test_carried import CACHES, Case
 from llm.test_conversation import answers, hold_turns_to_one_text, open_llm
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
@@ -17,8 +17,8 @@ from llm.test_llm import PLACES, make_prompts, transformers_tokens
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.formats import CacheOptions
-from flexgen_h2o.config.windowed import windowed
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.h2o import windowed
+from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import Budget, budget, cached, slots
 from flexgen_h2o.planning.memory_plan import memory_plan

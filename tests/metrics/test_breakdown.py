@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.metrics import breakdown
-from flexgen_h2o.metrics.breakdown import phases
-from flexgen_h2o.metrics.intervals import common, minus, seconds, union
-from flexgen_h2o.metrics.trace import COMPUTE, PHASES, WAITING, Trace
+from flexgen_h2o.metrics import report
+from flexgen_h2o.metrics.report import phases
+from flexgen_h2o.metrics.trace import COMPUTE, PHASES, WAITING, Trace, common, minus, seconds, union
 
 LANES = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
 HORIZON = 60
@@ -87,7 +86,7 @@ RUN = [
 
 
 def test_the_table():
-    assert breakdown.table(RUN) == """\
+    assert report.breakdown_table(RUN) == """\
 prefill, s             4.000     of it  alone, s        GB      GB/s
   compute              3.500    87.5 %     2.000
   cpu->gpu             2.000    50.0 %     0.500     4.000         2
@@ -102,10 +101,11 @@ bound by: prefill compute (87.5 %), decode cpu->gpu (80.0 %)"""
 def test_nothing_may_bind():
     spans = [("prefill", PHASES, 0.0, 4.0, 0), ("decode", PHASES, 4.0, 4.0, 0),
              ("layer 1 batch 0", COMPUTE, 1.0, 2.0, 0)]
-    lines = breakdown.table(spans).splitlines()
+    lines = report.breakdown_table(spans).splitlines()
     assert lines[-1] == "bound by: prefill idle (75.0 %)"
     assert not any("decode" in line for line in lines), "no time, no shares"
-    assert breakdown.table(RUN[:1]) == breakdown.table([]) == "breakdown: nothing was computed"
+    nothing = "breakdown: nothing was computed"
+    assert report.breakdown_table(RUN[:1]) == report.breakdown_table([]) == nothing
 
 
 def test_a_run_says_when_its_phases_were_and_where_compute_waited(tiny_model, tmp_path):

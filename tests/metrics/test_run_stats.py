@@ -7,18 +7,18 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import kept_intervals
+from internals import kept_intervals
 from read_back import read_csv
 
-from flexgen_h2o.cli.result_rows import CSV_COLUMNS, append_csv
+from flexgen_h2o.cli.results import CSV_COLUMNS, append_csv
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files import atomic
-from flexgen_h2o.files.shared_csv import check_header
-from flexgen_h2o.metrics import provenance, run_stats, run_table
-from flexgen_h2o.metrics.links import LinkStats
+from flexgen_h2o.files import writing
+from flexgen_h2o.files.rows import check_header
+from flexgen_h2o.metrics import provenance, report, run_stats
+from flexgen_h2o.metrics.report import sizes
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.text import sizes
+from flexgen_h2o.metrics.trace import LinkStats
 
 
 def make_stats(**changes) -> RunStats:
@@ -44,8 +44,8 @@ def test_rates_are_as_defined():
 
 
 def test_a_prediction_stands_beside_what_it_is_of():
-    assert "predicted" not in run_table.table(make_stats())
-    shown = run_table.table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
+    assert "predicted" not in report.table(make_stats())
+    shown = report.table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
     assert "1.000 + 2.000 s" in shown and "0.50 of prefill and decode" in shown
 
 
@@ -60,13 +60,13 @@ def test_two_runs_are_as_one():
         decode_seconds=8.0, step_seconds=[0.4] * 20, decode_slots=40, idle_slots=10,
         peak_device_bytes=7, links={"disk->cpu": (4 * 10**9, 2.0), "cpu->disk": (5, 1.0)})
     assert both.idle_share == 0.25 and make_stats().idle_share is None
-    assert "25.0 %" in run_table.table(both) and "idle" not in run_table.table(make_stats())
+    assert "25.0 %" in report.table(both) and "idle" not in report.table(make_stats())
 
 
 def test_what_was_not_measured_is_none():
     stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
     assert all(getattr(stats, name) is None for name in run_stats.RATES)
-    assert "nan" not in run_table.table(stats)
+    assert "nan" not in report.table(stats)
 
 
 def test_percentiles_lie_between_steps():
@@ -96,13 +96,13 @@ def test_projection_needs_a_step():
 
 def test_projected_is_marked_in_every_form(tmp_path):
     stats = make_stats(projected=True)
-    lines = run_table.table(stats).splitlines()
+    lines = report.table(stats).splitlines()
     for start in ("generated", "decode", "total throughput"):
         assert next(line for line in lines if line.startswith(start)).endswith("(projected)")
     assert next(line for line in lines if line.startswith("latency")).count("measured") == 1
     append_csv(tmp_path / "r.csv", stats, RunConfig())
     assert read_csv(tmp_path / "r.csv")[0]["projected"] == "true"
-    assert "projected" not in run_table.table(make_stats())
+    assert "projected" not in report.table(make_stats())
 
 
 @pytest.mark.parametrize(("used", "full", "line"), [
@@ -113,7 +113,7 @@ def test_projected_is_marked_in_every_form(tmp_path):
 ])
 def test_the_table_compares_the_cache_with_the_full_one(used, full, line):
     stats = make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full, kv_bytes_per_token=512)
-    found = next(text for text in run_table.table(stats).splitlines()
+    found = next(text for text in report.table(stats).splitlines()
                  if text.startswith("KV cache"))
     assert " ".join(found.split()) == f"KV cache {line}"
 
@@ -186,14 +186,14 @@ def test_csv_schema():
 
 
 def test_experts_in_the_table_and_in_the_row(tmp_path):
-    assert make_stats().expert_hit_rate is None and "experts" not in run_table.table(make_stats())
+    assert make_stats().expert_hit_rate is None and "experts" not in report.table(make_stats())
     one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_guesses=1,
                      expert_bytes=4 * 10**9)
     both = one.followed_by(one)
     assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9
-    assert "8.000 GB" in run_table.table(both) and "25.0 % were there" in run_table.table(both)
+    assert "8.000 GB" in report.table(both) and "25.0 % were there" in report.table(both)
     here = make_stats(expert_touches=9)
-    assert "none had to be brought" in run_table.table(here)
+    assert "none had to be brought" in report.table(here)
     append_csv(tmp_path / "r.csv", one, RunConfig(expert_percent=(0, 50, 50), expert_slots=7))
     (row,) = read_csv(tmp_path / "r.csv")
     found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
@@ -202,11 +202,11 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
 
 
 def test_recall_in_the_table():
-    assert "recall" not in run_table.table(make_stats())
+    assert "recall" not in report.table(make_stats())
     one = make_stats(recall_hits=9, recall_loads=1, recall_guesses=4, recall_wait_seconds=0.5)
     both = one.followed_by(one)
     assert both.recall_hit_rate == 0.9 and both.recall_guesses == 8
-    assert "90.0 % in memory" in run_table.table(both) and "1.000 s" in run_table.table(both)
+    assert "90.0 % in memory" in report.table(both) and "1.000 s" in report.table(both)
 
 
 def test_csv_rows(tmp_path):
@@ -335,7 +335,7 @@ def test_commit_is_empty_outside_of_a_checkout(tmp_path, monkeypatch):
 def test_a_failed_file_leaves_the_old_one(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("old")
-    with pytest.raises(RuntimeError, match="half"), atomic.open_atomic(path) as file:
+    with pytest.raises(RuntimeError, match="half"), writing.open_atomic(path) as file:
         file.write("new")
         raise RuntimeError("half way")
     assert path.read_text() == "old"
@@ -345,14 +345,14 @@ def test_a_failed_file_leaves_the_old_one(tmp_path):
 def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
     """In two containers that share a folder they have one process number."""
     path = tmp_path / "out.txt"
-    with atomic.open_atomic(path) as first:
-        with atomic.open_atomic(path) as second:
+    with writing.open_atomic(path) as first:
+        with writing.open_atomic(path) as second:
             second.write("second")
         first.write("first")
     assert path.read_text() == "first"
-    monkeypatch.setattr(atomic.secrets, "token_hex", lambda nbytes: "drawn twice")
-    with atomic.open_atomic(path) as file:
-        with pytest.raises(FileExistsError), atomic.open_atomic(path):
+    monkeypatch.setattr(writing.secrets, "token_hex", lambda nbytes: "drawn twice")
+    with writing.open_atomic(path) as file:
+        with pytest.raises(FileExistsError), writing.open_atomic(path):
             pass
         file.write("whole")
     assert path.read_text() == "whole"

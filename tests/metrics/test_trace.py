@@ -8,11 +8,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from inside import before_blocks, origin_of
+from internals import before_blocks, origin_of
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.memory import sampled_memory
+from flexgen_h2o.metrics.provenance import sampled_memory
 from flexgen_h2o.metrics.trace import DEVICE_MEMORY, PROCESS_MEMORY, Trace
 
 

@@ -10,9 +10,9 @@ from llm.test_llm import make_prompts
 from models.test_weight_bits import LENGTHS, NEW, Rounded
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.engine import loader
+from flexgen_h2o.engine import source
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels.reference_matrix import rounded_activations
+from flexgen_h2o.kernels.reference.matrix import rounded_activations
 
 
 def tokens(folder, prompts, *, bits=4, h2o=None, **policy):
@@ -80,5 +80,5 @@ def test_what_is_refused(tiny_model, options, words):
 def test_a_gpu_is_refused():
     device = types.SimpleNamespace(torch=torch.device("cuda"))
     with pytest.raises(UserError, match="for products on a CPU: leave it out"):
-        loader.find("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device,
+        source.find("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device,
                     progress=lambda done, total: None)

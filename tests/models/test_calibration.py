@@ -9,20 +9,21 @@ from collections import defaultdict
 
 import pytest
 import torch
-from inside import source_of
+from internals import source_of
 from safetensors.torch import load_file, save_file
-from word_models import WORDS, with_words
+from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config.formats import CacheOptions, WeightOptions
-from flexgen_h2o.engine import calibration, loader
+from flexgen_h2o.engine import calibration
+from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
-from flexgen_h2o.engine.loader import find
 from flexgen_h2o.engine.runner import RunnerSettings
-from flexgen_h2o.engine.tokenization import Prompts
+from flexgen_h2o.engine.source import find
+from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import reference_matrix
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
 from flexgen_h2o.models.spec import from_transformers, read_config
 from flexgen_h2o.models.weight_options import weight_options

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from refusals import refused
+from error_cases import refused
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o.models import checkpoint as checkpoint_module

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.formats import GROUP, MatrixLayout, WeightOptions
-from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.checkpoint_formats import dequantizing
-from flexgen_h2o.models.checkpoint_formats.settings import quantization
+from flexgen_h2o.models.formats import dequantizing
+from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import QuantizingCheckpoint
 from flexgen_h2o.models.spec import from_transformers, read_config

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from error_cases import refused
 from models import packings
 from models.test_checkpoint import read
 from models.test_checkpoint_formats import FORMATS, MXFP4, PACK, ct, save
-from refusals import refused
 
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.checkpoint_formats.dequantizing import FORMATS as FINDERS
-from flexgen_h2o.models.checkpoint_formats.settings import METHODS, quantization
+from flexgen_h2o.models.formats.dequantizing import FORMATS as FINDERS
+from flexgen_h2o.models.formats.settings import METHODS, quantization
 from flexgen_h2o.models.spec import from_transformers
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from error_cases import refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from gguf_cases import CASES, add_tokenizer, make
-from refusals import refused
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
 from flexgen_h2o.config.formats import AUTO
-from flexgen_h2o.models.gguf_config import config_of, header_options
-from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf.config import config_of, header_options
+from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.registry import FAMILIES
 from flexgen_h2o.models.sources import checkpoint_folder, read_config
 

@@ -8,20 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from error_cases import refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from gguf_cases import make
-from inside import before_conversions
-from refusals import refused
+from internals import before_conversions
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
-from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint_base import Checkpoint
-from flexgen_h2o.models.gguf_checkpoint import GgufCheckpoint
-from flexgen_h2o.models.gguf_config import header_options
-from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
+from flexgen_h2o.models.gguf.config import header_options
+from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.quantized import QuantizingCheckpoint
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.models.weight_format import WeightFormat

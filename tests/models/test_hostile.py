@@ -19,16 +19,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_cases import command_refused, error_line, refused
 from models.test_sources import write_gguf
-from refusals import command_refused, error_line, refused
-from word_models import with_words
+from tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.values import load_yaml
-from flexgen_h2o.engine.loader import load_tokenizer
+from flexgen_h2o.commands import generate
+from flexgen_h2o.engine.source import load_tokenizer
 from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.gguf_header import read_header
+from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
-from flexgen_h2o.tasks import generate
 
 MOST_MEMORY = 1 << 30  # that a refusal may take for a moment
 MOST_SECONDS = 20

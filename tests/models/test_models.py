@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.integrations.transformers.enabling import CACHE_NAME
-from flexgen_h2o.kernels import chunks
+from flexgen_h2o.kernels import torch_ops
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import decoder, family, layers
 from flexgen_h2o.models.layers import Operations, Scratch
@@ -103,7 +103,7 @@ def test_logits_of_prefill_and_ten_steps(tiny_model, key):
 @pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "neox", "neox_sequential"])
 def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     monkeypatch.setattr(decoder, "ROW_BLOCK", 7)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 1000)
     model = tiny_model(key).model
     runner = Runner(model)
     ids = random_ids(runner.cfg, 30)

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from children import environment
-from inside import LLAMA3_ROPE, before_conversions
-from refusals import refused
+from error_cases import refused
+from internals import LLAMA3_ROPE, before_conversions
 from safetensors.torch import load_file, save_file
+from subprocesses import environment
 
 from flexgen_h2o.models import convert
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
@@ -432,7 +432,7 @@ def write_gguf(path: Path, *, extra=None, architecture="llama", experts=0) -> Pa
 def test_gguf_equals_transformers(tmp_path, monkeypatch, untied, chunk_elements):
     from transformers import AutoTokenizer, LlamaForCausalLM
 
-    monkeypatch.setattr("flexgen_h2o.models.gguf_tensors._CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr("flexgen_h2o.models.gguf.checkpoint._CHUNK_ELEMENTS", chunk_elements)
     head = {"output.weight": np.ones((260, HIDDEN), np.float32)} if untied else {}
     source = write_gguf(tmp_path / "tiny.gguf", extra=head)
     folder = checkpoint_folder(str(source))

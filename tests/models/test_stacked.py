@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from models.test_checkpoint import read
-from refusals import refused
 from safetensors.torch import save_file
 
 from flexgen_h2o.models import stacked

@@ -15,19 +15,20 @@ import sys
 import pytest
 import torch
 from conftest import TINY
-from inside import quantize_in_a_new_way, weight_sizes, weights_of
+from internals import quantize_in_a_new_way, weight_sizes, weights_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
-from flexgen_h2o.engine.spill import KeptWeights
+from flexgen_h2o.engine.weight_files import KeptWeights
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import ops, reference_matrix
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import quantized
 from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
-from flexgen_h2o.models.checkpoint_formats.settings import Quantization
 from flexgen_h2o.models.convert import Keep
+from flexgen_h2o.models.formats.settings import Quantization
 from flexgen_h2o.models.spec import from_transformers, published, read_config
 from flexgen_h2o.models.weight_options import mixed_options, weight_options
 from flexgen_h2o.storage.disk import Disk

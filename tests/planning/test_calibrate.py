@@ -4,7 +4,7 @@ import logging
 import math
 from dataclasses import fields, replace
 
-import inside_kernels
+import kernel_internals
 import pytest
 import torch
 from fakes import LazyDevice
@@ -12,16 +12,13 @@ from fakes import LazyDevice
 from flexgen_h2o.config.formats import WEIGHT_BITS
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
-from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning import calibrate as module
-from flexgen_h2o.planning import clock as clocks
-from flexgen_h2o.planning import rates
+from flexgen_h2o.planning import compute_rates
+from flexgen_h2o.planning import compute_rates as clocks
 from flexgen_h2o.planning.calibrate import calibrate, machine
-from flexgen_h2o.planning.clock import FEWEST, Clock
-from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.hardware_file import BITS, HOST_LINKS, load_hardware, save_hardware
-from flexgen_h2o.planning.rates import Rates, Sizes
-from flexgen_h2o.planning.sample_layer import DecodeStep
+from flexgen_h2o.planning.compute_rates import FEWEST, Clock, DecodeStep, Rates, Sizes
+from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
 from flexgen_h2o.storage.links import copy_rates, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
 
@@ -100,30 +97,30 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
         ("prefill_attention", 16, 16)]
     monkeypatch.setattr(Clock, "seconds", seconds)
     for last in (False, True):
-        rates = Rates(Device(), torch.bfloat16, TINY)
+        compute_rates = Rates(Device(), torch.bfloat16, TINY)
         for bits in WEIGHT_BITS:
-            rates.linear(bits)
-        rates.prefill_attention(scored=True)
-        rates.prefill_attention(scored=False)
+            compute_rates.linear(bits)
+        compute_rates.prefill_attention(scored=True)
+        compute_rates.prefill_attention(scored=False)
         wanted = {}
         for operation, bits, rows in cases if isa else ():
             possible = dispatch.available(operation, rows, torch.bfloat16)
             if len(possible) > 1:
                 wanted.setdefault(operation, {}).setdefault(bits, {})[rows] = possible[-last]
-        assert rates.implementations == wanted
+        assert compute_rates.implementations == wanted
 
 
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
     monkeypatch.setenv("FLEXGEN_H2O_NATIVE", str(tmp_path / "none.so"))
-    inside_kernels.forget_kernels()
+    kernel_internals.forget_kernels()
     yield
     monkeypatch.undo()
-    inside_kernels.forget_kernels()
+    kernel_internals.forget_kernels()
 
 
 def test_without_the_library_the_reference_is_measured(tmp_path, no_library, monkeypatch):
-    inside_kernels.refuse_calls(monkeypatch)
+    kernel_internals.refuse_calls(monkeypatch)
     check(calibrate(Device(), tmp_path / "run", progress=ignore, sizes=TINY),
           count=CPU_FIGURES - 1)  # no layer is bound
 
@@ -150,7 +147,7 @@ def test_what_is_measured_is_not_zero(monkeypatch):
         taken.append((weight.data_ptr(), x, weight, out))
         return torch.mm(x, weight.t(), out=out)
 
-    monkeypatch.setattr(rates, "linear", look)
+    monkeypatch.setattr(compute_rates, "linear", look)
     Rates(Device(), torch.bfloat16, TINY).linear(16)
     weights = {address for address, *_ in taken}
     assert len(weights) * 48 * 128 * 2 >= TINY.rotated

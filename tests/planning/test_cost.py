@@ -10,7 +10,7 @@ import torch
 from fakes import LazyDevice, PoisonedDevice
 from hypothesis import given
 from hypothesis import strategies as st
-from inside import open_devices
+from internals import open_devices
 from planning_cases import (
     ALL_HERE,
     FREE,
@@ -25,7 +25,7 @@ from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
-from flexgen_h2o.metrics.links import LINKS
+from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning.cost import estimate, interpolate
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import part_bytes

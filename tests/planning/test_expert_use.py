@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.expert_choices import ExpertChoices, summed
-from flexgen_h2o.config.experts import ExpertsConfig
-from flexgen_h2o.planning.expert_use import ExpertUse
+from flexgen_h2o.config.experts import ExpertChoices, ExpertsConfig, summed
+from flexgen_h2o.planning.planned_run import ExpertUse
 
 
 @st.composite

@@ -8,19 +8,18 @@ import pytest
 from planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import flags
-from flexgen_h2o.config.expert_choices import ExpertChoices
-from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertsConfig
+from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertChoices, ExpertsConfig
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.spec import published
+from flexgen_h2o.planning.cache_cost import RESOURCES, TERMS
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
-from flexgen_h2o.planning.expert_use import ExpertUse
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.placing import Placing
+from flexgen_h2o.planning.placement_solver import Placing
+from flexgen_h2o.planning.planned_run import ExpertUse
 from flexgen_h2o.planning.search import PlanRequest, search
-from flexgen_h2o.planning.tally import RESOURCES, TERMS
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import experts_apart
 

@@ -9,13 +9,16 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.formats import WEIGHT_BITS
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import LINKS
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates, RecallRates
-from flexgen_h2o.planning.hardware_file import (
+from flexgen_h2o.metrics.trace import LINKS
+from flexgen_h2o.planning.hardware import (
     BITS,
     HOST_LINKS,
     RECALL_FIGURES,
     ROWS,
+    Compute,
+    Hardware,
+    HostAttentionRates,
+    RecallRates,
     load_hardware,
     roofline,
     save_hardware,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import environment
+from subprocesses import environment
 
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key

@@ -8,11 +8,10 @@ import types
 import pytest
 import torch
 from fakes import LazyDevice
-from inside import open_devices
+from internals import open_devices
 
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM

@@ -12,7 +12,7 @@ import torch
 from conftest import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import own_attention
+from internals import own_attention
 
 from flexgen_h2o.config.formats import (
     CacheOptions,
@@ -22,13 +22,12 @@ from flexgen_h2o.config.formats import (
 )
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import Placement, parse_percent
-from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.workload import Workload
+from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family
 from flexgen_h2o.models.spec import from_transformers, published
-from flexgen_h2o.planning import planned_run, temporaries
+from flexgen_h2o.planning import memory_rows, planned_run
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage.free_memory import (
     MemoryLimits,
@@ -465,8 +464,8 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
 def test_workspace_of_a_gpu_has_room_for_the_tuner(monkeypatch, has_gpu, more):
     """Triton writes 256 MB to empty the caches, in the middle of a prefill and of a step."""
     found = []
-    for nbytes in (temporaries.TUNING, 0):
-        monkeypatch.setattr(temporaries, "TUNING", nbytes)
+    for nbytes in (memory_rows.TUNING, 0):
+        monkeypatch.setattr(memory_rows, "TUNING", nbytes)
         plan = memory_plan(LLAMA_8B, make_policy(*ALL_GPU), LOAD, itemsize=2, has_gpu=has_gpu)
         found.append(sum(rows(plan)["workspace"]))
     assert found[0] - found[1] == more

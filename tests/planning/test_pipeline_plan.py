@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import planning_cases
 import pytest
-from refusals import refused
+from error_cases import refused
 
+from flexgen_h2o.commands import generate
 from flexgen_h2o.config.stage import balanced_bounds
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.cost import estimate
@@ -23,7 +24,6 @@ from flexgen_h2o.planning.pipeline import (
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import PlanRequest
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.tasks import generate
 
 HARDWARE = planning_cases.CPU
 ROOM = MemoryLimits(None, 1 << 50, 1 << 50)

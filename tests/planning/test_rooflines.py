@@ -11,9 +11,8 @@ from planning_cases import BITS, CPU, GPU, ON_DISK, OPT, machine, planned, roofl
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.planning.cost import interpolate
-from flexgen_h2o.planning.rooflines import bytes_of_a_weight, ideal
-from flexgen_h2o.planning.rooflines import roofline as least
-from flexgen_h2o.planning.search import judge
+from flexgen_h2o.planning.search import bytes_of_a_weight, ideal, judge
+from flexgen_h2o.planning.search import roofline as least
 
 shares = st.tuples(st.integers(0, 50), st.integers(0, 50))
 

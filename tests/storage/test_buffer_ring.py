@@ -7,10 +7,9 @@ import torch
 from fakes import LazyComputeDevice, LazyPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import flush, keep_latest_in, lanes_with
+from internals import flush, keep_latest_in, lanes_with
 
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import D2H, H2D, LANES, Transfers

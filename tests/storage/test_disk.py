@@ -18,11 +18,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inside import keep_latest_in, under_lock
+from internals import keep_latest_in, under_lock
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.links import LinkStats
-from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage import disk as disk_module
 from flexgen_h2o.storage.disk import (
     READ,

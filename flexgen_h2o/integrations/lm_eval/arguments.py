@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from flexgen_h2o.cli.llm_arguments import llm_arguments
+from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.schema import Count, Entries, check_keys, checked
+from flexgen_h2o.config.validation import Count, Entries, check_keys, validated
 from flexgen_h2o.errors import UserError
 
 FLAGS = (
@@ -99,7 +99,7 @@ class Arguments(Entries):
 
     def _check_batch_size(self) -> None:
         if self.batch_size != "auto":
-            checked(Count, self.batch_size, "batch_size")
+            validated(Count, self.batch_size, "batch_size")
             if self.max_batch_size is not None:
                 raise UserError("max_batch_size has no effect without --batch_size auto")
         # 1 is also the harness's own default.
@@ -167,7 +167,7 @@ def parse(given: Mapping[str, object]) -> Arguments:
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])
-    return checked(Arguments, {"flags": flags, **rest}, "model_args")
+    return validated(Arguments, {"flags": flags, **rest}, "model_args")
 
 
 def _percent(value: object) -> object:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config.checks import check_bool, check_int
-from flexgen_h2o.config.schema import Text, checked
+from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
+from flexgen_h2o.config.validation import Text, check_bool, check_int, validated
+from flexgen_h2o.distributed.ray_cluster import map_batches, pool, ray_module
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.integrations.ray.generator import BatchGenerator, Row
-from flexgen_h2o.replicas.ray_cluster import map_batches, pool, ray_module
-from flexgen_h2o.replicas.resources import PROCESS_BYTES, ReplicaResources, planned_bytes
 
 if TYPE_CHECKING:
     import ray.data
@@ -66,7 +65,7 @@ class ProcessorConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        checked(Text, self.model_source, "model_source")
+        validated(Text, self.model_source, "model_source")
         for name in ("engine_kwargs", "runtime_env"):
             given = getattr(self, name)
             if not isinstance(given, Mapping) and (given, name) != (None, "runtime_env"):
@@ -82,7 +81,7 @@ class ProcessorConfig:
         if self.num_gpus not in (None, 0, 1):
             raise UserError(f"num_gpus must be 0 or 1, got {shown(self.num_gpus)}")
         if self.accelerator_type is not None:
-            checked(Text, self.accelerator_type, "accelerator_type")
+            validated(Text, self.accelerator_type, "accelerator_type")
         few, many = self._range
         if not 1 <= few <= many:
             raise UserError(f"concurrency must be from 1 up, got {few} to {many}")

@@ -11,10 +11,9 @@ from abc import abstractmethod
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from flexgen_h2o.cache.appending import LayerAttention
+from flexgen_h2o.cache.prefill import LayerAttention
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
-from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.windowed import windowed
+from flexgen_h2o.config.h2o import H2OConfig, windowed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.budget import Budget

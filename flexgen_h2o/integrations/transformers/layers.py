@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache.appending import CacheState, append
+from flexgen_h2o.cache.prefill import CacheState, append
 from flexgen_h2o.config.formats import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH

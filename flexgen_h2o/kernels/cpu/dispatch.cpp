@@ -11,7 +11,7 @@
 
 namespace {
 
-// Instruction sets, in the order of SETS in kernels/cpu_library.py.
+// Instruction sets, in the order of SETS in kernels/cpu/library.py.
 enum Set : int { PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED };
 
 #if defined(__x86_64__)

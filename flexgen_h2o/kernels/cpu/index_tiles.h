@@ -1,4 +1,4 @@
-// Tiles of the index of keys: see config/index_layout.py.
+// Tiles of the index of keys: see config/recall_layout.py.
 #pragma once
 
 #include <cstdint>

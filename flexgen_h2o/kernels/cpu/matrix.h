@@ -1,5 +1,5 @@
 // Quantized matrices: see config/formats.py (MatrixLayout) for how they lie,
-// kernels/reference_matrix.py for the arithmetic.
+// kernels/reference/matrix.py for the arithmetic.
 #pragma once
 
 #include "groups.h"

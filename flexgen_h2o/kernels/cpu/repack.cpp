@@ -1,6 +1,6 @@
 // repack: blocks of a GGUF file to blocks of a quantized matrix. Codes stay as they are.
 //
-// The arithmetic, and where in a block each code is: kernels/reference_blocks.py.
+// The arithmetic, and where in a block each code is: kernels/reference/blocks.py.
 #include <type_traits>
 
 #include "matrix.h"

@@ -4,7 +4,7 @@
 // Outputs are the lanes of vectors. Shifts and masks make bytes of four codes of an output; they
 // meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
 // with AVX-VNNI and AVX512_VNNI in 32 bits, by one instruction.
-// What the rounding is, says kernels/reference_matrix.py (`rounded_activations`).
+// What the rounding is, says kernels/reference/matrix.py (`rounded_activations`).
 #include "activations.h"
 #include "panel.h"
 

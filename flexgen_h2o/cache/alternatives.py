@@ -1,0 +1,159 @@
+"""Stand-ins for `KVCache`: the simulation of H2O, and a function that attends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flexgen_h2o.cache.host_attention import PendingAttention
+from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
+from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
+from flexgen_h2o.h2o.simulation import SimulatedCache
+from flexgen_h2o.kernels import ops
+
+
+class SimulatedBlockCache:
+    """`SimulatedCache` behind the interface of `engine.workspace.Cache`; parameters as there."""
+
+    attends_on_host = False
+    binds = False
+    stays = True
+    guesses = False
+    recall_counts = None
+
+    def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
+                 form: Callable[[int], AttentionForm], smoothing: Sequence[LayerSmoothing] = ()):
+        self._cache = SimulatedCache(h2o, rotate, form, smoothing)
+        self.begin = self._cache.begin
+        self.resume = self._cache.resume
+        self.repeat = self._cache.repeat
+        self.nbytes = self._cache.nbytes
+
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
+        """Nothing is anywhere else."""
+
+    store = load
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+                      rope, sinks: Tensor | None) -> Tensor:
+        """Like `KVCache.attend_prompt`; rotations are the simulation's own."""
+        return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
+
+    def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
+                     rope, sinks: Tensor | None) -> PendingAttention:
+        """Attend from a new token of each sequence; see `KVCache.attend_token`."""
+        return PendingAttention({
+            0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})
+
+
+class ProbedCache:
+    """Attends by a function in prefills of one sequence each: to see what a model attends to.
+
+    Nothing stays.
+
+    Parameters
+    ----------
+    attend : callable (layer, number, q, k, v) -> Tensor like q
+        q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]: q and k rotated.
+    numbers : sequence of int
+        What to call the sequence of each block, in the order in which blocks begin; one may be
+        added until then.
+    """
+
+    attends_on_host = False
+    binds = False
+    stays = True
+    guesses = False
+    recall_counts = None
+
+    def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
+        self._attend = attend
+        self._numbers = iter(numbers)
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a new block, of the next sequence."""
+        self._number = next(self._numbers)
+
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
+        """Nothing is anywhere."""
+
+    store = load
+
+    def nbytes(self) -> int:
+        """Bytes of what is cached: none."""
+        return 0
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
+        """Attend within one whole prompt; see `KVCache.attend_prompt`."""
+        for x in (q, k):
+            ops.rotate_(x, rope)
+        return self._attend(layer, self._number, q, k, v)
+
+
+class UncachedAttention(ProbedCache):
+    """Attends within whole prompts.
+
+    Parameters
+    ----------
+    form : callable (layer) -> AttentionForm
+    """
+
+    def __init__(self, form: Callable[[int], AttentionForm]):
+        self._form = form
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a block of prompts."""
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
+        """Attend within whole prompts; see `KVCache.attend_prompt`."""
+        for x in (q, k):
+            ops.rotate_(x, rope)
+        return ops.prefill_attention(q, k, v, [len(span) for span in spans],
+                                     form=self._form(layer), sinks=sinks)
+
+
+class KeySampler(UncachedAttention):
+    """Attends within one prompt, and measures the keys of every layer for `h2o.key_smoothing`.
+
+    Parameters
+    ----------
+    form : callable (layer) -> AttentionForm
+    rotate : callable (x, positions, layer) -> Tensor like x
+        As of `SimulatedCache`.
+    positions : int
+        Positions over which keys are taken to be spread.
+
+    Attributes
+    ----------
+    layers : dict of int to LayerSmoothing
+        The constants of each layer that has been computed.
+    """
+
+    def __init__(self, form: Callable[[int], AttentionForm],
+                 rotate: Callable[[Tensor, Tensor, int], Tensor], positions: int):
+        super().__init__(form)
+        self._rotate = rotate
+        self._positions = positions
+        self.layers: dict[int, LayerSmoothing] = {}
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None):
+        """Attend within the whole prompt; see `KVCache.attend_prompt`."""
+        # A key's content hardly depends on its position, but its rotation does. So the keys of a
+        # short prompt, rotated to positions far from each other, stand for those of a long one.
+        places = torch.arange(len(k), device=k.device) * self._positions // len(k)
+        unrotated = k.float(), q.float()
+        rotated = (self._rotate(x.transpose(0, 1), places[None], layer).transpose(0, 1)
+                   for x in unrotated)
+        form = self._form(layer)
+        # Where q . c has to be added to products again, only the CPU's kernels do it.
+        centered = q.is_cpu or not (form.softcap or form.sinks)
+        self.layers[layer] = LayerSmoothing(
+            *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))
+        return super().attend_prompt(layer, batch, q, k, v, spans=spans, rope=rope, sinks=sinks)

@@ -1,0 +1,240 @@
+"""A run as a row of a CSV file that many runs and machines share."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
+from flexgen_h2o.cli.values import flag_name
+from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.version import VERSION
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import writing as atomic
+from flexgen_h2o.files.rows import append_row, check_header, csv_cell, one_line
+from flexgen_h2o.files.writing import check_writable, is_stream, writing
+from flexgen_h2o.metrics import run_stats
+from flexgen_h2o.metrics.provenance import installed, source_commit
+from flexgen_h2o.metrics.run_stats import RATES, RunStats, over
+from flexgen_h2o.metrics.trace import GB, LINKS, Trace
+from flexgen_h2o.outputs import Output
+
+if TYPE_CHECKING:
+    from flexgen_h2o.cli.run_config import RunConfig
+
+_TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
+                for tier in ("gpu", "cpu", "disk"))
+EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
+            "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
+            "sink_tokens", "enable_position_rolling")
+"""Columns of what stays cached."""
+_SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast_set",
+             "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
+             "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
+             "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
+             "expert_counts")
+SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
+"""Columns of what is run, but for lengths and batches."""
+CSV_COLUMNS = (
+    "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
+    *_TIERED, *_SWITCHES,
+    "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "num_prompts",
+    "prompt_tokens", "generated_tokens", "load_seconds", "prefill_seconds", "decode_seconds",
+    *RATES, "idle_share", "predicted_prefill_seconds", "predicted_decode_seconds",
+    "peak_device_bytes", "peak_process_bytes", "weight_bytes",
+    "kv_cache_bytes", "full_kv_cache_bytes", "kv_bytes_per_token",
+    *(f"{link.replace('->', '_to_')}_{unit}" for link in LINKS for unit in ("gb", "gb_per_s")),
+    "expert_touches", "expert_hit_rate", "expert_loads", "expert_guesses", "expert_gb",
+    "recall_hit_rate", "recall_loads", "recall_guesses", "recall_wait_seconds",
+    "projected",
+)
+
+
+def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """One row of results by column name: where and when, the whole policy, the figures."""
+    policy = config.policy()
+    row: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "version": VERSION,
+        "commit": source_commit(),
+        "host": platform.node(),
+        "torch": installed("torch"),
+        "parameters": stats.num_parameters,
+        # With real prompts config.prompt_len is not used; the mean holds for both.
+        "prompt_len": stats.prompt_tokens / max(stats.num_prompts, 1),
+        "gen_len": config.gen_len,
+    }
+    for column in _TIERED:
+        kind, tier = column.split("_")
+        row[column] = getattr(getattr(policy, kind), tier)
+    row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
+    row["weight_bits"] = stats.weight_bits  # what auto has come to
+    for link in LINKS:
+        nbytes, seconds = stats.links.get(link, (0, 0.0))
+        name = link.replace("->", "_to_")
+        row[f"{name}_gb"] = nbytes / GB
+        row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
+    row["expert_gb"] = stats.expert_bytes / GB
+    return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
+
+
+def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
+    """Notes of a trace about its run: as `csv_row`, the processor and threads, and how many decode
+    steps were measured.
+    """
+    import torch  # a run has loaded it by now
+
+    from flexgen_h2o.metrics.provenance import cpu_model
+
+    return csv_row(stats, config) | {"cpu": cpu_model(), "threads": torch.get_num_threads(),
+                                     "decode_steps": len(stats.step_seconds)}
+
+
+def _resolved(config: RunConfig) -> dict[str, object]:
+    """Resolved values of the flags of weights and cache, where they differ from what was typed."""
+    h2o = config.h2o()
+    full = h2o is None or h2o.is_full
+    cache = config.cache()
+    return {
+        "expert_percent": (None if config.expert_percent is None
+                           else " ".join(f"{share:g}" for share in config.expert_percent)),
+        "cache_bits": cache.bits, "key_bits": cache.key_bits, "value_bits": cache.value_bits,
+        "eviction": ("recall" if h2o is not None and h2o.recall else "full" if full
+                     else config.eviction),
+        "sink_tokens": 0 if h2o is None or full else h2o.sink_tokens,
+        "score_decay": config.score_decay if config.score == "decay" else None,
+    }
+
+
+def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
+    """Append a row of `CSV_COLUMNS`, as `shared_csv.append_row` does."""
+    row = {name: csv_cell(value) for name, value in csv_row(stats, config).items()}
+    append_row(path, CSV_COLUMNS, row, flag="--csv")
+
+
+# The files that a run writes: their names, checks and contents.
+
+
+def result_files(config: RunConfig) -> dict[str, str]:
+    """The files that the run will write, by flag; an automatic log is named after the run."""
+    files = {name: getattr(config, name) for name in ("output", "csv", "trace", "count_experts")}
+    if not config.no_log:
+        files["log_file"] = config.log_file
+        if config.log_file == "auto":
+            policy = config.policy()
+            percent = AUTO if config.percent == AUTO else "-".join(
+                f"{share:g}" for share in config.percent)
+            model = Path(config.model).name or "model"
+            files["log_file"] = (
+                f"flexgen_h2o-{model}-gbs{policy.gpu_batch_size}-ngbs{policy.num_gpu_batches}"
+                f"-prompt{config.prompt_len}-gen{config.gen_len}-percent-{percent}"
+                f"{_weight_suffix(config)}{_cache_suffix(config)}.log"
+            )
+    return {name: path for name, path in files.items() if path is not None}
+
+
+def _weight_suffix(config: RunConfig) -> str:
+    """The weights' quantization as part of a file name: ``-w4``, or ``-w4a8`` with that of
+    activations; empty if they are not quantized."""
+    bits = config.resolved_weight_bits
+    if bits == 16 or bits == AUTO and config.activation_bits == 16:
+        return ""
+    return f"-w{bits}" if config.activation_bits == 16 else f"-w{bits}a{config.activation_bits}"
+
+
+def _cache_suffix(config: RunConfig) -> str:
+    """The cache's settings as part of a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
+    parts: list[str] = []
+    h2o = config.h2o()
+    if h2o is not None and not h2o.is_full:
+        sizes = {"hh": config.hh_ratio if config.hh_ratio != 1 else None,
+                 "recent": config.recent_ratio,
+                 "heavy": config.num_heavy_hitter_tokens,
+                 "window": config.num_window_length,
+                 "sinks": h2o.sink_tokens or None}
+        # Ratios of every layer would be too long for a file's name.
+        parts += [config.eviction, *(
+            f"{name}-by-layer" if isinstance(size, tuple) else f"{name}{size:g}"
+            for name, size in sizes.items() if size is not None)]
+        scores = {"sum": [], "mean": ["mean"], "decay": [f"decay{h2o.decay:g}"]}
+        parts += scores.get(h2o.score, [h2o.score])
+        parts += ["rolling"] if h2o.positions == "rolling" else []
+        parts += [] if h2o.evict_generated else ["prompt-only"]
+        parts += [] if h2o.prompt_chunk is None else [f"chunk{h2o.prompt_chunk}"]
+    if h2o is not None and h2o.recall:
+        share = config.hh_ratio if config.num_window_length is None else config.num_window_length
+        parts += ["recall-by-layer" if isinstance(share, tuple) else f"recall{share:g}",
+                  f"index{h2o.index_bits}"]
+    parts += ["fetch-chosen"] if config.fetch_chosen else []
+    parts += [] if config.fast_set is None else [f"fast{config.fast_set:g}"]
+    parts += [] if config.attn_sparsity == 1 else [f"sparse{config.attn_sparsity:g}"]
+    cache = config.cache()
+    if cache.key_bits != cache.value_bits:
+        parts.append(f"k{cache.key_bits}v{cache.value_bits}")
+    elif cache.bits != 16:
+        parts.append(f"kv{cache.bits}")
+    return "".join(f"-{part}" for part in parts)
+
+
+def check_results(files: dict[str, str]) -> None:
+    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    for name, path in files.items():
+        if name == "output" and is_stream(path):  # nothing is put beside it
+            continue
+        check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
+                       hint=": give --log-file or --no-log" if name == "log_file" else "")
+    if "csv" in files:
+        check_header(files["csv"], CSV_COLUMNS, flag="--csv")
+
+
+def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
+                  stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
+    """Write every file that was asked for, and the resolved config beside the results.
+
+    One that cannot be written keeps no other from it: `UserError` for those comes at the end.
+    """
+    failures = []
+    for name, path in files.items():
+        try:
+            with writing(flag_name(name), path):
+                if name == "output":
+                    write_outputs(path, outputs)
+                elif name == "csv":
+                    append_csv(path, stats, config)
+                elif name == "trace":
+                    trace.about = about_run(stats, config)
+                    trace.write_chrome(path)
+                elif name == "count_experts":
+                    write_expert_counts(path, stats)
+                else:
+                    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+                    with open(path, "a", encoding="utf-8") as log:
+                        log.write(f"{now}\n{summary}\n\n")
+                if name not in ("trace", "count_experts") and not is_stream(path):
+                    config.save(f"{path}.config.yaml")
+        except UserError as error:
+            failures.append(str(error))
+    if failures:
+        raise UserError("; ".join(failures))
+
+
+def write_outputs(path: str, outputs: Sequence[Output]) -> None:
+    """Write a JSON line for each prompt, in order. OSError if it cannot."""
+    with open(path, "a", encoding="utf-8", errors="backslashreplace") if is_stream(path) else (
+            atomic.open_atomic(path)) as file:
+        for out in outputs:
+            record = {
+                "prompt": out.prompt,
+                "prompt_tokens": len(out.prompt_token_ids),
+                "token_ids": list(out.token_ids),
+                "text": out.text,
+                "finish_reason": out.finish_reason,
+            }
+            if out.content is not None:
+                record |= {"content": out.content, "reasoning_content": out.reasoning_content}
+            file.write(one_line(json.dumps(record, ensure_ascii=False)) + "\n")

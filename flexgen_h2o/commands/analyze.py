@@ -1,0 +1,260 @@
+"""Analyse attention: ``flexgen-h2o analyze --input-path FILE ...``.
+
+The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file and a plot of each,
+and a short summary. All that can be refused is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from flexgen_h2o.cli import parser as task_flags
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.launch import open_llm
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.commands.analysis import plots as analysis_plots
+from flexgen_h2o.commands.analysis.columns import EVICTED, NAMES, PARTS, RUN
+from flexgen_h2o.commands.analysis.table import summary
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
+from flexgen_h2o.files.readers import read_text
+from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.terminal import ProgressBar, show
+from flexgen_h2o.files.writing import check_folder, writing
+from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.metrics.provenance import origin
+from flexgen_h2o.metrics.statistics import against
+
+_SHARED = ("path", "device", "dtype")
+_DEFAULTS = {"model": "smollm2-135m", "dtype": "float32"}
+_ARTICLES, _ARTICLE_TOKENS = 20, 500  # by default
+_FEWEST = 4  # tokens: a first half of two, and a query in the second
+_USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions:
+    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    run: RunConfig
+    input_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="a .jsonl file of articles, text under the key `article`, or one plain text",
+    )
+    output_dir: str | None = flag(
+        "path", None, shown="none", metavar="DIR",
+        help="a folder for the .csv and .png files, made if need be",
+    )
+    articles: int | None = flag(
+        "int", None, low=1, shown=f"{_ARTICLES} of a .jsonl file",
+        help="look at the first so many long enough",
+    )
+    min_tokens: int | None = flag(
+        "int", None, low=_FEWEST,
+        shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text",
+        help="shorter articles are passed over, a shorter text is refused",
+    )
+    max_tokens: int = flag("int", 512, low=_FEWEST, help="texts are cut to this")
+    budgets: tuple[float, ...] = flag(
+        "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
+        help="percent of the tokens that are heavy hitters (local), and cache budgets in percent "
+        "of the first half (misses)",
+    )
+    evict: tuple[float, ...] = flag(
+        "numbers", (1, 5, 20), above=0, high=100, metavar="P",
+        help="percent of the first half's keys that the second half does not see (evicted)",
+    )
+    only: tuple[str, ...] = flag(
+        "words", NAMES, choices=NAMES, metavar="NAME",
+        help=f"find these alone, of {', '.join(NAMES)}",
+    )
+
+    def __post_init__(self) -> None:
+        task_flags.check_own(self)
+        for spec in task_flags.own_fields(AnalyzeOptions):
+            if spec.name in ("input_path", "output_dir") and getattr(self, spec.name) is None:
+                raise UserError(f"give {flag_name(spec.name)}: {spec.metadata['help']}")
+        if self.articles is not None and not self.has_articles:
+            raise UserError("--articles has no effect on a plain text: leave it out, or give "
+                            "a .jsonl file as --input-path")
+        for name in ("budgets", "evict"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+        check_plot("--output-dir", "sparsity.png")
+        if os.path.realpath(self.input_path) in map(os.path.realpath, self.outputs()):
+            raise UserError(f"--input-path {self.input_path} would be overwritten: choose another "
+                            "--output-dir")
+
+    def outputs(self) -> list[str]:
+        """The files that are written."""
+        return [os.path.join(self.output_dir, f"{name}.{suffix}")
+                for name in self.only for suffix in ("csv", "png")]
+
+    @property
+    def has_articles(self) -> bool:
+        """True if the input is a file of articles, and not one plain text."""
+        return self.input_path.lower().endswith(".jsonl")
+
+    @property
+    def shortest(self) -> int:
+        """Texts of fewer tokens are passed over."""
+        if self.min_tokens is not None:
+            return self.min_tokens
+        usual = _ARTICLE_TOKENS if self.has_articles else _FEWEST
+        return min(usual, self.max_tokens)
+
+    def texts(self) -> list[str]:
+        """The texts of the input. Raises `UserError`."""
+        if self.has_articles:
+            return read_articles(self.input_path)
+        return [read_text("--input-path", self.input_path, if_empty="holds no text")]
+
+
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.command_parser(
+        AnalyzeOptions, _SHARED, name="analyze",
+        defaults=_DEFAULTS,
+        helps={"dtype": "number format of the model; the statistics are in float32"},
+        description="What attention looks like: the observations behind H2O.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
+    """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), AnalyzeOptions)
+    options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **own)
+    for name, parts in _USED_BY.items():
+        if name in own and not set(parts) & set(options.only):
+            raise UserError(f"{flag_name(name)} has no effect without {' or '.join(parts)} in "
+                            "--only: leave it out")
+    return options
+
+
+def run(options: AnalyzeOptions) -> None:
+    """Look at the texts, write the files, print the summary."""
+    check_folder("--output-dir", options.output_dir, options.outputs())
+    texts = options.texts()
+    show(summary(analyze(options, texts)))
+
+
+def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
+    """The rows of each part; each part's files are written when it is done."""
+    # Only now: they load torch, and bad flags answer at once.
+    from flexgen_h2o.commands.analysis.evicted import KINDS
+    from flexgen_h2o.commands.analysis.survey import Survey
+
+    parts = [part for part in PARTS if part in options.only]
+    cases = [(kind, percent) for percent in options.evict for kind in KINDS]
+    cases = cases if "evicted" in options.only else []
+    with open_llm(options.run, progress=False) as llm:
+        pairs = _pairs(llm, texts, options)
+        survey = Survey(parts, [head + tail[:-1] for head, tail in pairs],
+                        [len(head) for head, _ in pairs], options.budgets)
+        steps = llm.model_config.num_layers * len(pairs) * (1 + len(cases))
+        with ProgressBar(total=steps, unit="layer", disable=None) as bar:
+            log_probs = llm.probe(pairs, _counting(survey.attend, bar))
+            run = _run_columns(llm, pairs)
+            found = {part: _save(options, part, [{**run, **row} for row in survey.rows(part)])
+                     for part in parts}
+            if cases:
+                found["evicted"] = _without_keys(options, llm, pairs, cases=cases,
+                                                 full=log_probs, run=run, bar=bar)
+    return found
+
+
+def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
+    """Token ids of the halves of each text."""
+    if llm.tokenizer is None:
+        raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
+
+    def encode(text: str) -> list[int]:
+        return list(llm.tokenizer(text, verbose=False)["input_ids"])
+
+    if options.has_articles:
+        return halves(choose(texts, encode, articles=options.articles or _ARTICLES,
+                             min_tokens=options.shortest, max_tokens=options.max_tokens))
+    (ids,) = map(encode, texts)
+    if len(ids) < options.shortest:
+        raise UserError(f"--input-path {options.input_path} has {len(ids)} tokens, and "
+                        f"{options.shortest} are needed at least: see --min-tokens")
+    return halves([ids[: options.max_tokens]])
+
+
+def _counting(attend: Callable, bar: ProgressBar) -> Callable:
+    """`attend`, and a step of the bar for each call."""
+    def attend_and_count(*arguments):
+        out = attend(*arguments)
+        bar.update()
+        return out
+
+    return attend_and_count
+
+
+def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
+    return {**origin(), "device": llm.stats.device, "model": llm.stats.model,
+            "dtype": llm.stats.dtype, "articles": len(pairs),
+            "tokens_mean": fmean(len(head) + len(tail) for head, tail in pairs)}
+
+
+def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
+                  full: Sequence[Sequence[float]], run: dict, bar: ProgressBar) -> list[dict]:
+    """Perplexities of the second halves without some keys of the first; rows as they come."""
+    from flexgen_h2o.commands.analysis.evicted import Without
+    from flexgen_h2o.commands.analysis.stats import share_of
+
+    contexts = [len(head) for head, _ in pairs]
+    file, rows = _file(options, "evicted"), []
+    with keeping(file):
+        for kind, percent in [("none", 0.0), *cases]:
+            counts = [share_of(percent, context) if percent else 0 for context in contexts]
+            log_probs = full
+            if percent:
+                attend = Without(kind, contexts, counts)
+                log_probs = llm.probe(pairs, _counting(attend, bar))
+            rows.append({**run, "evicted": kind, "evicted_percent": percent,
+                         "evicted_tokens_mean": fmean(counts),
+                         "scored_tokens": sum(map(len, full)), **against(log_probs, full)})
+            with writing("--output-dir", options.output_dir):
+                file.write(rows[-1])
+    return _finish(options, "evicted", file, rows)
+
+
+def _file(options: AnalyzeOptions, name: str) -> RowsFile:
+    with writing("--output-dir", options.output_dir):
+        os.makedirs(options.output_dir, exist_ok=True)
+    path = os.path.join(options.output_dir, f"{name}.csv")
+    return RowsFile(path, (*RUN, *PARTS.get(name, EVICTED)))
+
+
+def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
+    """Write the file of a part, and its plot."""
+    file = _file(options, part)
+    with writing("--output-dir", options.output_dir):
+        for row in rows:
+            file.write(row)
+    return _finish(options, part, file, rows)
+
+
+def _finish(options: AnalyzeOptions, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
+    with writing("--output-dir", options.output_dir):
+        file.finish()
+        analysis_plots.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
+    return rows
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

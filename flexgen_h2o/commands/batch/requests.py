@@ -1,0 +1,442 @@
+"""The fields of a request's body in OpenAI's API: those that count, those that may be ignored.
+
+A field that would change the answer and is not supported is refused, unless its value is the one
+that changes nothing. A null is as if the field were not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from flexgen_h2o.config import validation
+from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
+from flexgen_h2o.config.validation import check_keys
+from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.files.chat_template import check_arguments
+
+MOST_CHOICES = 2048
+"""Choices of a request, for all of its prompts together."""
+
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+
+_Tokens = Annotated[int, Meta(ge=1, le=2**30)]
+_BOTH: dict[str, Any] = {
+    "model": validation.Text, "max_tokens": _Tokens,
+    "temperature": Annotated[float, Meta(ge=0, le=2)], "top_p": validation.Share, "stop": None,
+    "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
+    "n": Annotated[int, Meta(ge=1, le=128)], "presence_penalty": _Penalty,
+    "frequency_penalty": _Penalty,
+    # vLLM's
+    "top_k": Annotated[int, Meta(ge=-1, le=2**30)], "min_p": validation.Share,
+    "repetition_penalty": Annotated[float, Meta(gt=0)],
+    "min_tokens": Annotated[int, Meta(ge=0, le=2**30)], "ignore_eos": bool,
+    "stop_token_ids": tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], "logit_bias": None,
+    "add_special_tokens": bool, "skip_special_tokens": bool, "return_token_ids": bool,
+}
+CHAT = _BOTH | {
+    "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,
+    "top_logprobs": Annotated[int, Meta(ge=0, le=20)], "reasoning_effort": validation.Text,
+    "chat_template_kwargs": None, "add_generation_prompt": bool, "continue_final_message": bool,
+    "documents": None,
+}
+"""Types of the fields of /v1/chat/completions that count; None: checked elsewhere."""
+COMPLETIONS = _BOTH | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
+                       "echo": bool}
+"""Those of /v1/completions."""
+NO_DEFAULTS = frozenset({"messages", "prompt", "model", "logprobs", "top_logprobs", "max_tokens",
+                         "max_completion_tokens", "temperature", "seed", "documents"})
+"""Fields that `--request-defaults` does not take: a request's own, and those that have a flag."""
+
+IGNORED = frozenset({
+    "cache_salt", "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
+    "stream_options", "user"})
+"""Fields of any value that change no answer."""
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,),
+    "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
+    "include_stop_str_in_output": (False,), "length_penalty": (1, 1.0), "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
+    "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
+    "use_beam_search": (False,), "verbosity": ("medium",)}
+"""Fields that are not supported, and the values with which they change nothing."""
+
+
+class BadRequest(UserError):
+    """A request that is not run: what is wrong with it, and the field, in the API's words."""
+
+    def __init__(self, message: str, *, param: str | None = None,
+                 code: str = "invalid_request_error"):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+def checked_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that count, each checked by its type; without those that are null.
+
+    Raises `BadRequest` for a wrong value, and for a field that would change the answer.
+    """
+    found = {}
+    for name, value in body.items():
+        if value is None or name in IGNORED:
+            continue
+        if name in known:
+            found[name] = value if known[name] is None else _checked(known[name], value, name)
+        elif not any(_same(value, each) for each in _NEUTRAL.get(name, ())):
+            what = f"{name} {shown(value)}" if name in _NEUTRAL else f"the field {shown(name)}"
+            raise BadRequest(f"{what} is not supported: leave it out", param=name[:80],
+                             code="unsupported_parameter")
+    return found
+
+
+def _checked(kind: Any, value: object, name: str) -> Any:
+    try:
+        return validation.validated(kind, value, name)
+    except UserError as error:
+        raise BadRequest(str(error), param=name) from None
+
+
+def _same(value: object, other: object) -> bool:
+    """True if they are equal and alike: 0 is not False."""
+    return type(value) is type(other) and value == other
+
+
+# A line of a job's input as a checked request.
+#
+# A line is as OpenAI's Batch API has it (``custom_id, method, url, body``) or plain: the fields of
+# a
+# body with an optional ``id``, a completion where it has a `prompt` and a chat where it has
+# `messages`.
+
+
+URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
+"""The addresses that can be asked, and the fields of each."""
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_ROLES = ("system", "developer", "user", "assistant")
+_IN_MESSAGES = ("role", "content", "name", "reasoning", "reasoning_content")
+_IN_TEMPLATES = ("reasoning_effort", "documents", "add_generation_prompt",
+                 "continue_final_message")
+"""Fields of a chat that are arguments of its template."""
+_COLDEST = 1e-30
+"""A lower temperature counts as 0: logits over it are more than float32 holds."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The values for a request that does not say: the job's own seed, temperature and length.
+
+    `models` are the names that the model goes by, `fields` the fields of a body for requests that
+    do not give them.
+    """
+
+    models: Collection[str]
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A request of a job, checked.
+
+    Attributes
+    ----------
+    custom_id : str
+    chat : bool
+        True: `messages` count, and the answer is a message; False: `prompts` do.
+    messages : tuple of mappings
+    prompts : tuple
+        Each is text or a list of token ids.
+    n : int
+        Choices of each prompt.
+    params : SamplingParams
+        With the request's own seed, of which `choice_params` makes those of the choices.
+    return_token_ids : bool
+        Add token ids of prompts and choices to the response.
+    clamps : bool
+        It names no length, and ends with the model's positions.
+    special : bool
+        The tokenizer's special tokens come in front of texts.
+    echo : bool
+        The answer begins with the prompt.
+    template_arguments : mapping
+    """
+
+    custom_id: str
+    chat: bool
+    messages: tuple[Mapping[str, str], ...]
+    prompts: tuple[str | list[int], ...]
+    n: int
+    params: SamplingParams
+    return_token_ids: bool = False
+    clamps: bool = False
+    special: bool = True
+    echo: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def choice_params(self, choice: int) -> SamplingParams:
+        """The sampling parameters of one choice, counted over all prompts."""
+        return replace(self.params, seed=mixed_seed(self.params.seed, choice))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts before which an answer ends."""
+        return tuple(self.params.stop_strings or ())
+
+
+def read_object(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises `BadRequest` if it is none."""
+    try:
+        found = msgspec.json.decode(line)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise BadRequest(f"the line is not JSON ({reason}): mend it", code="invalid_json_line"
+                         ) from None
+    if not isinstance(found, dict):
+        raise BadRequest(f"the line is not a JSON object, but {shown(found)}",
+                         code="invalid_json_line")
+    return found
+
+
+def own_id(record: Mapping[str, Any], number: int) -> str:
+    """The name of a request: its `custom_id`, the `id` of a plain one, or its line's number.
+
+    Raises `BadRequest` for one that is no text, and where a line of the API has none.
+    """
+    plain = not any(key in record for key in _ENVELOPE)
+    name = "id" if plain else "custom_id"
+    found = record.get(name)
+    if plain and found is None:
+        return f"line-{number}"
+    if plain and type(found) is int:
+        return str(found)
+    if not isinstance(found, str) or not found:
+        raise BadRequest(f"the line has no {name}, a text that no other line has, but "
+                         f"{shown(found)}" if found is not None else f"the line has no {name}",
+                         param=name, code="missing_required_parameter")
+    return found
+
+
+def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
+    """The request of a line, whose number in the file is `number`. Raises `BadRequest`."""
+    record = read_object(line)
+    custom_id = own_id(record, number)
+    url, body = _parts(record)
+    given = checked_fields(body, URLS[url])
+    chat = URLS[url] is CHAT
+    arguments = _template_arguments(given, defaults)
+    given = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | given
+    model = given.get("model")
+    if model is not None and model not in defaults.models:
+        raise BadRequest(f"model {shown(model)} is not the job's, {min(defaults.models, key=len)}",
+                         param="model", code="mismatched_model")
+    messages = _messages(given.get("messages")) if chat else ()
+    prompts = () if chat else _prompts(given.get("prompt"))
+    n = given.get("n", 1)
+    if n * len(prompts) > MOST_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MOST_CHOICES} choices: "
+                         "make several requests of it", param="n")
+    if given.get("echo") and given.get("logprobs") is not None:
+        raise BadRequest("echo beside logprobs is not supported, as prompts have none: leave one "
+                         "out", param="echo", code="unsupported_parameter")
+    return JobRequest(custom_id, chat, messages, prompts, n,
+                      _params(given, custom_id, defaults, chat=chat),
+                      clamps=not {"max_tokens", "max_completion_tokens"} & given.keys(),
+                      special=given.get("add_special_tokens", not chat),
+                      echo=given.get("echo", False), template_arguments=arguments,
+                      return_token_ids=given.get("return_token_ids", False))
+
+
+def check_defaults(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a body for requests that do not give them, checked.
+
+    Raises `UserError`, which begins with `name`.
+    """
+    known = {key: kind for key, kind in (CHAT | COMPLETIONS).items() if key not in NO_DEFAULTS}
+    check_keys(given, known, name)
+    try:
+        found = checked_fields(given, known)
+        _template_arguments(found, Defaults((), 1))
+        _params(found, "", Defaults((), 2**30), chat=False)
+    except BadRequest as error:
+        raise UserError(f"{name}: {error}") from None
+    return found
+
+
+def _template_arguments(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+    """The arguments of a chat's template: a request's own over the job's."""
+    found: dict[str, Any] = {}
+    for fields in (defaults.fields, given):
+        arguments = fields.get("chat_template_kwargs", {})
+        try:
+            check_arguments("chat_template_kwargs", arguments)
+        except UserError as error:
+            raise BadRequest(str(error), param="chat_template_kwargs") from None
+        found |= arguments | {name: fields[name] for name in _IN_TEMPLATES if name in fields}
+    if found.get("continue_final_message") and found.get("add_generation_prompt", True):
+        raise BadRequest("continue_final_message goes with \"add_generation_prompt\": false",
+                         param="continue_final_message")
+    return found
+
+
+def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The address that is asked, and the fields that it gets."""
+    if not any(key in record for key in _ENVELOPE):
+        url = "/v1/chat/completions" if "messages" in record else "/v1/completions"
+        return url, {key: value for key, value in record.items() if key != "id"}
+    method, asked, body = record.get("method", "POST"), record.get("url"), record.get("body")
+    if method != "POST":
+        raise BadRequest(f"method must be POST, got {shown(method)}", param="method",
+                         code="invalid_method")
+    if not isinstance(asked, str) or asked not in URLS:
+        raise BadRequest(f"url must be {' or '.join(URLS)}, got {shown(asked)}", param="url",
+                         code="invalid_url")
+    if not isinstance(body, dict):
+        raise BadRequest(f"body must be a JSON object, got {shown(body)}", param="body")
+    return asked, body
+
+
+def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, chat: bool
+            ) -> SamplingParams:
+    """The sampling parameters that the checked fields come to."""
+    lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    if len(lengths) > 1:
+        raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
+                         param="max_tokens")
+    least = given.get("min_tokens", 0)
+    most = lengths.pop() if lengths else max(defaults.max_tokens, least)
+    if least > most:
+        raise BadRequest(f"min_tokens {least} is more than max_tokens {most}", param="min_tokens")
+    temperature = given.get("temperature", defaults.temperature)
+    sampled = temperature >= _COLDEST
+    logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
+    biases = _logit_bias(given.get("logit_bias", {}))
+    if chat:
+        if "top_logprobs" in given and not logprobs:
+            raise BadRequest("top_logprobs has no effect: add \"logprobs\": true",
+                             param="top_logprobs")
+        logprobs = given.get("top_logprobs", 0) if logprobs else None
+    try:
+        return SamplingParams(
+            max_new_tokens=most, min_new_tokens=given.get("min_tokens"),
+            do_sample=sampled, temperature=temperature if sampled else 1.0,
+            top_k=max(0, given.get("top_k", 0)), top_p=given.get("top_p", 1.0),
+            min_p=given.get("min_p"), repetition_penalty=given.get("repetition_penalty"),
+            stop_strings=stops,
+            eos_token_id=-1 if given.get("ignore_eos") else None,
+            stop_token_ids=given.get("stop_token_ids", ()),
+            logit_bias=biases,
+            skip_special_tokens=given.get("skip_special_tokens", True),
+            presence_penalty=given.get("presence_penalty", 0.0),
+            frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
+            seed=given["seed"] % 2**63 if "seed" in given else own_seed(defaults.seed, custom_id))
+    except UserError as error:
+        raise BadRequest(str(error)) from None
+
+
+def _logit_bias(biases: object) -> dict[int, float]:
+    if not isinstance(biases, dict):
+        raise BadRequest(f"logit_bias must be a JSON object, got {shown(biases)}",
+                         param="logit_bias")
+    found = {}
+    for token, bias in biases.items():
+        if not token.isdecimal() or len(token) > 10:
+            raise BadRequest(f"logit_bias must have token ids as names, got {shown(token)}",
+                             param="logit_bias")
+        try:
+            found[int(token)] = validation.validated(Bias, bias, f"logit_bias of token {token}")
+        except UserError as error:
+            raise BadRequest(str(error), param="logit_bias") from None
+    return found
+
+
+def _stops(stop: object) -> Sequence[str] | None:
+    found = [stop] if isinstance(stop, str) else stop
+    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+        raise BadRequest(f"stop must be a text, or several, none empty, got {shown(stop)}",
+                         param="stop")
+    return found or None
+
+
+def own_seed(seed: int, custom_id: str) -> int:
+    """The seed of a request that names none: by the job's and its own name, wherever it stands."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}\n{custom_id}".encode(), digest_size=8).digest(),
+                          "big") >> 1
+
+
+def _prompts(prompt: object) -> tuple[str | list[int], ...]:
+    """The prompts of a completion: one or several, each text or token ids."""
+    each: Sequence[object] = [prompt]
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        each = prompt
+    if not each or not all(isinstance(one, str) and one or _is_tokens(one) for one in each):
+        raise BadRequest("prompt must be text or a list of token ids, or a list of these, none "
+                         f"empty, got {shown(prompt)}", param="prompt")
+    return tuple(each)  # type: ignore[arg-type]
+
+
+def _is_tokens(value: object) -> bool:
+    return (isinstance(value, list) and len(value) > 0
+            and all(type(token) is int and 0 <= token < 2**31 for token in value))
+
+
+def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages must be a list that is not empty, got {shown(messages)}",
+                         param="messages")
+    return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
+
+
+def _message(message: object, where: str) -> Mapping[str, str]:
+    """A message with its parts joined to one text."""
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where} must be a JSON object, got {shown(message)}", param=where)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}",
+                         param=f"{where}.role")
+    for name, value in message.items():
+        if name not in _IN_MESSAGES and value not in (None, [], {}):
+            raise BadRequest(f"{where} has {shown(name)}, which is not supported",
+                             param=where, code="unsupported_parameter")
+    # Templates know no developer, whose messages are the system's of older models.
+    found = {"role": "system" if role == "developer" else role,
+             "content": _content(message.get("content"), f"{where}.content")}
+    for name in ("name", "reasoning", "reasoning_content"):
+        if message.get(name) is not None:
+            # vLLM calls it reasoning, and templates read reasoning_content.
+            found["name" if name == "name" else "reasoning_content"] = _text(
+                message[name], f"{where}.{name}")
+    return found
+
+
+def _content(content: object, where: str) -> str:
+    if not isinstance(content, list):
+        return _text(content, where)
+    texts = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise BadRequest(f"{where}[{place}] must be of type text, got "
+                             f"{shown(part if kind is None else kind)}: only text is supported",
+                             param=where, code="unsupported_parameter")
+        texts.append(_text(part.get("text"), f"{where}[{place}].text"))
+    return "".join(texts)
+
+
+def _text(value: object, where: str) -> str:
+    try:
+        check_text(where, value)
+    except UserError as error:
+        raise BadRequest(str(error), param=where) from None
+    assert isinstance(value, str)
+    return value

@@ -1,0 +1,212 @@
+"""Measure one configuration: ``flexgen-h2o bench --model NAME ...``.
+
+The model is loaded once, warmed up, and generates from the same synthetic prompts again and again.
+Beside the figures stands the roofline, if this machine has been measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli import parser as flag_parser
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.flags import WARM_UP
+from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, warm_up, workload
+from flexgen_h2o.cli.parser import check_own, own_fields
+from flexgen_h2o.cli.results import append_csv, check_results
+from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_counts
+from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.writing import writing
+from flexgen_h2o.metrics.report import aligned, table
+from flexgen_h2o.metrics.run_stats import RunStats, over
+
+if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planning.search import Choice
+
+_GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "sampling")
+_NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
+             "output", "trace", "log_file",
+             "debug_mode", "pipeline_parallel", "rank_timeout")
+"""Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """The flags, checked. `run` holds those that `flex_opt` has too.
+
+    Raises `UserError` for a value out of range, and for flags in the file of ``--config`` that
+    would have no effect.
+    """
+
+    run: RunConfig
+    repeats: int = flag("int", 3, low=1, group="results",
+                        help="how often to generate what is measured")
+
+    def __post_init__(self) -> None:
+        check_own(self)
+        for name in _NOT_HERE:
+            if getattr(self.run, name) != getattr(RunConfig, name):
+                raise UserError(f"{flag_name(name)} has no effect on bench: take it out of the "
+                                "file of --config")
+
+
+@dataclass(frozen=True)
+class BenchHelps:
+    """The flag that is true here unless it is given."""
+
+    warm_up: bool = flag(
+        "bool", True, group="batch and lengths",
+        help=WARM_UP,
+    )
+
+
+def parser() -> flag_parser.Parser:
+    """The parser of the flags."""
+    specs = {spec.name: spec for spec in fields(RunConfig)
+             if (spec.metadata["group"] in _GROUPS
+                 or spec.name in ("config", "csv", "count_experts"))
+             and spec.name not in _NOT_HERE}
+    specs |= {spec.name: spec for spec in (*fields(BenchHelps), *own_fields(BenchOptions))}
+    return flag_parser.build_parser(
+        specs.values(), prog=flag_parser.program("bench"), version=flag_parser.VERSION_HELP,
+        usage="%(prog)s [--model NAME] [--percent P P P P] [--repeats N] [--csv FILE] [flags]",
+        description="Throughput and latency of one configuration on synthetic prompts, beside its "
+        "roofline.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
+    """Flags as checked `BenchOptions`. Raises `UserError`."""
+    given = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
+    own = {spec.name: given.pop(spec.name) for spec in own_fields(BenchOptions)
+           if spec.name in given}
+    return BenchOptions(run=RunConfig.from_mapping(given), **own)
+
+
+def run(options: BenchOptions) -> None:
+    """Plan if that is asked for, measure, write the rows and print the table."""
+    config, best, implementations = options.run, None, None
+    check_results({name: path for name in ("csv", "count_experts")
+                   if (path := getattr(config, name)) is not None})
+    if config.percent == AUTO:
+        from flexgen_h2o.cli import planner  # only now: it loads scipy
+
+        plan = planner.plan(config, workload(config, ()), config.num_prompts)
+        show(plan.text + "\n")
+        config, best, implementations = plan.config, plan.best, plan.implementations
+    with open_llm(config, workload=workload(config, ()), implementations=implementations,
+                  progress=None if config.verbose else False) as llm:
+        check_counting(config.count_experts, llm)
+        repeats = measure(llm, config, options.repeats, best)
+        if config.count_experts is not None:
+            with writing("--count-experts", config.count_experts):
+                write_expert_counts(config.count_experts, repeats[-1])
+        least = roofline(llm, config, repeats[0].dtype)
+    show(text(repeats, least))
+
+
+def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> list[RunStats]:
+    """The figures of each repeat, whose rows are in ``--csv`` as they come.
+
+    `best` is what was planned, if something was: its prediction goes with the figures.
+    """
+    prompts = synthetic_prompts(config, llm.vocab_size)
+    if config.warm_up:
+        warm_up(llm, prompts, config)
+    found: list[RunStats] = []
+    for _ in range(count):
+        llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
+        stats = llm.stats
+        assert stats is not None  # generate has set it
+        if best is not None:
+            stats = replace(stats, predicted_prefill_seconds=best.prefill,
+                            predicted_decode_seconds=best.decode)
+        found.append(stats)
+        if config.csv is not None:
+            with writing("--csv", config.csv):
+                append_csv(config.csv, stats, config)
+                config.save(f"{config.csv}.config.yaml")
+    return found
+
+
+def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
+    """The least seconds of the run by the rates of this machine, or why they are not known."""
+    from flexgen_h2o.planning import calibrate
+    from flexgen_h2o.planning.planned_run import PlannedRun
+    from flexgen_h2o.planning.search import roofline
+    from flexgen_h2o.storage.tiers import open_device
+
+    device = open_device(config.device)
+    measured = calibrate.measured_dtype(device)
+    if dtype != str(measured).removeprefix("torch."):
+        return f"not known in {dtype}: rates are measured in {measured}"
+    try:
+        hardware = calibrate.kept(device, config.offload_dir)
+    except (OSError, UserError) as error:
+        return f"not known: {error}"
+    if hardware is None:
+        return "not known: flexgen-h2o plan, with the same --offload-dir, measures this machine"
+    found = PlannedRun(
+        llm.model_config, llm.policy, workload(config, ()), measured.itemsize, device.separate,
+        False, config.cache(), llm.weight_options)
+    return roofline(hardware, found, config.num_prompts)
+
+
+_COLUMNS: dict[str, Callable[[RunStats], float | None]] = {
+    "prefill s": lambda stats: stats.prefill_seconds,
+    "prefill tokens/s": lambda stats: stats.prefill_tokens_per_second,
+    "decode s": lambda stats: stats.decode_seconds,
+    "decode tokens/s": lambda stats: stats.decode_tokens_per_second,
+    "tokens/s": lambda stats: stats.total_tokens_per_second,
+    "p50 s": lambda stats: stats.latency_p50_seconds,
+    "p95 s": lambda stats: stats.latency_p95_seconds,
+}
+"""Columns of the table; latencies are of a decode step."""
+
+
+def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
+    """The figures of the median repeat, and a line for each repeat, their medians and the
+    roofline."""
+    ranked = sorted(repeats, key=lambda stats: stats.prefill_seconds + stats.decode_seconds)
+    middle = ranked[(len(ranked) - 1) // 2]
+    rows = {str(number): [column(stats) for column in _COLUMNS.values()]
+            for number, stats in enumerate(repeats, 1)}
+    rows["median"] = [None if None in column else median(column)
+                      for column in zip(*rows.values(), strict=True)]
+    if not isinstance(least, str):
+        rows["roofline"] = bound = _least(least, middle)
+        # Times grow over the roofline, rates fall below it.
+        rows["over roofline"] = [
+            found and best and (found / best if name.endswith(" s") else best / found)
+            for name, found, best in zip(_COLUMNS, rows["median"], bound, strict=True)]
+    mark = " (projected)" if middle.projected else ""
+    lines = [[f"repeat{mark}", *_COLUMNS],
+             *([name, *("-" if each is None else f"{each:.4g}" for each in row)]
+               for name, row in rows.items())]
+    note = f"\nroofline: {least}" if isinstance(least, str) else ""
+    return f"{table(middle)}\n\n{aligned(lines)}{note}"
+
+
+def _least(least: Choice, stats: RunStats) -> list[float | None]:
+    """The roofline's row of the table."""
+    step = least.estimate.step.seconds if least.estimate.steps else None
+    return [least.prefill, over(stats.prompt_tokens, least.prefill), least.decode or None,
+            over(stats.generated_tokens - stats.num_prompts, least.decode),
+            over(stats.generated_tokens, least.seconds), step, step]
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of `commands.quality`: caches of some budgets, measured and drawn."""

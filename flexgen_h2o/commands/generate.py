@@ -1,0 +1,128 @@
+"""Generate text: ``flexgen-h2o generate``, and ``python -m flexgen_h2o.flex_opt``."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
+
+from flexgen_h2o.cli import parser as flag_parser
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.launch import (
+    follow,
+    joined,
+    open_on_ranks,
+    read_prompts,
+    synthetic_prompts,
+    warm_up,
+    workload,
+)
+from flexgen_h2o.cli.results import check_results, result_files, write_results
+from flexgen_h2o.cli.run_config import RunConfig, check_counting
+from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.files.terminal import show
+from flexgen_h2o.metrics import report
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.outputs import Output
+
+if TYPE_CHECKING:
+    from flexgen_h2o.distributed.pipeline import Pipeline
+
+
+def run(config: RunConfig) -> None:
+    """Carry out a checked config: prompts in, texts, figures and files out."""
+    if config.plan_only:
+        _run(config, None)
+        return
+    with joined(config, "flexgen_h2o.flex_opt") as pipeline:
+        if pipeline is not None and pipeline.rank > 0:
+            follow(pipeline)
+        else:
+            _run(config, pipeline)
+
+
+def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
+    """Carry it out on the first rank of a pipeline, or on the only one."""
+    texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
+    files = {} if config.plan_only else result_files(config)
+    check_results(files)
+    best, implementations, bounds = None, None, None  # what a plan predicts, and goes by
+    if config.percent == AUTO or config.plan_only:
+        from flexgen_h2o.cli import planner  # only now: it loads scipy
+
+        plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts,
+                            texts)
+        if config.plan_only or config.verbose >= 1:
+            show(plan.text)
+        if config.plan_only:
+            return
+        config, best, implementations = plan.config, plan.best, plan.implementations
+        bounds = plan.bounds
+        files = result_files(config)
+        check_results(files)
+    trace = Trace(enabled=config.trace is not None or config.debug_mode is not None)
+    with open_on_ranks(
+        config, pipeline, bounds=bounds, texts=texts, workload=workload(config, texts),
+        implementations=implementations,
+        progress=None if config.verbose else False, trace=trace, verbose=config.verbose >= 3,
+    ) as llm:
+        check_counting(config.count_experts, llm)
+        prompts = texts or synthetic_prompts(config, llm.vocab_size)
+        if config.warm_up:
+            with trace.paused():
+                warm_up(llm, prompts, config)
+        options = {"cut_gen_len": config.cut_gen_len, **asdict(config.sampling())}
+        if config.chat:
+            outputs = llm.chat([[{"role": "user", "content": text}] for text in texts],
+                               chat_template_kwargs=config.chat_arguments(), **options)
+        else:
+            outputs = llm.generate(prompts, **options)
+        stats = llm.stats
+        assert stats is not None  # generate has set it
+        if best is not None:
+            stats = replace(stats, predicted_prefill_seconds=best.prefill,
+                            predicted_decode_seconds=best.decode)
+    summary = report.table(stats)
+    if config.debug_mode == "breakdown":
+        summary += f"\n\n{report.breakdown_table(trace.spans())}"
+    try:
+        if config.verbose >= 2:
+            _show_outputs(outputs, everything=not config.synthetic)
+        if config.verbose >= 1:
+            show(summary)
+    finally:  # a full disk behind stdout must not lose the files too
+        write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
+
+
+def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
+    """Print each prompt, shortened, and its completion; of random prompts the first and last."""
+    for index, out in enumerate(outputs):
+        if not everything and 0 < index < len(outputs) - 1:
+            continue
+        prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
+        text = out.text if out.text is not None else str(out.token_ids)
+        show(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
+        show(f"{text.strip()}\n{'-' * 70}")
+
+
+def parser() -> flag_parser.Parser:
+    """The parser of the flags."""
+    return flag_parser.build_parser(prog=flag_parser.program("generate"),
+                                    version=flag_parser.VERSION_HELP)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+    """Flags as a checked `RunConfig`. Raises `UserError`."""
+    return flag_parser.parse_args(argv, parser())
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""Plan a run and run nothing: ``flexgen-h2o plan``, which is ``generate --plan-only``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from flexgen_h2o.cli import parser as flag_parser
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag
+from flexgen_h2o.commands.generate import run
+
+__all__ = ["main", "parse_args", "parser", "run"]
+
+_GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache")
+_IDLE = ("plan_only", "chat", "chat_template_kwargs", "warm_up", "cut_gen_len", "rank_timeout")
+"""Flags of these groups that say nothing of a plan."""
+
+
+@dataclass(frozen=True)
+class PlanHelps:
+    """The flags that ``--help`` describes in other words than that of `generate`."""
+
+    hardware: str | None = flag(
+        "path", None, metavar="FILE.yaml", shown="this machine", group="planning",
+        help="plan for the machine in this file",
+    )
+
+
+def parser() -> flag_parser.Parser:
+    """The parser of the flags."""
+    specs = {spec.name: spec for spec in fields(RunConfig)
+             if spec.metadata["group"] in _GROUPS and spec.name not in _IDLE}
+    return flag_parser.build_parser(
+        (specs | {spec.name: spec for spec in fields(PlanHelps)}).values(),
+        prog=flag_parser.program("plan"), version=flag_parser.VERSION_HELP,
+        usage="%(prog)s [--model NAME] [--percent auto] [--hardware FILE.yaml] [flags]",
+        description="Print the policy of a run, as flags to paste, and what is predicted of it. "
+        "--percent auto chooses the policy.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
+    """Flags as a checked `RunConfig` that plans only. Raises `UserError`."""
+    given = flag_parser.given_flags(parser(), argv)
+    return RunConfig.from_mapping(given | {"plan_only": True})
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""A stream by position: ``python -m flexgen_h2o.stream_quality --input-path FILE.jsonl ...``.
+
+One long text, articles joined, goes token by token through each cache, far past the context that
+the model was trained on: perplexity, ms/token and memory of each piece. The full cache goes until
+it fails. All that can be refused is refused before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from flexgen_h2o.cli import parser as task_flags
+from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.launch import open_llm
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag
+from flexgen_h2o.commands import measured
+from flexgen_h2o.commands import stream_segments as segments
+from flexgen_h2o.commands import stream_segments as stream_plot
+from flexgen_h2o.commands.stream_segments import Streamed
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import read_articles
+from flexgen_h2o.files.terminal import ProgressBar, show
+
+_SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
+_POLICIES = (*_SCORES, "sink-window", "window", "full")
+_SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
+_DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
+# Tokens come one by one: room for more beside the cache would be idle.
+_ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamQualityOptions:
+    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    run: RunConfig
+    input_path: str | None = measured.articles_flag()
+    tokens: int = flag("int", 32_000, low=2, help="how far to stream")
+    piece: int = flag("int", 500, low=2, help="tokens of a row")
+    policies: tuple[str, ...] = flag(
+        "words", ("h2o", "sink-window", "full"), choices=_POLICIES, metavar="POLICY",
+        help=f"caches to measure: {', '.join(_POLICIES)}",
+    )
+    full_max_tokens: int | None = flag(
+        "int", None, low=2, shown="--tokens", help="how far to stream through the full cache",
+    )
+    blow_up: float = flag(
+        "float", 10.0, above=1,
+        help="three pieces in a row of so many times the first pieces' perplexity are a failure",
+    )
+    csv: str | None = measured.csv_flag("piece")
+    plot: str | None = measured.plot_flag("both figures against position")
+    from_csv: str | None = measured.from_csv_flag()
+
+    def __post_init__(self) -> None:
+        task_flags.check_own(self)
+        measured.check_source(self)
+        task_flags.check_placed(self.run)
+        if len(set(self.policies)) < len(self.policies):
+            raise UserError("--policies names a cache twice")
+        if self.run.num_heavy_hitter_tokens is not None and not _SCORES.keys() & {*self.policies}:
+            raise UserError("--num-heavy-hitter-tokens has no effect without h2o: leave it out")
+        if self.full_max_tokens is not None and "full" not in self.policies:
+            raise UserError("--full-max-tokens has no effect without full: leave it out")
+        for policy in self.policies:
+            self.config(policy)  # which checks that the sizes leave room for recent tokens
+        measured.check_outputs(self)
+
+    def config(self, policy: str) -> RunConfig:
+        """The run with one cache; those that evict let positions roll."""
+        if policy == "full":
+            return replace(self.run, num_window_length=None, num_heavy_hitter_tokens=None)
+        rolling = replace(self.run, enable_position_rolling=True)
+        if policy in _SCORES:
+            return replace(rolling, eviction="h2o", score=_SCORES[policy])
+        return replace(rolling, eviction=policy, num_heavy_hitter_tokens=None)
+
+    def streamed(self, policy: str) -> Streamed:
+        """One cache to measure."""
+        most = self.tokens
+        if policy == "full" and self.full_max_tokens is not None:
+            most = min(most, self.full_max_tokens)
+        return Streamed(policy, self.config(policy).h2o(), most, self.blow_up)
+
+
+def parser() -> Parser:
+    """The parser of the flags."""
+    return task_flags.command_parser(
+        StreamQualityOptions, _SHARED, name="stream_quality",
+        defaults=_DEFAULTS,
+        description="Perplexity and ms/token by position in one endless text.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
+    """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
+    own, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
+    task_flags.check_from_csv([*own, *shared])
+    options = StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
+    if "num_window_length" in shared and {*options.policies} == {"full"}:
+        raise UserError("--num-window-length has no effect on the full cache: leave it out")
+    return options
+
+
+def run(options: StreamQualityOptions) -> None:
+    """Measure, or read what was measured; write the files and print the table."""
+    measured.report(
+        options, read=segments.read_rows,
+        measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
+        show=lambda rows: show(segments.table(rows)), draw=stream_plot.draw)
+
+
+def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
+    """Stream the text through every cache; rows go to ``--csv`` as they come."""
+    return measured.collected(options.csv, segments.COLUMNS, _rows(options, text))
+
+
+def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
+    """The rows of one cache after the other."""
+    tokens: list[int] | None = None
+    todo = [options.streamed(policy) for policy in options.policies]
+    with ProgressBar(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
+        for one in todo:
+            bar.set_description(one.policy)
+            with open_llm(options.config(one.policy), progress=False) as llm:
+                if tokens is None:
+                    tokens = _tokens(llm, text, options)
+                yield from segments.measure(llm, one, tokens, piece=options.piece,
+                                            on_segment=bar.update)
+
+
+def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
+    """The first ``--tokens`` token ids of the text."""
+    if llm.tokenizer is None:
+        raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
+    # Not verbose: it would warn that the text is longer than the model's context.
+    tokens = list(llm.tokenizer(text, verbose=False)["input_ids"])
+    if len(tokens) < options.tokens:
+        raise UserError(f"--input-path has {len(tokens)} tokens and {options.tokens} are asked "
+                        "for: lower --tokens")
+    return tokens[: options.tokens]
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run(parse_args(argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Values of files, flags and calls, held against types: msgspec checks them, the words are ours.
+
+A type is bool, int, float or str, one of these with bounds (``Annotated[int, Meta(ge=1)]``), a
+``Literal``, a list or mapping of types, or a class of `Entries`; ``| None`` may follow. No torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import numbers
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+from flexgen_h2o.errors import UserError, check_text, did_you_mean, shown
+
+Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Text = Annotated[str, Meta(pattern=r"\S")]
+"""Text that is not empty."""
+
+_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+_BOUNDS = {"gt": "greater than", "ge": "at least", "le": "at most"}
+
+
+class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mapping whose keys are known: the fields of a subclass; those with a default may be absent.
+
+    A `__post_init__` raises `ValueError` for values that contradict each other.
+    """
+
+
+def validated(kind: Any, value: object, name: str) -> Any:
+    """`value` as `kind`: text is no number, and 1 is no bool.
+
+    Raises
+    ------
+    UserError
+        In one line that begins with `name` and the keys down to what is wrong: "NAME must be at
+        least 1, got 0", "cpu.yaml: compute: unknown key 'tflops'".
+    """
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's, too
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
+    try:
+        found = msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError):
+        raise UserError(_complaint(kind, value, name)) from None
+    if not _finite(found):
+        raise UserError(f"{name} must be a finite number, got {found}")
+    if isinstance(found, str):
+        check_text(name, found)
+    return found
+
+
+def each_of(keys: Iterable[object], kind: Any) -> Any:
+    """The type of a mapping from each of `keys`, and no other, to a `kind`."""
+    keys = tuple(keys)
+    return Annotated[dict[Literal[keys], kind], Meta(min_length=len(keys))]  # type: ignore
+
+
+def check_keys(values: Iterable[object], known: Iterable[object], where: str) -> None:
+    """Raise `UserError` for a key that is not known, with the one that is near."""
+    names = list(map(str, known))
+    for key in values:
+        if str(key) not in names:
+            hint = did_you_mean(str(key), names, f"it takes {', '.join(names)}")
+            raise UserError(f"{where}: unknown key {shown(key)}{hint}")
+
+
+def _complaint(kind: Any, value: object, name: str) -> str:
+    """The fault of a value that does not fit, at the first place in it that does not."""
+    kind, rules = _bare(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
+    wanted = _WORDS.get(kind, "a list")
+    if origin is dict or isinstance(kind, type) and issubclass(kind, Entries):
+        return _complaint_of_mapping(kind, rules, value, name)
+    if origin is Literal:
+        wanted = f"one of {', '.join(map(str, arguments))}"
+    elif origin is tuple and isinstance(value, (list, tuple)):
+        place = next(place for place, each in enumerate(value) if not _fits(arguments[0], each))
+        return _complaint(arguments[0], value[place], f"{name} {place + 1}")
+    elif rules.pattern is not None:
+        wanted = "text that is not empty"
+    elif _fits(kind, value) and _finite(value):  # so that it breaks a bound
+        wanted = next(f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
+                      for rule, words in _BOUNDS.items()
+                      if (bound := getattr(rules, rule)) is not None
+                      and not _fits(Annotated[kind, Meta(**{rule: bound})], value))
+    return f"{name} must be {wanted}, got {shown(value)}"
+
+
+def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> str:
+    if not isinstance(value, Mapping):
+        return f"{name} must hold lines of `key: value`, got {shown(value)}"
+    if get_origin(kind) is dict:
+        key_kind, inner = get_args(kind)
+        bare, about = _bare(key_kind)
+        for key in value:
+            if get_origin(bare) is not Literal and not _fits(key_kind, key):
+                return _complaint(key_kind, key, f"{name}: {about.title or 'a key'}")
+        known = dict.fromkeys(get_args(bare) if get_origin(bare) is Literal else value, inner)
+        needed = list(known) if rules.min_length else []
+    else:
+        fields = msgspec.structs.fields(kind)
+        known = {each.name: each.type for each in fields}
+        needed = [each.name for each in fields if each.required]
+    check_keys(value, known, name)
+    if rules.min_length and not value:
+        return f"{name} is empty: {rules.description or 'add a line'}"
+    for key in needed:
+        if key not in value:
+            return f"{name}: the key {key} is missing; add it"
+    for key, each in value.items():
+        if not _fits(known[key], each):
+            return _complaint(known[key], each, f"{name}: {key}")
+    return f"{name}: {_refusal(kind, value)}"
+
+
+def _bare(kind: Any) -> tuple[Any, Meta]:
+    """A type without ``| None`` and bounds, and the bounds."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not NoneType)
+    if get_origin(kind) is Annotated:
+        kind, rules = get_args(kind)
+        return kind, rules
+    return kind, Meta()
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _fits(kind: Any, value: object) -> bool:
+    return _refusal(kind, value) is None
+
+
+def _refusal(kind: Any, value: object) -> Exception | None:
+    try:
+        msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair
+        return error
+    return None
+
+
+# Checks of single values, by the validator of `schema`: each a `UserError` that names the value.
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise `UserError` unless `value` is True or False."""
+    validated(bool, value, name)
+
+
+def check_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> None:
+    """Raise `UserError` unless `value` is a whole number (no bool) in low..high."""
+    validated(Annotated[int, Meta(ge=low, le=high)], value, name)
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> float:
+    """`value`; raises `UserError` unless it is a finite number from `low`, or over `above`, to
+    `high`.
+    """
+    bounds = Meta(ge=low, le=high) if above is None else Meta(gt=above, le=high)
+    return validated(Annotated[float, bounds], value, name)
+
+
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raise `UserError` unless `value` is one of `choices`."""
+    validated(Literal[tuple(choices)], value, name)
+
+
+# Arguments of public calls, held against the type hints of what takes them. No torch.
+
+
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
+
+
+def typed(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
+    """Let a call raise `UserError` for an argument that is not of its type hint's classes.
+
+    Hints that are more than a class, or a union of some, are left to the function itself.
+    """
+    names = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: _Options.args, **options: _Options.kwargs) -> _Result:
+        given: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
+        for name, hint in get_type_hints(function).items():
+            kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+            if name in given and all(map(_is_class, kinds)):
+                _check(name, given[name], kinds)
+        return function(*args, **options)
+
+    return checked
+
+
+def _is_class(hint: Any) -> bool:
+    return isinstance(hint, type) and get_origin(hint) is None and hint is not Any
+
+
+def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
+    if value is None and NoneType in kinds:
+        return
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if len(kinds) == 1 and kinds[0] in (bool, int, float, str):
+        validated(kinds[0], value, name)
+    elif not isinstance(value, kinds):
+        advice = ""
+        if isinstance(value, Mapping) and len(kinds) == 1:
+            fields = ", ".join(f"{key}={each!r}" for key, each in value.items())
+            advice = f": write {kinds[0].__name__}({fields})"
+        raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}"
+                        f"{advice}")
+    elif isinstance(value, str):
+        check_text(name, value)
+
+
+def _words(kind: Any) -> str:
+    if kind in (str, os.PathLike):
+        return {str: "text"}.get(kind, "a path")
+    # As they are read aloud: a Policy, an H2OConfig.
+    return f"{'an' if kind.__name__[0] in 'AEHIOi' else 'a'} {kind.__name__}"

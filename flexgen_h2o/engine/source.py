@@ -1,0 +1,525 @@
+"""From a model's name to an open checkpoint: configuration, dtype, names, tokenizer. No weights."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from flexgen_h2o.config.formats import (
+    AUTO,
+    CODED_BITS,
+    DTYPES,
+    WEIGHT_BITS,
+    MatrixLayout,
+    WeightOptions,
+)
+from flexgen_h2o.config.imports import retry_imports
+from flexgen_h2o.config.policy import DUMMY
+from flexgen_h2o.engine.weight_files import KeptWeights
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
+from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
+from flexgen_h2o.models import family
+from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
+from flexgen_h2o.models.convert import (
+    TEXTS,
+    Keep,
+    build_once,
+    cache_dir,
+    kept_folder,
+    weight_files,
+)
+from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.formats.settings import Quantization, quantization
+from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
+from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
+from flexgen_h2o.models.gguf.config import make_alike
+from flexgen_h2o.models.gguf.conversion import describe_gguf
+from flexgen_h2o.models.gguf.header import GgufHeader, read_header
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached, tag
+from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
+from flexgen_h2o.models.spec import (
+    ModelConfig,
+    ModelWeights,
+    TensorSpec,
+    from_transformers,
+    published,
+    published_quantization,
+)
+from flexgen_h2o.models.stacked import View, unstacked
+from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.storage.tiers import Device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+ByteProgress = Callable[[int, int], None]
+_REMOTE_CODE = "trust_remote_code"  # in the error of transformers over a tokenizer of own code
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_COMPARED = 1 << 20  # elements of two tensors at a time
+LEAST_KEPT_SECONDS = 1.0
+"""Constants that take less to measure are measured by each run."""
+
+
+@dataclass
+class Source:
+    """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    weights : ModelWeights
+    dtype : torch.dtype
+    folder : Path or None
+        Configuration and tokenizer, and the weights unless `gguf` has them. None for dummy weights
+        of a published shape, which have no tokenizer either.
+    dummy : bool
+    generation : GenerationDefaults
+    gguf : GgufHeader or None
+        The GGUF file that the weights are read from. With 16 bits the folder has a converted copy
+        of them instead.
+    bits : int or "auto"
+        Bits of a matrix's elements; "auto" only where `codes` has matrices.
+    activation_bits : int
+        Bits of what meets these in products.
+    quantization : Quantization or None
+        How the folder's weights are stored.
+    codes : WeightOptions
+        The options that keep the codes of `gguf`.
+    on_gpu : bool
+        Whether a GPU computes.
+    calibration : str
+        The key of the text by which weights are quantized; empty for none.
+    measure : callable, optional
+        Returns the importance of each matrix's inputs in this text, by canonical name.
+    """
+
+    config: ModelConfig
+    weights: ModelWeights
+    dtype: torch.dtype
+    folder: Path | None
+    dummy: bool
+    generation: GenerationDefaults
+    gguf: GgufHeader | None = None
+    bits: int | str = 16
+    activation_bits: int = 16
+    quantization: Quantization | None = None
+    codes: WeightOptions = WeightOptions()
+    on_gpu: bool = False
+    calibration: str = ""
+    measure: Callable[[], Mapping[str, torch.Tensor]] | None = None
+
+    @cached_property
+    def form(self) -> WeightFormat:
+        """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
+        bits."""
+        options = weight_options(self.codes, self.bits, self.config, self.quantization,
+                                 on_gpu=self.on_gpu)
+        options = replace(options, activation_bits=self.activation_bits)
+        return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
+
+    def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
+        """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
+        if self.bits == 16:
+            return self.dummy
+        return weight_cache is None
+
+    def kept(self, seed: int, weight_cache: str | os.PathLike | None) -> KeptWeights | None:
+        """The file that keeps dummy weights, drawn with a seed, for later runs; None for those of
+        checkpoints, of 16 bits, and without a weight cache. See `open`."""
+        if not self.dummy or self.bits == 16 or weight_cache is None:
+            return None
+        form = self.form
+        sizes = {name: form.nbytes(spec) for name, spec in _specs(self.weights).items()}
+        shapes = [spec.shape for spec in _specs(self.weights).values()]
+        title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
+        key = [seed, str(self.dtype), self.bits, form.options.group, shapes]
+        key += [sorted(form.options.mxfp4)] if form.options.mxfp4 else []
+        return KeptWeights(_weight_cache(weight_cache), title, key, sizes)
+
+    def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
+             progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
+        """The checkpoint in `form`, and its own name for each tensor that the model needs.
+
+        Weights on disk are read straight from the checkpoint's bytes at every step; when these are
+        of another dtype a converted copy is made, once, and reused. Quantized weights come from
+        the weight cache; the codes of a GGUF file, which take a second to repack, from the file
+        unless they are on disk.
+
+        Parameters
+        ----------
+        on_disk : bool
+            Whether any weights are placed on disk.
+        seed : int
+            Of dummy weights.
+        weight_cache : str, path or None
+            Folder for quantized weights; "auto": in the user's cache; None: they are made anew.
+            Dummy weights are drawn when they are read: see `kept`.
+        progress : callable
+            Called with (bytes done, bytes in all) while a copy is made.
+
+        Raises
+        ------
+        UserError
+            A shard is missing or damaged, a tensor is missing or has a wrong shape.
+        """
+        specs = _specs(self.weights)
+        if self.dummy:
+            shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
+            checkpoint = DummyCheckpoint(shapes, self.dtype, seed)
+            names = {name: name for name in specs}
+        else:
+            checkpoint, names = self._resolve(specs, self.folder)
+        if self.bits != 16:
+            checkpoint = QuantizingCheckpoint(checkpoint, names, self.form)
+            if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
+                checkpoint = cached(checkpoint, self._files, keep=_weight_cache(weight_cache),
+                                    title=self._title, calibration=self.calibration,
+                                    measure=self.measure, progress=progress)
+            elif self.measure is not None:
+                checkpoint.importance = self.measure()
+            return checkpoint, {name: name for name in specs}
+        if self.dummy:
+            return checkpoint, names
+        if (on_disk and self.gguf is None
+                and not all(self._direct(checkpoint, n) for n in names.values())):
+            checkpoint.close()
+            dtype = str(self.dtype).removeprefix("torch.")
+            folder = converted_folder(self.folder, dtype, progress=progress,
+                                      views=_views(self.config))
+            checkpoint, names = self._resolve(specs, folder)
+        return checkpoint, names
+
+    def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
+        """Return True if the weight cache has the weights in 8 or 4 bits."""
+        return weight_cache is not None and kept_folder(
+            self._files, tag(self.form, self.calibration), self._title,
+            _weight_cache(weight_cache)).is_dir()
+
+    @property
+    def _files(self) -> list[Path]:
+        """The files that the weights come from."""
+        return weight_files(self.folder) if self.gguf is None else list(self.gguf.files)
+
+    @property
+    def _title(self) -> str:
+        """The name that folders of the weight cache begin with."""
+        return self.folder.name if self.gguf is None else self.gguf.source.stem
+
+    def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
+                       weight_cache: str | os.PathLike | None) -> np.ndarray:
+        """Return constants of the model that take a run of it to measure, from the weight cache if
+        they are there.
+
+        Parameters
+        ----------
+        measure : callable () -> array
+        what : str
+            Their name, which stands for how they are measured, too.
+        weight_cache : str, path or None
+            As of `open`.
+        """
+        if weight_cache is None:
+            return measure()
+        dtype = str(self.dtype).removeprefix("torch.")
+        form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
+        place = self._files, form, self._title
+        keep = _weight_cache(weight_cache)
+        with suppress(OSError, ValueError):  # not there, or damaged
+            return np.load(kept_folder(*place, keep) / "constants.npy", allow_pickle=False)
+        began = time.perf_counter()
+        constants = measure()
+        if time.perf_counter() - began > LEAST_KEPT_SECONDS:
+            with suppress(UserError):  # a folder that cannot be written is no reason not to run
+                build_once(*place, lambda folder: np.save(
+                    folder / "constants.npy", constants, allow_pickle=False), keep=keep)
+        return constants
+
+    def _resolve(self, specs, folder: Path) -> tuple[Checkpoint, dict[str, str]]:
+        checkpoint = unstacked(_opened(folder, self.gguf), _views(self.config))
+        try:
+            return checkpoint, resolve(checkpoint, specs.values(), family(self.config).aliases)
+        except BaseException:
+            checkpoint.close()
+            raise
+
+    def _direct(self, checkpoint: Checkpoint, name: str) -> bool:
+        info = checkpoint.info(name)
+        plain = info.extent is not None and info.extent.offset % self.dtype.itemsize == 0
+        return plain and info.dtype == self.dtype
+
+
+def _weight_cache(chosen: str | os.PathLike) -> Keep:
+    advice = "choose another --weight-cache, or --no-weight-cache"
+    root = cache_dir() / "weights" if chosen == "auto" else Path(os.path.expanduser(chosen))
+    return Keep(root, advice)
+
+
+def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
+    """The checkpoint of a folder, or of a GGUF file that the folder describes."""
+    return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
+
+
+def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str, device: Device,
+         progress: ByteProgress, activation_bits: int = 16,
+         generation_config: bool = True) -> Source:
+    """Find a model by name, download or convert it if need be, and read its configuration.
+
+    Parameters
+    ----------
+    model : str
+        Repo id, local folder, `.gguf` file, ``smollm2-135m``, or a published shape's name.
+    path : str or path, optional
+        Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
+    dtype : str
+        auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
+        checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
+    bits : int or "auto"
+        Of the weights: 16 (as `dtype` says), 12, 8 or 4; "auto" keeps the codes of a GGUF file, and
+        is 16 for other models.
+    activation_bits : int
+        Of what meets quantized weights: 16 or 8.
+    generation_config : bool
+        Use the defaults of generation_config.json; False: its end tokens alone.
+
+    Raises
+    ------
+    UserError
+        The model is unknown or not to be had, its architecture is not supported, or there are no
+        weights of so many bits, or no products.
+    """
+    path = None if path is None else os.fspath(path)
+    dummy = path == DUMMY
+    config = published(model) if dummy else None
+    name = model if path is None or dummy else path
+    folder, file = None, None if config is not None else gguf_of(name)
+    gguf = None if file is None or bits == 16 else read_header(file)
+    if bits == AUTO and (gguf is None or not _has_codes(gguf)):
+        bits = 16
+    _check_bits(bits, activation_bits, device)
+    stored = published_quantization(model) if dummy else None
+    if config is None:
+        wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
+        wanted = "bfloat16" if wanted == "auto" else wanted
+        if gguf is None or bits == 16:
+            gguf = None
+            folder = checkpoint_folder(name, dtype=wanted, progress=progress)
+        else:
+            folder = describe_gguf(gguf)
+        _check_adapter(folder)
+        given = read_config(folder)
+        config, stored = from_transformers(given, model), quantization(given, model)
+    codes = WeightOptions()
+    if dummy:
+        weights = family(config).weights(config)
+    else:
+        weights, codes = _weights(config, _opened(folder, gguf))
+    generation = read_generation_config(folder, config.eos_token_ids,
+                                        end_tokens_alone=not generation_config)
+    return Source(config, weights, _dtype(dtype, config, device), folder, dummy, generation, gguf,
+                  bits, activation_bits, stored, codes, device.torch.type == "cuda")
+
+
+def _check_adapter(folder: Path) -> None:
+    """Warn of a LoRA adapter beside a model, and refuse one without."""
+    name = next((name for name in _ADAPTER if (folder / name).exists()), None)
+    advice = "merge it into the model, as peft's merge_and_unload does, and give that folder"
+    if name is not None and not (folder / "config.json").exists():
+        raise UserError(f"{folder} holds a LoRA adapter ({name}) and no model: {advice}")
+    if name is not None:
+        _log.warning("%s: the LoRA adapter beside the model (%s) is not applied: %s", folder, name,
+                     advice)
+
+
+def _has_codes(gguf: GgufHeader) -> bool:
+    """True if a GGUF file has matrices of codes."""
+    return any(tensor.kind.bits != 16 and len(tensor.shape) > 1
+               for tensor in gguf.tensors.values())
+
+
+def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
+    if bits not in (AUTO, *WEIGHT_BITS):
+        raise UserError(f"weight_bits must be auto, 16, 12, 8 or 4, got {bits!r}")
+    if activation_bits not in (8, 16):
+        raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
+    if activation_bits == 8 and bits not in (AUTO, *CODED_BITS):
+        raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
+                        f"{'add' if bits == 16 else 'use'} weight_bits 4")
+    if activation_bits == 8 and device.torch.type != "cpu":
+        raise UserError("activation_bits 8 is for products on a CPU: leave it out, or compute on "
+                        "the device cpu")
+
+
+def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:
+    """A model's tensors, of which the checkpoint has each in its shape, and no layers beyond; and
+    the options that keep its codes. The checkpoint is closed.
+
+    Raises `UserError` where config.json does not belong to the checkpoint, before anything that
+    grows with its numbers is planned or made.
+    """
+    kind = family(config)
+    with plain:
+        names = plain.names()
+        if config.num_layers > len(names):  # each has a tensor at least
+            raise UserError(f"{plain.source} has {len(names)} tensors, but config.json calls "
+                            f"for {config.num_layers} layers; do the two belong together?")
+        checkpoint = unstacked(plain, _views(config))
+        names = checkpoint.names()
+        weights = kind.weights(config)
+        own = resolve(checkpoint, _specs(weights).values(), kind.aliases)
+        longer = kind.weights(config.longer())
+        beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
+        extra = next((name for name in beyond if name in names), None)
+        if extra is not None:
+            raise UserError(f"{checkpoint.source} has a tensor {extra}, but config.json calls for "
+                            f"{config.num_layers} layers; do the two belong together?")
+        if config.tie_word_embeddings:
+            _refuse_own_head(config, checkpoint)
+        return weights, _kept(config, weights, {
+            name: checkpoint.kept_layout(own[name]) for name in _specs(weights)})
+
+
+def _kept(config: ModelConfig, weights: ModelWeights,
+          layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
+    """The options that give each matrix the layout of its own codes, or the run's dtype."""
+    kept = {name: layout for name, layout in layouts.items() if layout is not None}
+    for specs in chain.from_iterable(weights.experts):
+        make_alike(kept, specs["gate"].name, specs["up"].name)
+    exact = frozenset(config.exact_shapes)
+    kept = {name: layout for name, layout in kept.items()
+            if (layout.outputs, layout.inputs) not in exact}
+    plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
+                  if len(spec.shape) == 2 and name not in kept and spec.shape not in exact)
+    return WeightOptions(kept=kept, plain=plain) if kept else WeightOptions()
+
+
+def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
+    """Raise `UserError` where a tied checkpoint has an output matrix, too, of other values.
+
+    Releases of transformers differ in which one they take: 4 the token table, 5 the other.
+    """
+    kind, names = family(config), checkpoint.names()
+    specs = (kind.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
+             for tied in (True, False))
+    table, own = (next((name for name in kind.aliases(spec.name) if name in names), None)
+                  for spec in specs)
+    if own is not None and not _same(checkpoint, table, own):
+        raise UserError(f"{checkpoint.source}: tensor {own} differs from {table}, but config.json "
+                        "ties them: set tie_word_embeddings to false to use it, or take it out")
+
+
+def _same(checkpoint: Checkpoint, *names: str) -> bool:
+    """True if two tensors are of the same shape and values, of which a few MB are held at once."""
+    shapes = [checkpoint.info(name).shape for name in names]
+    size, parts = math.prod(shapes[0]), torch.empty(2, _COMPARED)
+    for start in range(0, size if shapes[0] == shapes[1] else 0, _COMPARED):
+        some = parts[:, : size - start]
+        for name, part in zip(names, some, strict=True):
+            checkpoint.read_part(name, start, part)
+        if not torch.equal(*some):
+            return False
+    return shapes[0] == shapes[1]
+
+
+def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
+    """Places in larger tensors of a checkpoint of those that the model needs."""
+    views = getattr(family(config), "views", None)
+    return {} if views is None else views(config)
+
+
+def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
+    """All tensors by their canonical names."""
+    return {spec.name: spec for group in weights.groups() for spec in group.values()}
+
+
+def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
+    if name == "auto":
+        gpu = gpu_of(device.torch)
+        own = config.dtype in ("float16", "bfloat16") and (
+            gpu is None or has_matrix_units(gpu, torch.bfloat16))
+        name = "bfloat16" if gpu is None else config.dtype if own else "float16"
+    if name not in DTYPES:
+        raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
+    return getattr(torch, name)
+
+
+def load_tokenizer(folder: Path | None):
+    """The tokenizer of a folder, or None where it has none (dummy weights)."""
+    if folder is None or not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    for path in folder.iterdir():
+        if not path.is_dir():  # there is no saying which of them it reads
+            (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
+    if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
+        raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
+                        "tokenizer.json: pip install sentencepiece, which the extra "
+                        "flexgen-h2o[sentencepiece] brings")
+    try:
+        return _read_tokenizer(folder)
+    except BaseException as error:  # the libraries raise anything over a damaged file
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        if _REMOTE_CODE in reason:
+            raise UserError(f"the tokenizer in {folder} is code of the model's own, which is not "
+                            "run: add a tokenizer.json, or give prompts as token ids in a folder "
+                            "without tokenizer files") from None
+        raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
+                        f"{reason[:200]}); get its files again") from error
+
+
+@retry_imports
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a folder's tokenizer, without running code that comes with it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
+                                             config=_plain_config(folder))
+    except ValueError as error:
+        if _REMOTE_CODE not in str(error) or not (folder / "tokenizer.json").exists():
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _is_sentencepiece(folder: Path) -> bool:
+    """Return True if a folder's only tokenizer is a SentencePiece model."""
+    path = folder / "tokenizer.model"
+    if not path.exists() or (folder / "tokenizer.json").exists():
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) == b"\n"  # a protocol buffer; tiktoken's file is text
+
+
+def _plain_config(folder: Path) -> PreTrainedConfig | None:
+    """A config of no family, with all of it that AutoTokenizer looks for. The families' own bring
+    torch._dynamo and all that compiles models, 160 MB that inference has no use for.
+
+    None where the tokenizer does not name its class, and the family's config does.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.exists() or "tokenizer_class" not in checkpoint_json(path):
+        return None
+    from transformers import PreTrainedConfig
+
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if name in (given := read_config(folder)):
+            setattr(config, name, given[name])
+    return config

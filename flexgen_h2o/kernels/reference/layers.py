@@ -1,0 +1,161 @@
+"""The specification of what stands between the products of a decoder layer, in plain PyTorch.
+
+Everything is computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
+from flexgen_h2o.kernels.reference.matrix import linear_quantized
+from flexgen_h2o.kernels.rotary import rotated
+
+_FUNCTIONS = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+              "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def norm(x, weight, bias, out, *, eps, centred):
+    """Layer normalisation (arXiv 1607.06450) of each row, or by its root mean square (arXiv
+    1910.07467).
+
+    Parameters
+    ----------
+    x : Tensor [rows, width]
+    weight, bias : Tensor [width] or None
+        1 and 0 where there is none.
+    out : Tensor [rows, width]
+        Written in place; may be x.
+    eps : float
+        Added to the variance.
+    centred : bool
+        Subtract each row's mean.
+    """
+    result = x.float()
+    if centred:
+        result = result - result.mean(-1, keepdim=True)
+    result = result * (result.square().mean(-1, keepdim=True) + eps).rsqrt()
+    if weight is not None:
+        result = result * weight.float()
+    if bias is not None:
+        result = result + bias.float()
+    out.copy_(result)
+
+
+def rotate(x, cos, sin, change=None, offsets=None):
+    """Rotate the leading dimensions of each head in place, then change the basis of the heads.
+
+    Parameters
+    ----------
+    x : Tensor [rows, heads, head_dim]
+    cos, sin : float32 Tensor [rows, half] or None
+        half is at most head_dim / 2: see `kernels.rotary`. None: no rotation.
+    change : h2o.key_smoothing.BasisChange or None
+    offsets : float32 Tensor [rows, heads] or None
+        Written in place: the products of the rotated heads with `change.mean`.
+    """
+    result = x.float()
+    if cos is not None:
+        result = rotated(result, cos[:, None].float(), sin[:, None].float())
+    if offsets is not None:
+        offsets.copy_(change.offsets(result))
+    x.copy_(result if change is None else change(result))
+
+
+def activate(x, function, factor=None):
+    """``x = function(x) * factor``, in place.
+
+    Parameters
+    ----------
+    x : Tensor [rows, width]
+    function : str
+        One of abi.ACTIVATIONS; gelu_tanh is the approximation by tanh (arXiv 1606.08415).
+    factor : Tensor [rows, width] or None
+        None: 1.
+    """
+    result = _FUNCTIONS[function](x.float())
+    x.copy_(result if factor is None else result * factor.float())
+
+
+# The specification of a mixture of experts of few tokens each, in plain PyTorch.
+#
+# Experts are tables of three matrices, and of their biases if there are any; what is not there is
+# None.
+
+
+def route(x, router, bias=None, *, each, normalise):
+    """Choose the experts of each row, in float32; of equal logits the first.
+
+    Parameters
+    ----------
+    x : Tensor [rows, hidden]
+        Normed.
+    router : Tensor [experts, hidden]
+    bias : Tensor [experts], optional
+        Added to the logits.
+    each : int
+        Experts of a row.
+    normalise : bool
+        Each row's shares sum up to 1; else they are parts of all experts' sum.
+
+    Returns
+    -------
+    ids : int64 Tensor [rows, each]
+    shares : float32 Tensor [rows, each]
+    """
+    logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
+    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :each]
+    shares = logits.softmax(-1).gather(-1, ids)
+    return ids, shares / shares.sum(-1, keepdim=True) if normalise else shares
+
+
+def experts(x, ids, shares, table, sums, *, function, most):
+    """Add ``share * down(function(gate(x)) * up(x))`` of each expert that a row chose to its sum.
+
+    Products are rounded to x's dtype. Experts that are not there are left out, and so are those
+    that more than `most` rows chose.
+
+    Parameters
+    ----------
+    x : Tensor [rows, hidden]
+    ids : int64 Tensor [rows, each]
+    shares : float32 Tensor [rows, each]
+    table : sequence of (gate, up, down), or these and a bias of each, or None
+        Matrices of x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
+    sums : float32 Tensor [rows, hidden]
+        Updated in place.
+    function : str or (slope, limit)
+        One of abi.ACTIVATIONS. Or two floats, the limit above 0, for an inside of
+        ``(up(x) + 1) * gate(x) * sigmoid(slope * gate(x))``, of gates of at most the limit and ups
+        within it, rounded once (gpt-oss, arXiv 2508.10925).
+    most : int
+    """
+    for number, matrices in enumerate(table):
+        rows, places = (ids == number).nonzero(as_tuple=True)
+        if matrices is None or not 0 < len(rows) <= most:
+            continue
+        parts, biases = matrices[:3], matrices[3:] or (None, None, None)
+        wide, up = (_product(x[rows], *each) for each in zip(parts[:2], biases[:2], strict=True))
+        if isinstance(function, tuple):
+            wide = _gated(wide, up, *function)
+        else:
+            activate(wide, function, up)
+        out = _product(wide, parts[2], biases[2])
+        sums.index_add_(0, rows, out.float() * shares[rows, places, None])
+
+
+def _gated(gate, up, slope, limit):
+    held = gate.float().clamp(max=limit)
+    return ((up.float().clamp(-limit, limit) + 1) * held * (slope * held).sigmoid()).to(gate.dtype)
+
+
+def _product(x, matrix, bias):
+    out = x.new_empty(len(x), len(matrix))
+    if isinstance(matrix, QuantizedMatrix):
+        linear_quantized(x, matrix, bias, out)
+    elif bias is None:
+        torch.mm(x, matrix.t(), out=out)
+    else:
+        torch.addmm(bias, x, matrix.t(), out=out)
+    return out

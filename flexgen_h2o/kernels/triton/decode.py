@@ -1,0 +1,268 @@
+"""Decode attention on a GPU: a launch that reads the cache, and those that write to it.
+
+The first is split over the slots, so that a batch of one fills the device too; each program reads
+its slots' keys and values once for all query heads of a KV head, and leaves logits and a partial
+softmax. (Compressed caches whose heads are not multiplied together go by `triton_codes`.)
+`triton_finish` has what follows.
+
+All logits are to base 2 (`tl.exp2` is the device's own instruction).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.arguments import (
+    DEFAULT_ARGUMENTS,
+    EvictionArguments,
+    FormArguments,
+)
+from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.triton.codes import EXACT, LOG2_E, LOWEST, read_codes, reads_codes
+from flexgen_h2o.kernels.triton.common import (
+    FEWEST,
+    ceil_div,
+    configs,
+    interpreted,
+    load_halves,
+    load_rotated,
+    multiprocessors,
+    one_layout,
+    power_of_2,
+    record_shape,
+    slots_in_units,
+    soft_capped,
+    unit_stride,
+)
+from flexgen_h2o.kernels.triton.finish import PartialAttention, finish
+
+MOST_SPLITS = 128
+NO_EVICTION = EvictionArguments()
+
+
+@triton.jit
+def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+            HEADS: tl.constexpr, CAPPED: tl.constexpr):
+    """Logits of a block of slots, [slots] of one query head or [heads, slots] of several; none of
+    slots that are not `seen`.
+
+    They are stored at `kept`, a row of n for each head, unless it is None.
+    """
+    if HEADS == 1:
+        products = (k_low.to(tl.float32) * q_low.to(tl.float32)
+                    + k_high.to(tl.float32) * q_high.to(tl.float32))
+        logit = tl.sum(products, axis=1) * scale
+        if CAPPED:
+            logit = soft_capped(logit, cap) * LOG2_E
+        logit = tl.where(seen, logit, float("-inf"))
+        if kept is not None:
+            tl.store(kept + slot, logit, mask=live)
+    else:
+        logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision="tf32")
+        logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit, input_precision="tf32")
+        logit = logit * scale
+        if CAPPED:
+            logit = soft_capped(logit, cap) * LOG2_E
+        logit = tl.where(seen[None, :], logit, float("-inf"))
+        if kept is not None:
+            tl.store(kept + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
+                     mask=(g < HEADS)[:, None] & live[None, :])
+    return logit
+
+
+@triton.jit
+def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
+    """One step of the online softmax: maximum, sum and the two halves of the output.
+
+    Of one query head, every lane of slots has a softmax of its own, put together at the end. The
+    loop then has no exchange between threads but each logit's sum, so loads stay in flight. A
+    group of heads goes through the matrix units, with one softmax a head.
+    """
+    if HEADS == 1:
+        new = tl.maximum(most, logit)
+        shrink, p = tl.exp2(most - new), tl.exp2(logit - new)
+        total = total * shrink + p
+        low = low * shrink[:, None] + p[:, None] * v_low.to(tl.float32)
+        high = high * shrink[:, None] + p[:, None] * v_high.to(tl.float32)
+    else:
+        new = tl.maximum(most, tl.max(logit, axis=1))
+        shrink, p = tl.exp2(most - new), tl.exp2(logit - new[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        p = p.to(v_low.dtype)
+        low = tl.dot(p, v_low, low * shrink[:, None], input_precision="tf32")
+        high = tl.dot(p, v_high, high * shrink[:, None], input_precision="tf32")
+    return new, total, low, high
+
+
+def _fitting(tuned, named_args, **constants):
+    """The configs that do not spill: what is rotated has sines and partners in registers, too, and
+    what is chosen its places (benchmarks/results/gpu_static.csv holds the rest to it)."""
+    if not constants["ROTARY"] and named_args["chosen"] is None:
+        return tuned
+    of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
+    return [one for one in tuned
+            if one.kwargs["BLOCK"] < 64 and one.kwargs["BLOCK"] <= of_a_warp * one.num_warps]
+
+
+@triton.autotune(
+    configs({"BLOCK": 16}, ({"BLOCK": 16}, 2, 2), ({"BLOCK": 16}, 4, 3), ({"BLOCK": 32}, 4, 2),
+            ({"BLOCK": 32}, 4, 3), ({"BLOCK": 64}, 8, 2)),
+    key=["HEADS", "LENGTH", "BITS", "VALUE_BITS", "ROTARY", "LONG"],
+    prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
+@triton.jit
+def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
+          cos, sin, logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions,
+          window, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+          SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+          BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
+          WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
+          BLOCK: tl.constexpr):
+    """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
+
+    One program a split of the slots of one sequence's KV head, for HEADS query heads; SHARERS
+    programs side by side have all of its group. Where there are `chosen` slots, [.., n] of each KV
+    head, these are meant by the first ones. The strides of slots come in UNITs. LONG only tells the
+    tuner. All that is written is scratch, so that the tuner may run it again.
+    """
+    pair, sharer = tl.program_id(0) // SHARERS, tl.program_id(0) % SHARERS
+    sequence = (pair // kv_heads).to(tl.int64)
+    head = (pair % kv_heads).to(tl.int64)
+    cached = tl.load(metadata + sequence)
+    first = tl.program_id(1) * split
+    last = tl.minimum(first + split, cached)
+    if first >= last:
+        return
+    lane = tl.arange(0, BLOCK)
+    g = tl.arange(0, TALL)
+    rows = q + sequence * q_row + ((head * SHARERS + sharer) * HEADS + g) * q_head
+    q_low, q_high = load_rotated(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
+                                 LENGTH, LENGTH, 16, WIDTH)
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g  # of parts and stats
+    kept = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
+    slots += (sequence * s_row + head * s_head) * UNIT
+    most = tl.full((BLOCK if HEADS == 1 else TALL,), LOWEST, tl.float32)
+    total = tl.zeros_like(most)
+    low = tl.zeros((BLOCK if HEADS == 1 else TALL, WIDTH), tl.float32)
+    high = tl.zeros_like(low)
+    for start in range(first, last, BLOCK):
+        slot = start + lane
+        live = slot < last
+        at = slot
+        if chosen is not None:
+            at = tl.load(chosen + pair.to(tl.int64) * n + slot, mask=live, other=0)
+        place = slots + at.to(tl.int64) * s_slot * UNIT
+        places = slot
+        if ROTARY > 0:
+            places = tl.load(ranks + sequence * b_row + head * b_head + slot, mask=live, other=0)
+        k_low, k_high = load_rotated(place, live, places, cos, sin, ROTARY, LENGTH, GROUP, BITS,
+                                     WIDTH)
+        v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, VALUE_GROUP, VALUE_BITS,
+                                    WIDTH)
+        seen = live
+        if WINDOWED:
+            tokens = tl.load(metadata + tl.num_programs(0) // (kv_heads * SHARERS) + sequence)
+            position = tl.load(positions + sequence * b_row + head * b_head + slot, mask=live,
+                               other=0)
+            seen = live & (position > tokens - 1 - window)
+        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+                        HEADS, CAPPED)
+        most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS)
+    _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH, WIDTH, HEADS)
+
+
+@triton.jit
+def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constexpr,
+               WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """Store a split's partial softmax of the query heads `mine`."""
+    if HEADS == 1:
+        weight = tl.exp2(most - tl.max(most, axis=0))
+        most = tl.max(most, axis=0) + tl.zeros_like(g)
+        total = tl.sum(total * weight, axis=0) + tl.zeros_like(g)
+        low = tl.sum(low * weight[:, None], axis=0)[None, :]
+        high = tl.sum(high * weight[:, None], axis=0)[None, :]
+    live = g < HEADS
+    lane = tl.arange(0, WIDTH)
+    place = mine * tl.num_programs(1) + tl.program_id(1)
+    everyone = tl.num_programs(0).to(tl.int64) * HEADS * tl.num_programs(1)
+    tl.store(stats + place, most, mask=live)
+    tl.store(stats + everyone + place, total, mask=live)
+    mask = live[:, None] & (lane < LENGTH // 2)[None, :]
+    place = parts + place[:, None] * LENGTH + lane[None, :]
+    tl.store(place, low, mask=mask)
+    tl.store(place + LENGTH // 2, high, mask=mask)
+
+
+def _split(n: int, programs: int, device: torch.device) -> int:
+    """Slots of one split: so many splits that the device is busy for several rounds."""
+    least, wanted = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
+    splits = min(max(1, wanted // programs), MOST_SPLITS)
+    return max(least, ceil_div(ceil_div(n, splits), least) * least)
+
+
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                     layout: CacheLayout | None, eviction: EvictionArguments,
+                     form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
+    """See `reference.decode_attention`; it never waits for the device."""
+    with one_layout(eviction) as eviction:
+        return attend_slots(q, k, v, slots=slots, metadata=metadata, layout=layout, form=form,
+                            eviction=eviction)
+
+
+def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
+                 layout: CacheLayout | None, form: FormArguments,
+                 eviction: EvictionArguments = NO_EVICTION, chosen: Tensor | None = None,
+                 places: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attention over cached slots, or `chosen` ones alone.
+
+    Of the arguments that `decode_attention` has not: `eviction` has scores, positions and ranks of
+    one layout (`one_layout`). `chosen` are int32 [sequences, kv_heads, most], of which metadata's
+    first row says how many count, and `places` int32 [sequences] the slots that new tokens take.
+    """
+    (sequences, heads, length), kv_heads = q.shape, k.shape[1]
+    n = slots.shape[3] if chosen is None else chosen.shape[2]
+    pairs, group = sequences * kv_heads, heads // kv_heads
+    if not pairs:
+        return torch.empty_like(q), q.new_empty((sequences, kv_heads), dtype=torch.int64)
+    q, k, v, metadata = (unit_stride(x) for x in (q, k, v, metadata.contiguous()))
+    scores, positions, ranks, cos, sin = eviction[:5]
+    tables = (None, None) if ranks is None else (cos.contiguous(), sin.contiguous())
+    eviction = eviction._replace(cos=tables[0], sin=tables[1])
+    split = _split(n, pairs, q.device)
+    splits = max(1, ceil_div(n, split))
+    logits, parts, stats = (q.new_empty(pairs * group * size, dtype=torch.float32)
+                            for size in (0 if scores is None else n, splits * length, splits * 2))
+    logits = None if scores is None else logits
+    rotary = 0 if ranks is None else 2 * cos.shape[-1]
+    unit, strides = slots_in_units(slots, layout)
+    shape = {"UNIT": unit, "LENGTH": length, **record_shape(length, layout),
+             "CAPPED": form.softcap > 0, "WINDOWED": eviction.window > 0}
+    # A group goes to `tl.dot` together, or head by head: then the cache is read once for each, but
+    # at the same time, and so mostly from the second-level cache.
+    together = group > 1 and dispatch.gpu_choice(
+        "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
+    heads, least = (group, FEWEST) if together else (1, 1)
+    stride = (0, 0) if scores is None else scores.stride()[:2]
+    scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
+    apart = {"SHARERS": group // heads, "LONG": n >= 512}
+    grid = (pairs * (group // heads), splits)
+    if heads == 1 and reads_codes(slots, unit, length, layout, rotary):
+        read_codes[grid](
+            q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, chosen,
+            kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
+            **apart, WORDS=power_of_2(length // 8))
+    else:
+        _read[grid](
+            q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
+            parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions,
+            eviction.window, **shape, **apart, ROTARY=rotary, HEADS=heads,
+            TALL=max(least, power_of_2(heads)),
+            WIDTH=max(least, power_of_2(length // 2)))
+    return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,
+                  metadata=metadata, layout=layout, form=form, eviction=eviction, places=places)

@@ -1,0 +1,353 @@
+"""The last launches of decode attention on a GPU, after `triton_decode` has read the cache.
+
+One puts the parts of the softmax together, adds the new token, scores, evicts and writes: not
+before every read of the cache is done, since launches on one stream follow each other. Where its
+programs are few and each would have many slots to score, a launch before it scores these in parts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
+from flexgen_h2o.kernels.triton.codes import LOG2_E, LOWEST
+from flexgen_h2o.kernels.triton.common import (
+    EMPTY,
+    ceil_div,
+    interpreted,
+    load_rotated,
+    multiprocessors,
+    power_of_2,
+    record_shape,
+    slots_in_units,
+    soft_capped,
+    store_records,
+)
+
+FINISH_ELEMENTS = 8192
+"""Elements that a program of the last launch handles at a time."""
+SCORE_LOGITS = 1024
+"""Logits that a program of `_score_part` handles at a time."""
+
+
+class PartialAttention(NamedTuple):
+    """The result of reading the cache: a softmax of each split of its `n` slots.
+
+    Attributes
+    ----------
+    logits : Tensor or None
+        float32 [sequences, heads, n], of base 2; where there is an eviction state.
+    parts : Tensor
+        float32 [sequences, heads, splits, length]: sums of values by their weights.
+    stats : Tensor
+        float32 [2, sequences, heads, splits]: maximum of the logits, and sum of weights.
+    n, split : int
+        Slots of the cache, and of one split.
+    scale : float
+        Of logits, to base 2 unless they are capped.
+    """
+
+    logits: Tensor | None
+    parts: Tensor
+    stats: Tensor
+    n: int
+    split: int
+    scale: float
+
+
+@triton.jit
+def _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, cap,
+                HEADS: tl.constexpr, CAPPED: tl.constexpr, TALL: tl.constexpr,
+                LENGTH: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
+    """The new token's logits, [TALL]: of each query head of its group, by its own key `k`."""
+    g = tl.arange(0, TALL)
+    one = tl.arange(0, 1)
+    q_low, q_high = load_rotated(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
+                                 tl.zeros_like(g) + cached, cos, sin, ROTARY, LENGTH, LENGTH, 16,
+                                 WIDTH)
+    k_low, k_high = load_rotated(k + one, one == 0, one + cached, cos, sin, ROTARY, LENGTH,
+                                 LENGTH, 16, WIDTH)
+    own = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
+                         + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
+    if CAPPED:
+        own = soft_capped(own, cap) * LOG2_E
+    return own
+
+
+@triton.jit
+def _denominators(stats, mine, own, sink_logits, head, count, splits, everyone,
+                  HEADS: tl.constexpr, TALL: tl.constexpr, SPLITS: tl.constexpr):
+    """The whole softmax's maximum and sum, [TALL] each: of splits, new token and sink."""
+    g = tl.arange(0, TALL)
+    part = tl.arange(0, SPLITS)
+    there = (g < HEADS)[:, None] & (part < count)[None, :]
+    place = stats + mine[:, None] * splits + part[None, :]
+    mosts = tl.load(place, mask=there, other=LOWEST)
+    totals = tl.load(place + everyone, mask=there, other=0.0)
+    most = tl.maximum(tl.max(mosts, axis=1), own)
+    sink = own
+    if sink_logits is not None:
+        sink = tl.load(sink_logits + head * HEADS + g, mask=g < HEADS, other=0.0) * LOG2_E
+        most = tl.maximum(most, sink)
+    total = tl.sum(tl.exp2(mosts - most[:, None]) * totals, axis=1) + tl.exp2(own - most)
+    if sink_logits is not None:
+        total += tl.exp2(sink - most)
+    return most, total
+
+
+@triton.jit
+def _combine(parts, stats, v, out, mine, live, own, most, total, count, splits,
+             LENGTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Put the splits and the new token together: the output of each head."""
+    lane = tl.arange(0, triton.next_power_of_2(LENGTH))
+    value = tl.load(v + lane, mask=lane < LENGTH, other=0).to(tl.float32)
+    result = tl.exp2(own - most)[:, None] * value[None, :]
+    for start in range(0, count, CHUNK):
+        some = start + tl.arange(0, CHUNK)
+        mask = live[:, None] & (some < count)[None, :]
+        index = mine[:, None] * splits + some[None, :]
+        weight = tl.exp2(tl.load(stats + index, mask=mask, other=LOWEST) - most[:, None])
+        chunk = tl.load(parts + index[:, :, None] * LENGTH + lane[None, None, :],
+                        mask=mask[:, :, None] & (lane < LENGTH)[None, None, :], other=0.0)
+        result += tl.sum(chunk * weight[:, :, None], axis=1)
+    tl.store(out + mine[:, None] * LENGTH + lane[None, :],
+             (result / total[:, None]).to(out.dtype.element_ty),
+             mask=live[:, None] & (lane < LENGTH)[None, :])
+
+
+@triton.jit
+def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, recent, n, decay,
+           sinks, window, MEAN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr):
+    """Add what each slot from `first` to `last` received to its attention score; the lowest score
+    that may go, the token's position and its slot.
+
+    Each lane remembers the best victim of its own slots: one comparison among threads at the end.
+    """
+    lane = tl.arange(0, BLOCK)
+    best = tl.full((BLOCK,), float("inf"), tl.float32)
+    oldest = tl.full((BLOCK,), EMPTY, tl.int32)
+    victim = tl.zeros((BLOCK,), tl.int32)
+    for start in range(first, last, BLOCK):
+        slot = start + lane
+        live = slot < last
+        logit = tl.load(logits + mine[:, None] * n + slot[None, :],
+                        mask=heads[:, None] & live[None, :], other=float("-inf"))
+        received = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
+        score = tl.load(scores + slot, mask=live, other=0.0) * decay + received
+        tl.store(scores + slot, score, mask=live)
+        position = tl.load(positions + slot, mask=live, other=EMPTY)
+        may = live & (position >= sinks) & (position < tokens - recent)
+        if MEAN:
+            score = tl.div_rn(score, tl.maximum(tokens - position, 1).to(tl.float32))
+        if WINDOWED:  # what the next token does not see goes first
+            score = tl.where(position > tokens - window, score, float("-inf"))
+        may = may & ((score < best) | ((score == best) & (position < oldest)))
+        best = tl.where(may, score, best)
+        oldest = tl.where(may, position, oldest)
+        victim = tl.where(may, slot, victim)
+    return _lowest(best, oldest, victim)
+
+
+@triton.jit
+def _lowest(scores, positions, slots):
+    """The lowest of some scores, among equal ones of the oldest token: its score, position and
+    slot."""
+    score = tl.min(scores, axis=0)
+    position = tl.min(tl.where(scores == score, positions, EMPTY), axis=0)
+    mine = (scores == score) & (positions == position)
+    return score, position, tl.min(tl.where(mine, slots, EMPTY), axis=0)
+
+
+@triton.jit
+def _score_part(q, q_row, q_head, k, k_row, k_head, metadata, scores, positions, b_row, b_head,
+                cos, sin, logits, stats, lowest, victims, kv_heads, n, split, splits, part, scale,
+                cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr, CAPPED: tl.constexpr,
+                WINDOWED: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr,
+                WIDTH: tl.constexpr, ROTARY: tl.constexpr, MEAN: tl.constexpr,
+                SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """`_score` of one `part` of the slots of one sequence's KV head: the lowest score of each part,
+    [.., head, part], and victims [2, .., head, part], of int32: its token's position and slot."""
+    sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    sequences = tl.num_programs(0) // kv_heads
+    cached = tl.load(metadata + sequence)
+    first = tl.program_id(1) * part
+    if first >= cached:
+        return
+    g = tl.arange(0, TALL)
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g
+    own = _new_logits(q, q_row, q_head, k + sequence * k_row + head * k_head, cos, sin, sequence,
+                      head, cached, scale, cap, HEADS, CAPPED, TALL, LENGTH, WIDTH, ROTARY)
+    most, total = _denominators(stats, mine, own, sink_logits, head, tl.cdiv(cached, split), splits,
+                                tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
+                                SPLITS)
+    state = sequence * b_row + head * b_head
+    score, position, slot = _score(
+        logits, scores + state, positions + state, mine, g < HEADS, most + tl.log2(total), first,
+        tl.minimum(first + part, cached), tl.load(metadata + sequences + sequence),
+        tl.load(metadata + 2 * sequences + sequence), n, decay, sinks, window, MEAN, WINDOWED,
+        BLOCK)
+    place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    tl.store(lowest + place, score)
+    tl.store(victims + place, position)
+    tl.store(victims + everyone + place, slot)
+
+
+@triton.jit
+def _lowest_part(lowest, victims, count, score_parts, PARTS: tl.constexpr):
+    """The slot to evict from one KV head's `count` parts, as `_score_part` has left them."""
+    part = tl.arange(0, PARTS)
+    live = part < count
+    place = tl.program_id(0).to(tl.int64) * score_parts + part
+    everyone = tl.num_programs(0).to(tl.int64) * score_parts
+    _, _, slot = _lowest(tl.load(lowest + place, mask=live, other=float("inf")),
+                         tl.load(victims + place, mask=live, other=EMPTY),
+                         tl.load(victims + everyone + place, mask=live, other=0))
+    return slot
+
+
+@triton.jit
+def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
+    """Write the new token into the eviction state of one head, in `place`; see
+    `reference._note`."""
+    # Other threads have just stored this attention score, and read this position.
+    tl.debug_barrier()
+    tl.store(scores + place, own)
+    tl.store(positions + place, tokens - 1)
+    if ranks is not None:
+        gone = tl.load(ranks + place)
+        tl.debug_barrier()  # every thread has read it: now it may change
+        lane = tl.arange(0, BLOCK)
+        for start in range(0, cached * full, BLOCK):
+            slot = start + lane
+            rank = tl.load(ranks + slot, mask=slot < cached, other=-1)
+            tl.store(ranks + slot, rank - 1, mask=(slot < cached) & (rank > gone))
+        tl.debug_barrier()
+        tl.store(ranks + place, cached - full)
+
+
+@triton.jit
+def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
+            s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
+            parts, stats, lowest, victims, taken, given, kv_heads, n, split, splits, part,
+            score_parts, scale, cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr,
+            CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TALL: tl.constexpr,
+            LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+            VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr,
+            ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr, SPLITS: tl.constexpr,
+            PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Output, eviction state and slot of one sequence's KV head: all that changes in place changes
+    here, or its scores in `_score_part` before (then there are `lowest` ones and their victims).
+    Without an eviction state the new token takes the slot that it is `given`, or the next."""
+    sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    sequences = tl.num_programs(0) // kv_heads
+    cached = tl.load(metadata + sequence)
+    g = tl.arange(0, TALL)
+    one = tl.arange(0, 1)
+    k += sequence * k_row + head * k_head
+    v += sequence * v_row + head * v_head
+    own = _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, cap, HEADS,
+                      CAPPED, TALL, LENGTH, WIDTH, ROTARY)
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g
+    count = tl.cdiv(cached, split)
+    most, total = _denominators(stats, mine, own, sink_logits, head, count, splits,
+                                tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
+                                SPLITS)
+    _combine(parts, stats, v, out, mine, g < HEADS, own, most, total, count, splits, LENGTH, CHUNK)
+    place = cached
+    if given is not None:
+        place = tl.load(given + sequence)
+    if scores is not None:
+        tokens = tl.load(metadata + sequences + sequence)
+        recent = tl.load(metadata + 2 * sequences + sequence)
+        full = tl.load(metadata + 3 * sequences + sequence)
+        state = sequence * b_row + head * b_head
+        lse = most + tl.log2(total)
+        if lowest is not None:
+            victim = _lowest_part(lowest, victims, tl.cdiv(cached, part), score_parts, PARTS)
+        else:
+            _, _, victim = _score(logits, scores + state, positions + state, mine, g < HEADS, lse,
+                                  0, cached, tokens, recent, n, decay, sinks, window, MEAN,
+                                  WINDOWED, BLOCK)
+        place = tl.where(full == 1, victim, cached)
+        received = tl.sum(tl.where(g < HEADS, tl.exp2(own - lse), 0.0), axis=0)
+        _note(scores + state, positions + state, None if ranks is None else ranks + state, place,
+              received, cached, tokens, full, BLOCK)
+    tl.store(taken + tl.program_id(0), place.to(tl.int64))
+    slots += (sequence * s_row + head * s_head + place.to(tl.int64) * s_slot) * UNIT
+    values = slots + s_kind * UNIT
+    if BITS == 16:
+        lane = tl.arange(0, triton.next_power_of_2(LENGTH))
+        tl.store(slots + lane, tl.load(k + lane, mask=lane < LENGTH), mask=lane < LENGTH)
+        tl.store(values + lane, tl.load(v + lane, mask=lane < LENGTH), mask=lane < LENGTH)
+    else:
+        store_records(k + one, slots + one, one == 0, LENGTH, GROUP, BITS)
+        store_records(v + one, values + one, one == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
+
+
+def _score_slots(n: int, programs: int, device: torch.device) -> int:
+    """Slots whose scores a program of their own adds up; n if the last launch does it.
+
+    It does where its programs keep the device busy, or have few slots. An H100 takes 0.22 ms with
+    parts and 0.29 without for a step of 32 heads with 32,768 slots each, 0.087 and 0.112 for 8 KV
+    heads of 4 query heads; with 8,192 slots the launch takes what the parts save.
+    """
+    least, wanted = (16, 8) if interpreted() else (1024, 4 * multiprocessors(device))
+    if programs >= wanted // 4 or n < 16 * least:
+        return n
+    return max(least, power_of_2(ceil_div(n * programs, wanted)))
+
+
+def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
+           metadata: Tensor, layout: CacheLayout | None, form: FormArguments,
+           eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and taken slots of `reference.decode_attention`, from what was read.
+
+    `places` and the layout of the eviction state are as in `triton_decode.attend_slots`.
+    """
+    scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction[:9]
+    (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], read.n
+    out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
+    pairs, group = sequences * kv_heads, heads // kv_heads
+    splits = max(1, ceil_div(n, read.split))
+    tall, wide = power_of_2(group), power_of_2(length)
+    stride = (0, 0) if scores is None else scores.stride()[:2]
+    unit, strides = slots_in_units(slots, layout)
+    part = max(1, n if scores is None else _score_slots(n, pairs, q.device))
+    score_parts, lowest, victims = max(1, ceil_div(n, part)), None, None
+    softmax = {"HEADS": group, "TALL": tall, "LENGTH": length, "MEAN": mean,
+               "WIDTH": power_of_2(length // 2), "CAPPED": form.softcap > 0,
+               "WINDOWED": window > 0, "ROTARY": 0 if ranks is None else 2 * cos.shape[-1],
+               "SPLITS": power_of_2(splits)}
+    # As few warps as will do, and few logits a thread: 2048 programs of 1024 slots each take 0.011
+    # ms on an H200 with 1 warp and 256 slots at a time; with all at once 0.015 ms with 2 warps, and
+    # 0.058 and 0.102 ms with 4 and 8. Long caches of few heads, whose programs are few, have up to
+    # 16; groups have more than single heads, since some spill otherwise.
+    most = power_of_2(n)
+    warps = max(1, min(16, tall * most // (1024 if group == 1 else 512)))
+    block = max(16, min(most, max(256, tall * most // 4) // tall, FINISH_ELEMENTS // tall))
+    chunk = max(1, min(power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
+    if score_parts > 1:
+        lowest = q.new_empty(pairs * score_parts, dtype=torch.float32)
+        victims = q.new_empty(2 * pairs * score_parts, dtype=torch.int32)
+        _score_part[(pairs, score_parts)](
+            q, *q.stride()[:2], k, *k.stride()[:2], metadata, scores, positions, *stride, cos, sin,
+            read.logits, read.stats, lowest, victims, kv_heads, n, read.split, splits, part,
+            read.scale, form.softcap, window, form.sink_logits, decay, sinks, **softmax,
+            BLOCK=max(16, min(part, SCORE_LOGITS // tall)), num_warps=4)
+    _finish[(pairs,)](
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots, *strides, metadata,
+        scores, positions, ranks, *stride, cos, sin, read.logits, read.parts, read.stats, lowest,
+        victims, taken, places, kv_heads, n, read.split, splits, part, score_parts, read.scale,
+        form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit,
+        **record_shape(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block,
+        num_warps=warps)
+    return out, taken

@@ -1,0 +1,160 @@
+"""A fast set of recalled tokens in a GPU's memory: who gets its slots, and what is copied to them.
+
+The rest of the tokens lies in page-locked host memory, which the copy reads where it is. What is
+missing is known on the device alone, and nothing waits for the host to hear of it. Of tokens that
+are not chosen now those of the least weights give up their slots; how light these are is found by
+bisection, as of prompts (`triton_select`), without a sort.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels.triton.common import ceil_div, interpreted, power_of_2
+
+
+@triton.jit
+def _note_missing(chosen, slot_of, marks, missing, most, CHUNK: tl.constexpr):
+    """Mark the slots of chosen tokens, and list those that have none, in their order; how many."""
+    count = 0
+    for start in range(0, most, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        token = tl.load(chosen + number, mask=number < most, other=-1)
+        slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
+        tl.store(marks + slot, 1, mask=slot >= 0)
+        away = (token >= 0) & (slot < 0)
+        tl.store(missing + count + tl.cumsum(away.to(tl.int32), axis=0) - 1, token, mask=away)
+        count += tl.sum(away.to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
+def _at_most(keys, bound, slots, CHUNK: tl.constexpr):
+    """Number of keys that are at most `bound`."""
+    found = tl.zeros((CHUNK,), tl.int32)
+    for start in range(0, slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        key = tl.load(keys + slot, mask=slot < slots, other=2**31 - 1)
+        found += ((key <= bound) & (slot < slots)).to(tl.int32)
+    return tl.sum(found, axis=0)
+
+
+@triton.jit
+def _lowest(keys, slots, count, CHUNK: tl.constexpr):
+    """The least bound that `count` keys do not exceed, and how many are below it. Keys are not
+    negative; bisection, as of `triton_select`."""
+    low, high = tl.full((), -1, tl.int64), tl.full((), 2**31 - 1, tl.int64)
+    while high - low > 1:  # fewer than `count` are at most `low`, and `count` at most `high`
+        middle = (low + high) >> 1
+        enough = _at_most(keys, middle.to(tl.int32), slots, CHUNK) >= count
+        low, high = tl.where(enough, low, middle), tl.where(enough, middle, high)
+    return high.to(tl.int32), _at_most(keys, low.to(tl.int32), slots, CHUNK)
+
+
+@triton.jit
+def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places, counts, tokens,
+           slots, most, CHUNK: tl.constexpr):
+    """Slots of what one KV head has chosen; what is missing gets those of the least weights."""
+    pair = tl.program_id(0).to(tl.int64)
+    chosen += pair * most
+    taken += pair * most
+    missing += pair * most
+    places += pair * most
+    slot_of += pair * tokens
+    log_weights += pair * tokens
+    token_of += pair * slots
+    keys += pair * slots
+    for start in range(0, slots, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
+        tl.store(keys + slot, 0, mask=slot < slots)
+    tl.debug_barrier()
+    count = _note_missing(chosen, slot_of, keys, missing, most, CHUNK)
+    tl.store(counts + pair, count)
+    tl.debug_barrier()
+    if count > 0:
+        for start in range(0, slots, CHUNK):
+            slot = start + tl.arange(0, CHUNK)
+            live = slot < slots
+            token = tl.load(token_of + slot, mask=live, other=-1)
+            key = tl.load(log_weights + token, mask=token >= 0, other=0)
+            marked = tl.load(keys + slot, mask=live, other=1)
+            tl.store(keys + slot, tl.where(marked != 0, 2**31 - 1, key), mask=live)
+        tl.debug_barrier()
+        bound, below = _lowest(keys, slots, count, CHUNK)
+        given, seen = 0, 0
+        for start in range(0, slots, CHUNK):
+            slot = start + tl.arange(0, CHUNK)
+            key = tl.load(keys + slot, mask=slot < slots, other=2**31 - 1)
+            equal = (key == bound) & (slot < slots)
+            before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+            gives = (key < bound) | (equal & (before <= count - below))
+            number = given + tl.cumsum(gives.to(tl.int32), axis=0) - 1
+            new = tl.load(missing + number, mask=gives, other=0)
+            old = tl.load(token_of + slot, mask=gives, other=-1)
+            tl.store(slot_of + old, -1, mask=gives & (old >= 0))
+            tl.store(slot_of + new, slot, mask=gives)
+            tl.store(token_of + slot, new, mask=gives)
+            tl.store(places + number, slot, mask=gives)
+            seen += tl.sum(equal.to(tl.int32), axis=0)
+            given += tl.sum(gives.to(tl.int32), axis=0)
+        tl.debug_barrier()
+    for start in range(0, most, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        token = tl.load(chosen + number, mask=number < most, other=-1)
+        slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
+        tl.store(taken + number, slot, mask=number < most)
+
+
+@triton.jit
+def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins, places, counts,
+          kv_heads, most, KINDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Copy ROWS of one KV head's keys and values to their places; strides in elements. With one
+    kind a row holds both."""
+    pair = tl.program_id(0).to(tl.int64)
+    sequence, head = pair // kv_heads, pair % kv_heads
+    number = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    live = number < tl.load(counts + pair)
+    origin = tl.load(origins + pair * most + number, mask=live, other=0).to(tl.int64) * WIDTH
+    place = tl.load(places + pair * most + number, mask=live, other=0).to(tl.int64) * WIDTH
+    lane = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
+    mask = live[:, None] & (lane < WIDTH)
+    source += sequence * s_row + head * s_head
+    target += sequence * t_row + head * t_head
+    keys = tl.load(source + origin[:, None] + lane, mask=mask)
+    if KINDS == 2:
+        values = tl.load(source + s_kind + origin[:, None] + lane, mask=mask)
+        tl.store(target + t_kind + place[:, None] + lane, values, mask=mask)
+    tl.store(target + place[:, None] + lane, keys, mask=mask)
+
+
+def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
+                ) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference_recall.claim_slots`; it never waits for the device."""
+    most, slots = chosen.shape[2], token_of.shape[1]
+    chosen = chosen.contiguous()
+    taken, missing = torch.empty_like(chosen), chosen.new_empty((2, *chosen.shape))
+    counts, keys = chosen.new_empty(chosen.shape[:2]), torch.empty_like(token_of)
+    chunk = 32 if interpreted() else 2048
+    if chosen.numel():
+        _claim[(len(token_of),)](
+            chosen, slot_of, token_of, log_weights, keys, taken, *missing, counts,
+            slot_of.shape[1], slots, most, CHUNK=chunk, num_warps=8)
+    return taken, missing, counts
+
+
+def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
+    """See `reference_recall.copy_tokens`; either side may be in page-locked host memory."""
+    nbytes = source.shape[-1] * source.element_size()
+    dtype = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
+                 if nbytes % dtype.itemsize == 0)
+    source, target = source.view(dtype), target.view(dtype)
+    most, width = moves.shape[3], source.shape[4]
+    rows = max(1, (32 if interpreted() else 2048) // power_of_2(width))
+    rows = min(rows, power_of_2(most))
+    if moves.numel():
+        _copy[(counts.numel(), ceil_div(most, rows))](
+            source, *source.stride()[:3], target, *target.stride()[:3], *moves, counts,
+            counts.shape[1], most, KINDS=len(source), WIDTH=width, ROWS=rows)

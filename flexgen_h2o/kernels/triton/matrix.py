@@ -1,0 +1,306 @@
+"""Products with quantized matrices on a GPU, and their rows; see `MatrixLayout` for the bytes.
+
+Few rows: each byte of the matrix is read once, and weights exist in registers alone. The inputs
+are split among programs, so that a small matrix fills the device too; parts are summed in a fixed
+order by a second launch. Matrix units multiply them where Triton has any (`triton_matrix_units`),
+else fused multiply-adds, a few rows only. Scales and zero points come after the sums over codes,
+which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``,
+in float32.
+
+Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
+how many is `dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for both
+(`triton_floats`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
+from flexgen_h2o.kernels import dispatch
+from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.matrix import layout_of
+from flexgen_h2o.kernels.triton import floats as triton_floats
+from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
+from flexgen_h2o.kernels.triton.common import (
+    ceil_div,
+    configs,
+    interpreted,
+    multiprocessors,
+    power_of_2,
+    unit_stride,
+)
+
+LANES = tl.constexpr(MATRIX_TILE)
+
+_MOST_VECTORS = 8  # rows of a product by vectors: as `dispatch.GPU_TABLE` without matrix units
+
+MAGIC = 0x4B000000
+"""The float32 2 ** 23: its lowest bits count ones."""
+
+
+@triton.jit
+def _place(word, WORDS: tl.constexpr):
+    """Offsets of the codes of words of a tile, counted over all its groups; in units of 4 bytes."""
+    return word // WORDS * (LANES + LANES * WORDS) + LANES + word % WORDS * LANES
+
+
+@triton.jit
+def _words(codes, word, mask, WORDS: tl.constexpr, BITS: tl.constexpr):
+    """Load words of codes. With 6 bits, `word` counts those of 8 bits, which are made of them."""
+    if BITS == 6:
+        unit, part = word // 4 * 3, word % 4
+        first = tl.load(codes + _place(unit, WORDS)[:, None], mask=mask, other=0)
+        second = tl.load(codes + _place(unit + 1, WORDS)[:, None], mask=mask, other=0)
+        third = tl.load(codes + _place(unit + 2, WORDS)[:, None], mask=mask, other=0)
+        own = tl.where((part == 0)[:, None], first, tl.where((part == 1)[:, None], second, third))
+        last = (first >> 6) & 0x03030303 | (second >> 4) & 0x0C0C0C0C | (third >> 2) & 0x30303030
+        return tl.where((part < 3)[:, None], own & 0x3F3F3F3F, last)
+    else:
+        return tl.load(codes + _place(word, WORDS)[:, None], mask=mask, other=0)
+
+
+@triton.jit
+def _header(group, WORDS: tl.constexpr):
+    """Return the offsets of groups' scales, in units of 2 bytes; zero points follow them."""
+    return group * (2 * LANES + 2 * LANES * WORDS)
+
+
+@triton.jit
+def _exact(words, mask, magic):
+    """float32 of the masked bits, integers below 2 ** 23; faster than a conversion.
+
+    `magic` is `MAGIC`, but as an argument of the kernel: the GPU masks and ORs in one instruction
+    if only one of the two is a literal, and the compiler does not see to it.
+    """
+    return ((words & mask) | magic).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
+def _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j: tl.constexpr,
+          BITS: tl.constexpr):
+    """Add the products of the j-th code of each word to dots, and its inputs to sums.
+
+    The code stays where it lies in its half of the word, and the input is divided in its place.
+    """
+    FROM: tl.constexpr = BITS * (j // 2)
+    code = _exact(words >> (16 * (j % 2)), (2**BITS - 1) << FROM, magic)
+    k = word * (32 // BITS) + j
+    new_dots, new_sums = (), ()
+    for row in tl.static_range(len(dots)):
+        value = tl.load(x + row * x_row + k, mask=live & (k < inputs * (row < rows)), other=0)
+        value = value.to(tl.float32)
+        new_dots += (dots[row] + (value * 0.5**FROM)[:, None] * code,)
+        new_sums += (sums[row] + value,)
+    return new_dots, new_sums
+
+
+def _fitting(tuned, named_args, **constants):
+    """The configs whose sums of all rows fit into registers, and products beside them."""
+    return [one for one in tuned
+            if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 2048 * one.num_warps]
+
+
+@triton.autotune(
+    configs({"BLOCK": 8}, ({"BLOCK": 32}, 2, 1), ({"BLOCK": 32}, 4, 1), ({"BLOCK": 64}, 2, 1),
+            ({"BLOCK": 64}, 4, 1), ({"BLOCK": 128}, 4, 1)),
+    key=["WORDS", "BITS", "ROWS"], prune_configs_by={"early_config_prune": _fitting},
+    cache_results=True)
+@triton.jit
+def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
+            WORDS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """parts [splits, rows, outputs] of a product; one program a tile and a split of its words.
+
+    A thread adds up what it reads, and threads exchange nothing before the end, so that loads
+    stay in flight.
+    """
+    tile = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
+    first = tl.program_id(1) * split
+    last = tl.minimum(first + split, groups * FULL)
+    lane = tl.arange(0, LANES)
+    codes = data.to(tl.pointer_type(tl.int32)) + tile * groups * (LANES + LANES * WORDS)
+    halves = codes.to(tl.pointer_type(tl.float16))
+    totals = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
+    for start in range(first, last, BLOCK):
+        word = start + tl.arange(0, BLOCK)
+        live = word < last
+        words = _words(codes + lane[None, :], word, live[:, None], WORDS, BITS)
+        header = halves + _header(word // FULL, WORDS)[:, None] + lane[None, :]
+        scale = tl.load(header, mask=live[:, None], other=0).to(tl.float32)
+        zero = tl.load(header + LANES, mask=live[:, None], other=0).to(tl.float32)
+        dots = (tl.zeros((BLOCK, LANES), tl.float32),) * ROWS
+        sums = (tl.zeros((BLOCK,), tl.float32),) * ROWS
+        for j in tl.static_range(32 // WIDTH):
+            dots, sums = _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j,
+                               WIDTH)
+        new = ()
+        for row in tl.static_range(ROWS):
+            new += (totals[row] + dots[row] * scale + sums[row][:, None] * zero,)
+        totals = new
+    n = tile * LANES + lane
+    parts += tl.program_id(1).to(tl.int64) * rows * outputs
+    for row in tl.static_range(ROWS):
+        tl.store(parts + n, tl.sum(totals[row], axis=0), mask=n < outputs * (row < rows))
+        parts += outputs
+
+
+@triton.jit
+def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
+               BLOCK: tl.constexpr):
+    """Sum parts, bias and, if wanted, out itself; one program BLOCK outputs of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = n < outputs
+    out += row * out_row + n
+    parts += row * outputs + n
+    total = tl.zeros((BLOCK,), tl.float32)
+    for _ in range(0, splits):
+        total += tl.load(parts, mask=live, other=0.0)
+        parts += tl.num_programs(0).to(tl.int64) * outputs
+    if bias is not None:
+        total += tl.load(bias + n, mask=live, other=0).to(tl.float32)
+    if ADD:
+        total += tl.load(out, mask=live, other=0).to(tl.float32)
+    tl.store(out, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WORDS: tl.constexpr,
+            BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Outputs to rows of out; one program a tile of rows and BLOCK words of each.
+
+    Outputs are `chosen`, or else those from `first` on, a multiple of the tile.
+    """
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
+    PER: tl.constexpr = 32 // WIDTH
+    lane = tl.arange(0, LANES)
+    row = tl.program_id(0).to(tl.int64) * LANES + lane
+    there = row < count
+    place = lane
+    if chosen is None:
+        base = (first // LANES + tl.program_id(0)).to(tl.int64) + lane * 0
+    else:
+        output = tl.load(chosen + row, mask=there, other=0)
+        base, place = output // LANES, output % LANES
+    base *= groups * (LANES + LANES * WORDS)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = (word < groups * FULL)[:, None] & there[None, :]
+    words = _words(data.to(tl.pointer_type(tl.int32)) + (base + place)[None, :], word, mask,
+                   WORDS, BITS)
+    header = (data.to(tl.pointer_type(tl.float16)) + (2 * base + place)[None, :]
+              + _header(word // FULL, WORDS)[:, None])
+    scale = tl.load(header, mask=mask, other=0).to(tl.float32)
+    zero = tl.load(header + LANES, mask=mask, other=0).to(tl.float32)
+    j = tl.arange(0, PER)
+    shift = WIDTH * (j // 2) + 16 * (j % 2)
+    code = _exact(words[:, None, :] >> shift[None, :, None], 2**WIDTH - 1, magic)
+    weight = zero[:, None, :] + scale[:, None, :] * code  # an exact product, one rounding
+    k = word[:, None] * PER + j[None, :]
+    tl.store(out + (row * out_row)[None, None, :] + k[:, :, None],
+             weight.to(out.dtype.element_ty),
+             mask=(k < inputs)[:, :, None] & there[None, None, :])
+
+
+def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
+                dtype: torch.dtype) -> Tensor:
+    """See `reference_matrix.unpack_rows`; the same bits in float32."""
+    out = data.new_empty((len(rows), inputs), dtype=dtype)
+    _unpack_to(out, data, layout_of(outputs, inputs, bits, group), chosen=rows.contiguous())
+    return out
+
+
+def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
+               chosen: Tensor | None = None) -> None:
+    if len(out) and not layout.has_zeros:
+        triton_floats.unpack(out, data, layout, first=first, chosen=chosen)
+    elif len(out):
+        block = 8 if interpreted() else 64
+        grid = ceil_div(len(out), MATRIX_TILE), ceil_div(_words_of(layout), block)
+        _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
+                      layout.groups, MAGIC, layout.words, layout.bits, block)
+
+
+def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
+                     bias: Tensor | None, out: Tensor, add: bool) -> None:
+    """See `reference_matrix.linear_quantized`; the same result for the same arguments.
+
+    Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
+    take (6 bits of more than 8 rows), weights are rounded to x's dtype first, and a result with
+    both summands twice.
+    """
+    layout = layout_of(outputs, inputs, bits, group)
+    if not len(x):
+        return
+    x = unit_stride(x)
+    target = None if add else out
+    operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
+    chosen = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
+    if chosen == "vectors" or layout.bits == 6 and len(x) <= _MOST_VECTORS:
+        parts = _parts(x, data, layout)
+    elif chosen == "matrix units" and triton_matrix_units.takes(layout):
+        parts = triton_matrix_units.product(x, data, layout, bias, target)
+    else:
+        _multiply_unpacked(x, data, layout, bias, out, add=add)
+        return
+    if parts is not None:
+        block = 64 if interpreted() else 512
+        _add_parts[(len(x), ceil_div(outputs, block))](
+            parts, bias, out, out.stride(0), outputs, len(parts), add, block)
+
+
+def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
+    """float32 [splits, rows, outputs] that add up to the product of few rows."""
+    rows, outputs = len(x), layout.outputs
+    total = _words_of(layout) if layout.has_zeros else triton_floats.units_of(layout)
+    split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
+    parts = x.new_empty((ceil_div(total, split), rows, outputs), dtype=torch.float32)
+    if not layout.has_zeros:
+        triton_floats.multiply(x, data, layout, parts, split)
+        return parts
+    _skinny[(layout.tiles, len(parts))](
+        x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
+        WORDS=layout.words, BITS=layout.bits, ROWS=power_of_2(rows))
+    return parts
+
+
+def _words_of(layout: MatrixLayout) -> int:
+    """Return the words of codes of one output, as `_words` counts them."""
+    return layout.groups * layout.words * (8 if layout.bits == 6 else layout.bits) // layout.bits
+
+
+def _split(units: int, programs: int, wanted: int) -> int:
+    """Words, or units of several, of one split: so many splits that there are about as many
+    programs as wanted."""
+    least = 16 if interpreted() else 64
+    splits = max(1, wanted // programs)
+    return ceil_div(ceil_div(units, splits), least) * least
+
+
+def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
+                       out: Tensor, *, add: bool) -> None:
+    """A product of many rows, through a buffer of `UNPACKED_BYTES` (but of one tile)."""
+    stride = ceil_div(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
+    most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
+    slices = ceil_div(layout.tiles, most)
+    some = min(ceil_div(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
+    buffer = x.new_empty((some, stride))
+    for first in range(0, layout.outputs, some):
+        part = out[:, first : first + some]
+        weight = buffer[: part.shape[1], : layout.inputs]
+        _unpack_to(weight, data, layout, first=first)
+        some_bias = None if bias is None else bias[first : first + some]
+        if add:
+            part.addmm_(x, weight.T)
+            if bias is not None:
+                part += some_bias
+        elif bias is not None:
+            torch.addmm(some_bias, x, weight.T, out=part)
+        else:
+            torch.mm(x, weight.T, out=part)

@@ -1,0 +1,301 @@
+"""Causal attention of packed prompts on a GPU, with the attention score that each key receives.
+
+A flash forward saves the maximum of each row's softmax and 1 / its sum (apart: the logarithm of the
+sum would drown in a large maximum); a second pass goes by blocks of keys, recomputes the
+probabilities of all queries that see them and sums the columns in registers. That is half of the
+forward's work again, with no atomics (so the sums are the same every time), and no memory but two
+floats per row and head. All logits are to base 2 (`tl.exp2` is the device's own instruction).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.kernels import dispatch, torch_ops
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.triton.common import (
+    FEWEST,
+    ceil_div,
+    configs,
+    device_ints,
+    interpreted,
+    power_of_2,
+    soft_capped,
+    starts,
+    unit_stride,
+)
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Below every logit, and finite: the difference of two is never NaN."""
+
+LONG = 512
+"""Prompts from here on are tuned apart from shorter ones."""
+
+
+MOST_SUMS = {4: 4 * 32 * 80, 8: 8 * 32 * 96}
+"""Of a program of so many warps, in float32: 80 or 96 of the 255 registers of each thread. Blocks
+with more spill (benchmarks/results/gpu_static.csv holds the rest to none)."""
+MOST_SUMS_HOPPER = 8 * 32 * 160
+"""The same with 8 warps where matrix units read their operands from shared memory: sm_90."""
+
+
+def _fitting(tuned, named_args, **constants):
+    """The configs whose sums fit into registers: logits, and as many results as a head is wide.
+
+    Heads of more than 128 elements have blocks of their own: with what fits others an H200 takes
+    0.32 ms for 16 heads of 256 and 2,048 tokens, and 0.13 with 128 rows and 64 keys.
+    """
+    wide, gpu = constants["WIDTH"] > 128, gpu_of(named_args["q"].device)
+    hopper = wide and constants["DIM"] == constants["WIDTH"] and (
+        gpu is not None and gpu.architecture >= 90)
+    most = MOST_SUMS | ({8: MOST_SUMS_HOPPER} if hopper else {})
+    # Three blocks of keys and values of so many elements do not fit into shared memory.
+    return [one for one in tuned if (one.num_stages == 2 if wide else one not in _WIDE)
+            and one.kwargs["BLOCK_M"] * (one.kwargs["BLOCK_N"] + constants["WIDTH"])
+            <= most[one.num_warps]]
+
+
+def _fitting_columns(tuned, named_args, **constants):
+    """The configs that do not spill. Heads that fill their tiles have no masks in registers: of
+    these, small ones may have wider blocks or a deeper pipeline."""
+    most = 2 * 32 if constants["WIDTH"] > 128 else {64: 2 * 128, 128: 3 * 64}.get(
+        constants["DIM"], 2 * 64)
+    return [one for one in tuned if one.num_stages * one.kwargs["BLOCK_N"] <= most]
+
+
+_TUNED = configs(
+    {"BLOCK_M": 16, "BLOCK_N": 16},
+    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 32}, 8, 2),
+    ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3), ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 3),
+    ({"BLOCK_M": 128, "BLOCK_N": 128}, 8, 2))
+_WIDE = [] if interpreted() else configs(
+    {}, ({"BLOCK_M": 64, "BLOCK_N": 64}, 8, 2), ({"BLOCK_M": 128, "BLOCK_N": 64}, 8, 2))
+_COLUMNS = configs(
+    {"BLOCK_M": 16, "BLOCK_N": 16},
+    ({"BLOCK_M": 64, "BLOCK_N": 32}, 4, 2), ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 2),
+    ({"BLOCK_M": 64, "BLOCK_N": 64}, 4, 3), ({"BLOCK_M": 64, "BLOCK_N": 128}, 4, 2))
+
+
+@triton.jit
+def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Rows [rows, WIDTH] of x; 0 past the row `last`, unless WHOLE says that there are none."""
+    lane = tl.arange(0, WIDTH)[None, :]
+    place = x + row.to(tl.int64)[:, None] * stride + lane
+    if WHOLE and DIM == WIDTH:
+        tile = tl.load(place)
+    elif DIM == WIDTH:
+        tile = tl.load(place, mask=(row < last)[:, None], other=0)
+    else:
+        tile = tl.load(place, mask=(row < last)[:, None] & (lane < DIM), other=0)
+    return tile
+
+
+@triton.jit
+def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
+            inner, cap, window, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+            CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Online softmax over the keys first to last; MASKED: some of them lie in a row's future, or
+    with WINDOWED before its window. CAPPED: logits are scaled by `inner`, and capped."""
+    for start in range(first, last, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        keys = _tile(k, key, k_stride, last, DIM, WIDTH, not MASKED)
+        logits = tl.dot(q, tl.trans(keys))
+        if CAPPED:
+            logits = soft_capped(logits * inner, cap)
+        if MASKED:
+            logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
+        if WINDOWED:
+            logits = tl.where(key[None, :] > position[:, None] - window, logits, float("-inf"))
+        # Scaled after the maximum: then scaling and subtraction are one instruction.
+        new = tl.maximum(most, tl.max(logits, axis=1) * scale)
+        shrink = tl.exp2(most - new)
+        p = tl.exp2(logits * scale - new[:, None])
+        total = total * shrink + tl.sum(p, axis=1)
+        values = _tile(v, key, v_stride, last, DIM, WIDTH, not MASKED)
+        result = tl.dot(p.to(values.dtype), values, result * shrink[:, None])
+        most = new
+    return most, total, result
+
+
+@triton.autotune([*_TUNED, *_WIDE], key=["DIM", "LONG"],
+                 prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
+@triton.jit
+def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, sequences, rows,
+             scale, inner, cap, window, sinks, GROUP: tl.constexpr, DIM: tl.constexpr,
+             WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+             LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head: their
+    maximum, and 1 / their sum.
+
+    Row r of n stands at position tokens - n + r. The last rows see the most keys: they go first.
+    """
+    sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    k_start, tokens = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if first_row >= n:
+        return
+    row = first_row + tl.arange(0, BLOCK_M)
+    position = tokens - n + row
+    k += k_start.to(tl.int64) * k_row + head // GROUP * k_head
+    v += k_start.to(tl.int64) * v_row + head // GROUP * v_head
+    tile = _tile(q + q_start.to(tl.int64) * q_row + head * q_head, row, q_row, n, DIM, WIDTH,
+                 False)
+    most = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if sinks is not None:  # as if each were the first key, with a value of zeros
+        most = tl.maximum(most, tl.load(sinks + head) * 1.4426950408889634)
+        total += 1.0
+    result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    last = tl.minimum(tokens - n + first_row + BLOCK_M, tokens)
+    if WINDOWED:
+        seen = tl.maximum(tokens - n + first_row + 1 - window, 0) // BLOCK_N * BLOCK_N
+    else:
+        # Every row sees the keys up to `seen`; the blocks after it need a mask.
+        seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
+        most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
+                                      seen, scale, inner, cap, window, DIM, WIDTH, False, CAPPED,
+                                      False, BLOCK_N)
+    most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, seen,
+                                  last, scale, inner, cap, window, DIM, WIDTH, True, CAPPED,
+                                  WINDOWED, BLOCK_N)
+    row = q_start.to(tl.int64) + row
+    live = row < q_start + n
+    if stats is not None:
+        tl.store(stats + head * rows + row, most, mask=live)
+        tl.store(stats + (tl.num_programs(1) + head) * rows + row, 1.0 / total, mask=live)
+    lane = tl.arange(0, WIDTH)[None, :]
+    place = out + (row[:, None] * tl.num_programs(1) + head) * DIM + lane
+    tl.store(place, (result / total[:, None]).to(out.dtype.element_ty),
+             mask=live[:, None] & (lane < DIM))
+
+
+@triton.jit
+def _columns(keys, q, q_stride, most, inverse, weights, position, before, n, first, last, scale,
+             inner, cap, window, received, DIM: tl.constexpr, WIDTH: tl.constexpr,
+             MASKED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+             BLOCK_M: tl.constexpr):
+    """Add what the rows first to last give to the keys at `position`: [rows, keys].
+
+    Rows of queries are added into one tile, so that nothing is summed across threads before the
+    end. All that a block needs is loaded before its product, and without masks: the loads are then
+    under way together.
+    """
+    for start in range(first, last, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        held = tl.minimum(row, n - 1)  # past the last row its copy, with a factor of 0
+        tile = _tile(q, held, q_stride, n, DIM, WIDTH, True)
+        highest = tl.load(most + held)
+        # A row's sum and its weight are one factor.
+        factor = tl.load(inverse + held)
+        logits = tl.dot(tile, tl.trans(keys))
+        if weights is not None:
+            factor *= tl.load(weights + (n - 1 - held))
+        factor = tl.where(row < n, factor, 0.0)
+        if CAPPED:
+            logits = soft_capped(logits * inner, cap)
+        if MASKED:
+            logits = tl.where(position[None, :] <= (before + row)[:, None], logits, float("-inf"))
+        if WINDOWED:
+            logits = tl.where(position[None, :] > (before + row - window)[:, None], logits,
+                              float("-inf"))
+        received += tl.exp2(logits * scale - highest[:, None]) * factor[:, None]
+    return received
+
+
+@triton.autotune(_COLUMNS, key=["DIM", "LONG"], restore_value=["scores"],
+                 prune_configs_by={"early_config_prune": _fitting_columns}, cache_results=True)
+@triton.jit
+def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_row, weights,
+                 sequences,
+                 rows, scale, inner, cap, window, GROUP: tl.constexpr, DIM: tl.constexpr,
+                 WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+                 LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The attention score of BLOCK_N keys of one KV head, from all heads of its group.
+
+    The first keys are seen by the most rows, and go first.
+    """
+    sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
+    q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
+    k_start, tokens = tl.load(sequences + 4 * sequence + 2), tl.load(sequences + 4 * sequence + 3)
+    first_key = tl.program_id(0) * BLOCK_N
+    if first_key >= tokens:
+        return
+    position = first_key + tl.arange(0, BLOCK_N)
+    keys = _tile(k + k_start.to(tl.int64) * k_row + head * k_head, position, k_row, tokens, DIM,
+                 WIDTH, False)
+    before = tokens - n
+    # The first row that sees any of the keys, and the first that sees them all.
+    first = tl.maximum(first_key - before, 0)
+    every = tl.maximum(first_key + BLOCK_N - 1 - before, 0)
+    every = tl.minimum(first + tl.cdiv(every - first, BLOCK_M) * BLOCK_M, n)
+    if WINDOWED:  # up to the last row whose window has the last key
+        every = tl.minimum(tl.maximum(first_key + BLOCK_N - 1 + window - before, 0), n)
+    received = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for g in range(GROUP):
+        query = head * GROUP + g
+        mine = q + q_start.to(tl.int64) * q_row + query * q_head
+        most = stats + query * rows + q_start
+        inverse = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
+        received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n, first,
+                            every, scale, inner, cap, window, received, DIM, WIDTH, True, CAPPED,
+                            WINDOWED, BLOCK_M)
+        if not WINDOWED:
+            received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n,
+                                every, n, scale, inner, cap, window, received, DIM, WIDTH, False,
+                                CAPPED, False, BLOCK_M)
+    place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
+    old = tl.load(place, mask=position < tokens, other=0.0)
+    if weights is not None:
+        old *= tl.load(weights + n)
+    tl.store(place, old + tl.sum(received, axis=0), mask=position < tokens)
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
+    """decay ** 0 to decay ** count in float32; None for a decay of 1."""
+    if decay == 1:
+        return None
+    return (decay ** torch.arange(count + 1, dtype=torch.float64, device=device)).float()
+
+
+def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
+                      key_lengths: Sequence[int], scores: Tensor | None, decay: float,
+                      form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
+    """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
+    if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
+        return torch_ops.blockwise_prefill_attention(q, k, v, lengths, key_lengths, scores, decay,
+                                                     form)
+    out = q.new_empty(q.shape)
+    rows, heads, dim = q.shape
+    kv_heads, longest = k.shape[1], max(lengths, default=0)
+    if not out.numel():
+        return out
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    sequences = device_ints(
+        tuple(zip(starts(lengths), lengths, starts(key_lengths), key_lengths, strict=True)),
+        q.device)
+    stats = None if scores is None else q.new_empty((2, heads, rows), dtype=torch.float32)
+    inner = form.scale or dim**-0.5
+    scale = math.log2(math.e) * (1 if form.softcap else inner)
+    options = (scale, inner, form.softcap, form.window)
+    shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
+             "GROUP": heads // kv_heads, "DIM": dim,
+             "WIDTH": max(FEWEST, power_of_2(dim)), "LONG": longest >= LONG}
+    _forward[lambda size: (ceil_div(longest, size["BLOCK_M"]), heads, len(lengths))](
+        q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
+        *options, form.sink_logits, **shape)
+    if scores is not None:
+        _sum_columns[lambda size: (ceil_div(max(key_lengths), size["BLOCK_N"]), kv_heads,
+                                   len(lengths))](
+            q, *q.stride()[:2], k, *k.stride()[:2], stats, scores, *scores.stride(),
+            _powers(decay, longest, q.device), sequences, rows, *options, **shape)
+    return out

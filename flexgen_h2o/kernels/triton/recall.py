@@ -1,0 +1,382 @@
+"""Recall on a GPU: the index, the choice by it, and attention over what was chosen.
+
+A choice is four launches: queries in codes, logits of all tokens by the index, the weights that a
+group of query heads gives to each, and a selection by bisection as of prompts (`triton_select`),
+without a sort.
+Attention is that of `triton_decode` over the chosen slots alone. These may lie in page-locked host
+memory: then only what is chosen crosses to the device, as it is read.
+
+All logits are to base 2 (`tl.exp2` is the device's own instruction).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flexgen_h2o.config import limits
+from flexgen_h2o.config.formats import CacheLayout, GroupLayout
+from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.h2o.recall import QUERY_LEVELS
+from flexgen_h2o.kernels.arguments import FormArguments
+from flexgen_h2o.kernels.triton import decode as triton_decode
+from flexgen_h2o.kernels.triton.common import (
+    ceil_div,
+    device_ints,
+    in_units,
+    interpreted,
+    load_elements,
+    power_of_2,
+    soft_capped,
+    unit_stride,
+)
+from flexgen_h2o.kernels.triton.select import launch_shape, store_staying, threshold
+
+INDEX_TILE = tl.constexpr(limits.INDEX_TILE)
+MEAN_SHIFT = tl.constexpr(limits.MEAN_SHIFT)
+LEVELS = tl.constexpr(float(QUERY_LEVELS))
+LOG2_E = tl.constexpr(1.4426950408889634)
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2 ** 23: adding it to a small float32 leaves no bits for a fraction."""
+MOST_HEADS = 4
+"""Query heads of a program of `_logits`: the sums of more do not stay in registers."""
+
+
+@triton.jit
+def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.constexpr,
+           RECORD: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+           INDEX_BITS: tl.constexpr, ROWS: tl.constexpr):
+    """Index ROWS keys of one sequence's KV head; they are records of BITS in groups of RECORD."""
+    PER: tl.constexpr = 8 // INDEX_BITS
+    GROUPS: tl.constexpr = LENGTH // GROUP
+    MANY: tl.constexpr = triton.next_power_of_2(GROUPS)
+    WIDE: tl.constexpr = triton.next_power_of_2(GROUP // PER)
+    sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, token = tl.load(spans + 3 * sequence), tl.load(spans + 3 * sequence + 1)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = number < tl.load(spans + 3 * sequence + 2)
+    keys += (sequence.to(tl.int64) * k_row + head * k_head) * UNIT
+    rows = keys + (first + number).to(tl.int64) * k_slot * UNIT
+    group, byte = tl.arange(0, MANY), tl.arange(0, WIDE)
+    there = (group < GROUPS)[:, None] & (byte < GROUP // PER)[None, :]
+    element = group[:, None] * GROUP + byte[None, :] * PER
+    low = tl.full((ROWS, MANY), float("inf"), tl.float32)
+    high = tl.full((ROWS, MANY), float("-inf"), tl.float32)
+    values = ()
+    for j in tl.static_range(PER):
+        x = load_elements(rows, live, tl.reshape(element + j, (MANY * WIDE,)),
+                          tl.reshape(there, (MANY * WIDE,)), 0, LENGTH // RECORD - 1, LENGTH,
+                          RECORD, BITS)
+        x = tl.reshape(x.to(tl.float32), (ROWS, MANY, WIDE))
+        x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        low = tl.minimum(low, tl.min(tl.where(there[None], x, float("inf")), axis=2))
+        high = tl.maximum(high, tl.max(tl.where(there[None], x, float("-inf")), axis=2))
+        values += (x,)
+    zero = low.to(tl.float16)
+    levels = tl.full(low.shape, 2**INDEX_BITS - 1, tl.float32)
+    scale = tl.div_rn(high - zero.to(tl.float32), levels)
+    scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
+    # A constant group has codes 0.
+    steps = tl.maximum(scale.to(tl.float32), 5.9604644775390625e-08)[:, :, None]
+    steps = tl.broadcast_to(steps, (ROWS, MANY, WIDE))
+    packed = tl.zeros((ROWS, MANY, WIDE), tl.int32)
+    for j in tl.static_range(PER):
+        ratio = tl.div_rn(values[j] - zero.to(tl.float32)[:, :, None], steps)
+        ratio = tl.minimum(tl.maximum(ratio, 0.0), 2**INDEX_BITS - 1.0)
+        packed |= ((ratio + ROUND) - ROUND).to(tl.int32) << (INDEX_BITS * j)
+    CODES: tl.constexpr = LENGTH // PER
+    place = token + number
+    tile = index + sequence.to(tl.int64) * i_row + head * i_head
+    tile += (place // INDEX_TILE).to(tl.int64) * (INDEX_TILE * (CODES + 4 * GROUPS))
+    lane = place % INDEX_TILE
+    row = group[:, None] * (GROUP // PER) + byte[None, :]
+    tl.store((tile + lane)[:, None, None] + row[None] * INDEX_TILE, packed.to(tl.uint8),
+             mask=live[:, None, None] & there[None])
+    halves = (tile + CODES * INDEX_TILE).to(tl.pointer_type(tl.float16)) + lane
+    mask = live[:, None] & (group < GROUPS)[None, :]
+    tl.store(halves[:, None] + group[None, :] * INDEX_TILE, scale, mask=mask)
+    tl.store(halves[:, None] + (GROUPS + group)[None, :] * INDEX_TILE, zero, mask=mask)
+
+
+@triton.jit
+def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: tl.constexpr):
+    """Codes [head, element] of one head's query, and steps [2, head, group]: what a code stands
+    for, and the sum of the codes (`h2o.recall.rounded_queries`)."""
+    GROUPS: tl.constexpr = LENGTH // GROUP
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    mine = sequence * tl.num_programs(1) + head
+    group = tl.arange(0, triton.next_power_of_2(GROUPS))
+    lane = tl.arange(0, triton.next_power_of_2(GROUP))
+    element = group[:, None] * GROUP + lane[None, :]
+    there = (group < GROUPS)[:, None] & (lane < GROUP)[None, :]
+    x = tl.load(q + sequence * q_row + head * q_head + element, mask=there, other=0.0)
+    x = x.to(tl.float32)
+    largest = tl.max(tl.abs(x), axis=1)
+    step = tl.div_rn(largest, tl.full(largest.shape, LEVELS, tl.float32))
+    divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], x.shape)
+    code = (tl.div_rn(x, divisor) + ROUND) - ROUND
+    code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS).to(tl.int32)
+    tl.store(codes + mine * LENGTH + element, code, mask=there)
+    steps += mine * GROUPS + group
+    tl.store(steps, step, mask=group < GROUPS)
+    everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUPS
+    tl.store(steps + everyone, tl.sum(code, axis=1).to(tl.float32), mask=group < GROUPS)
+
+
+@triton.jit
+def _two_halves(word):
+    """Two float16 that lie in an integer, as float32: the one in the lower bits first."""
+    low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_heads, n, scale, cap,
+            HEADS: tl.constexpr, PART: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr,
+            GROUP: tl.constexpr, BITS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [pair, head, token] of BLOCK tokens by the index for PART heads of a pair's, and the
+    maximum and the sum of their softmax in stats [2, pair, head, block].
+
+    A word has a byte of four neighbouring tokens: masked, two codes that lie 16 bits apart, which
+    one multiplication by a code of the query meets. DEPTH such products add up within 16 bits to
+    either side of 0; what the lower sum borrows from the upper one is given back.
+    """
+    PER: tl.constexpr = 8 // BITS
+    GROUPS: tl.constexpr = LENGTH // GROUP
+    ROWS: tl.constexpr = GROUP // PER
+    TILE: tl.constexpr = INDEX_TILE * (LENGTH // PER + 4 * GROUPS) // 4
+    MASK: tl.constexpr = (2**BITS - 1) * 0x10001
+    pair, block = tl.program_id(0), tl.program_id(1)
+    first = tl.program_id(2) * PART
+    sequence, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    cached = tl.load(metadata + sequence)
+    if block * BLOCK >= cached:
+        return
+    mine = pair.to(tl.int64) * HEADS + first
+    codes += mine * LENGTH
+    steps += mine * GROUPS
+    sums = steps + tl.num_programs(0).to(tl.int64) * HEADS * GROUPS
+    token = block * BLOCK + 4 * tl.arange(0, BLOCK // 4)
+    live = token < cached
+    tile = (index + sequence * i_row + head * i_head).to(tl.pointer_type(tl.int32))
+    tile += (token // INDEX_TILE).to(tl.int64) * TILE + token % INDEX_TILE // 4
+    halves = tile - token % INDEX_TILE // 4 + token % INDEX_TILE // 2
+    halves += INDEX_TILE * (LENGTH // PER) // 4
+    totals = ()
+    for _ in tl.static_range(4 * PART):
+        totals += (tl.zeros((BLOCK // 4,), tl.float32),)
+    for group in range(GROUPS):
+        dots = ()
+        for _ in tl.static_range(4 * PART):
+            dots += (tl.zeros((BLOCK // 4,), tl.int32),)
+        for row in range(0, ROWS, DEPTH):
+            words = ()
+            for i in tl.static_range(DEPTH):
+                place = (group * ROWS + row + i) * (INDEX_TILE // 4)
+                words += (tl.load(tile + place, mask=live, other=0),)
+            for j in tl.static_range(PER):
+                query = codes + group * GROUP + row * PER + j
+                dots = _add_products(dots, words, query, first, HEADS, PART, LENGTH, PER,
+                                     BITS * j, MASK, DEPTH)
+        scales, zeros = (), ()
+        for i in tl.static_range(2):
+            place = halves + group * (INDEX_TILE // 2) + i
+            scales += _two_halves(tl.load(place, mask=live, other=0))
+            zeros += _two_halves(tl.load(place + GROUPS * (INDEX_TILE // 2), mask=live, other=0))
+        added = ()
+        for h in tl.static_range(PART):
+            held = h * GROUPS + group
+            step = tl.load(steps + held, mask=first + h < HEADS, other=0.0)
+            total = tl.load(sums + held, mask=first + h < HEADS, other=0.0)
+            for i in tl.static_range(4):
+                found = dots[4 * h + i].to(tl.float32) * scales[i] + total * zeros[i]
+                added += (totals[4 * h + i] + step * found,)
+        totals = added
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    live = token < cached
+    everyone = tl.num_programs(0).to(tl.int64) * HEADS * tl.num_programs(1)
+    for h in tl.static_range(PART):
+        if first + h < HEADS:
+            logit = tl.interleave(tl.interleave(totals[4 * h], totals[4 * h + 2]),
+                                  tl.interleave(totals[4 * h + 1], totals[4 * h + 3])) * scale
+            if CAPPED:
+                logit = soft_capped(logit, cap) * LOG2_E
+            logit = tl.where(live, logit, float("-inf"))
+            tl.store(logits + (mine + h) * n + token, logit, mask=live)
+            most = tl.max(logit, axis=0)
+            place = stats + (mine + h) * tl.num_programs(1) + block
+            tl.store(place, most)
+            tl.store(place + everyone, tl.sum(tl.exp2(logit - most), axis=0))
+
+
+@triton.jit
+def _add_products(dots, words, query, first, HEADS: tl.constexpr, PART: tl.constexpr,
+                  LENGTH: tl.constexpr, PER: tl.constexpr, SHIFT: tl.constexpr,
+                  MASK: tl.constexpr, DEPTH: tl.constexpr):
+    """Sums of four tokens by head, with what the codes at SHIFT of all words add to them; of
+    `query` every PER-th element belongs to them."""
+    even, odd = (), ()
+    for _ in tl.static_range(PART):
+        even += (tl.zeros(words[0].shape, tl.int32),)
+        odd += (tl.zeros(words[0].shape, tl.int32),)
+    for i in tl.static_range(DEPTH):
+        low, high = (words[i] >> SHIFT) & MASK, (words[i] >> (SHIFT + 8)) & MASK
+        more, others = (), ()
+        for h in tl.static_range(PART):
+            x = tl.load(query + h * LENGTH + i * PER, mask=first + h < HEADS, other=0)
+            more += (even[h] + low * x,)
+            others += (odd[h] + high * x,)
+        even, odd = more, others
+    found = ()
+    for h in tl.static_range(PART):
+        below, above = (even[h] << 16) >> 16, (odd[h] << 16) >> 16
+        found += (dots[4 * h] + below, dots[4 * h + 1] + above,
+                  dots[4 * h + 2] + ((even[h] - below) >> 16),
+                  dots[4 * h + 3] + ((odd[h] - above) >> 16))
+    return found
+
+
+@triton.jit
+def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights, log_weights,
+           l_row, l_head, sink_logits, kv_heads, n, blocks, scale, cap, HEADS: tl.constexpr,
+           TALL: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr, BLOCKS: tl.constexpr,
+           BLOCK: tl.constexpr):
+    """Weights [pair, token] of BLOCK tokens, summed over a group's query heads, and the running
+    means of their logarithms."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    sequence, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    cached = tl.load(metadata + sequence)
+    if block * BLOCK >= cached:
+        return
+    g, lane = tl.arange(0, TALL), tl.arange(0, triton.next_power_of_2(LENGTH))
+    there = g < HEADS
+    queries = q + sequence * q_row + (head * HEADS + g)[:, None] * q_head + lane[None, :]
+    key = tl.load(k + sequence * k_row + head * k_head + lane, mask=lane < LENGTH, other=0.0)
+    query = tl.load(queries, mask=there[:, None] & (lane < LENGTH)[None, :], other=0.0)
+    own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+    if CAPPED:
+        own = soft_capped(own, cap) * LOG2_E
+    mine = pair.to(tl.int64) * HEADS + g
+    part = tl.arange(0, BLOCKS)
+    mask = there[:, None] & (part < tl.cdiv(cached, BLOCK))[None, :]
+    place = stats + mine[:, None] * blocks + part[None, :]
+    mosts = tl.load(place, mask=mask, other=float("-inf"))
+    sums = tl.load(place + tl.num_programs(0).to(tl.int64) * HEADS * blocks, mask=mask, other=0.0)
+    most = tl.maximum(tl.max(mosts, axis=1), own)
+    if sink_logits is not None:
+        sink = tl.load(sink_logits + head * HEADS + g, mask=there, other=0.0) * LOG2_E
+        most = tl.maximum(most, sink)
+    total = tl.sum(tl.exp2(mosts - most[:, None]) * sums, axis=1) + tl.exp2(own - most)
+    if sink_logits is not None:
+        total += tl.exp2(sink - most)
+    lse = most + tl.log2(total)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    logit = tl.load(logits + mine[:, None] * n + token[None, :],
+                    mask=there[:, None] & (token < cached)[None, :], other=float("-inf"))
+    weight = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
+    tl.store(weights + pair.to(tl.int64) * n + token, weight, mask=token < cached)
+    if log_weights is not None:  # `reference_recall.note_weights`
+        log_weights += sequence * l_row + head * l_head + token
+        bits = weight.to(tl.int32, bitcast=True)
+        mean = tl.load(log_weights, mask=token < cached, other=0)
+        mean = tl.where(mean != 0, mean + ((bits - mean) >> MEAN_SHIFT), bits)
+        tl.store(log_weights, mean, mask=token < cached)
+
+
+@triton.jit
+def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
+            BLOCK: tl.constexpr, CHUNK: tl.constexpr):
+    """The tokens of most weight of one sequence's KV head, ascending, and -1 behind the last."""
+    pair = tl.program_id(0)
+    sequence = pair // kv_heads
+    cached = tl.load(metadata + sequence)
+    count = tl.load(metadata + tl.num_programs(0) // kv_heads + sequence)
+    weights += pair.to(tl.int64) * n
+    chosen += pair.to(tl.int64) * most
+    bound, above, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite weights
+    first = cached  # no choice: all tokens are before the first candidate
+    if count < cached:
+        first = 0
+        if count > 0:
+            bound, above, equals = threshold(weights, 1, 0, cached, cached, count, False, WHOLE,
+                                             BLOCK)
+    store_staying(weights, 1, first, cached, cached, bound, equals, count - above, chosen, None,
+                  False, CHUNK)
+    for start in range(0, most, CHUNK):
+        place = start + tl.arange(0, CHUNK)
+        tl.store(chosen + place, -1, mask=(place >= count) & (place < most))
+
+
+def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
+               records: GroupLayout | None) -> None:
+    """See `reference_recall.index_keys`; the same bytes. Keys may be in page-locked host memory."""
+    keys = unit_stride(keys)
+    _, kv_heads, _, _ = keys.shape
+    counts = spans[2].tolist()
+    if not max(counts, default=0):
+        return
+    length = layout.length
+    rows = max(1, (256 if interpreted() else 4096) // power_of_2(length))
+    rows = min(rows, power_of_2(max(counts)))
+    unit, strides = in_units(keys)
+    told = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
+    _index[(ceil_div(max(counts), rows), len(counts), kv_heads)](
+        keys, *strides, index, *index.stride()[:2], told, LENGTH=length,
+        RECORD=length if records is None else records.group,
+        BITS=16 if records is None else records.bits, UNIT=unit,
+        GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)
+
+
+def _depth(layout: IndexLayout) -> int:
+    """Rows of a group whose products add up within 16 bits, and do not spill: equal parts of it."""
+    rows = layout.group // layout.per_byte
+    most = min(2**15 // (QUERY_LEVELS * layout.levels), 32 // layout.per_byte)
+    return next(depth for depth in range(min(rows, most), 0, -1) if rows % depth == 0)
+
+
+def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+                most: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
+    """See `reference_recall.choose_keys`; it never waits for the device."""
+    (sequences, heads, length), kv_heads = q.shape, k.shape[1]
+    n, pairs, group = index.shape[2] * limits.INDEX_TILE, sequences * kv_heads, heads // kv_heads
+    chosen = torch.empty((sequences, kv_heads, most), dtype=torch.int32, device=q.device)
+    if not chosen.numel():
+        return chosen
+    q, k, metadata = unit_stride(q), unit_stride(k), metadata.contiguous()
+    block = 32 if interpreted() else 512
+    blocks = ceil_div(n, block)
+    logits, stats, weights = (q.new_empty(size, dtype=torch.float32) for size in (
+        pairs * group * n, 2 * pairs * group * blocks, pairs * n))
+    codes = q.new_empty(sequences * heads * length, dtype=torch.int32)
+    steps = q.new_empty(2 * sequences * heads * layout.groups, dtype=torch.float32)
+    _round_queries[(sequences, heads)](q, *q.stride()[:2], codes, steps, LENGTH=length,
+                                       GROUP=layout.group, num_warps=1)
+    scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
+    shape = {"HEADS": group, "CAPPED": form.softcap > 0, "LENGTH": length, "BLOCK": block}
+    parts = ceil_div(group, MOST_HEADS)
+    _logits[(pairs, blocks, parts)](
+        codes, steps, index, *index.stride()[:2], metadata, logits, stats, kv_heads, n, scale,
+        form.softcap, **shape, PART=ceil_div(group, parts), GROUP=layout.group,
+        BITS=layout.bits, DEPTH=_depth(layout))
+    _weigh[(pairs, blocks)](
+        q, *q.stride()[:2], k, *k.stride()[:2], metadata, logits, stats, weights, log_weights,
+        *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
+        kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
+        BLOCKS=power_of_2(blocks))
+    _choose[(pairs,)](weights, metadata, chosen, kv_heads, n, most, **launch_shape(n, n))
+    return chosen
+
+
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+                    metadata: Tensor, layout: CacheLayout | None, form: FormArguments
+                    ) -> tuple[Tensor, Tensor]:
+    """See `reference_recall.attend_recalled`; slots may be in page-locked host memory, of which
+    those that are chosen are read."""
+    places, counts = metadata.contiguous()
+    return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
+                                      form=form, chosen=chosen.contiguous(), places=places)

@@ -1,0 +1,225 @@
+"""Figures as text: bytes as people read them, cells in aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flexgen_h2o.metrics.run_stats import RunStats, over
+from flexgen_h2o.metrics.trace import (
+    COMPUTE,
+    GB,
+    PHASES,
+    WAITING,
+    Interval,
+    common,
+    minus,
+    seconds,
+    union,
+)
+
+_UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
+
+
+def sizes(*nbytes: int) -> list[str]:
+    """Bytes as people read them, in GB or the unit that suits; no two that differ read the same.
+
+    They have one digit after the point, or as many more as it takes to tell them apart.
+    """
+    for digits in range(1, 10):  # nine are bytes, whatever the unit
+        texts = [_size(each, digits) for each in nbytes]
+        if len(set(texts)) == len(set(nbytes)):
+            break
+    return texts
+
+
+def _size(nbytes: int, digits: int) -> str:
+    for unit, scale in _UNITS:
+        if nbytes >= scale:
+            return f"{nbytes / scale:.{digits}f} {unit}"
+    return f"{nbytes} bytes"
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells as text in columns, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]),
+                                *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+
+
+# The figures of a run as text in aligned columns.
+
+
+def table(stats: RunStats) -> str:
+    """The figures as text in aligned columns; a projected run says so on every line it touches."""
+    mark = " (projected)" if stats.projected else ""
+    cut = " (of the steps that were measured)" if stats.projected else ""
+    rows = [
+        ("model", f"{stats.model}, {stats.num_parameters / 1e6:,.1f} M parameters", ""),
+        ("computed in", f"{stats.dtype} on {stats.device}", ""),
+        ("weights", _of_the_weights(stats), ""),
+        ("batch", f"{stats.gpu_batch_size} sequences x {stats.num_gpu_batches} in a block", ""),
+        ("prompts", f"{stats.num_prompts}, of {stats.prompt_tokens} tokens", ""),
+        ("generated", f"{stats.generated_tokens} tokens", mark),
+        ("load", f"{stats.load_seconds:.2f} s", ""),
+        ("prefill", f"{stats.prefill_seconds:.3f} s",
+         _figure(stats.prefill_tokens_per_second, "tokens/s")),
+        ("decode", f"{stats.decode_seconds:.3f} s",
+         _figure(stats.decode_tokens_per_second, "tokens/s") + mark),
+        *_idle(stats),
+        *_prediction(stats),
+        ("total throughput", _figure(stats.total_tokens_per_second, "tokens/s"),
+         "generated / (prefill + decode)" + mark),
+        ("latency per token", f"p50 {_figure(stats.latency_p50_seconds, 's')}",
+         f"p95 {_figure(stats.latency_p95_seconds, 's')}{cut}"),
+        ("peak memory", f"process {stats.peak_process_bytes / GB:.2f} GB",
+         f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
+        ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _of_the_cache(stats)),
+    ]
+    if stats.expert_touches:
+        hits = stats.expert_hit_rate
+        rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be brought"
+                     if hits is None else f"{100 * hits:.1f} % were there when needed" + cut))
+    if stats.recall_hit_rate is not None:
+        rows.append(("recall from disk", f"{100 * stats.recall_hit_rate:.1f} % in memory",
+                     f"waited {stats.recall_wait_seconds:.3f} s for the others" + cut))
+    for link, (nbytes, busy) in stats.links.items():
+        rate = _figure(over(nbytes / GB, busy), "GB/s")
+        rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
+    if stats.sent_bytes:
+        rows.append(("sent to next rank", f"{stats.sent_bytes / GB:.6f} GB", "hidden states" + cut))
+    width = max(len(row[1]) for row in rows[6:])  # the rows above have no third column to align
+    return "\n".join(f"{a:<18} {b:<{width}}  {c.strip()}".rstrip() for a, b, c in rows)
+
+
+def _idle(stats: RunStats) -> list[tuple[str, str, str]]:
+    """The share of decode that was computed for nothing, where some was."""
+    if not stats.idle_share:
+        return []
+    return [("idle slots", f"{100 * stats.idle_share:.1f} %", "of decode: sequences had ended")]
+
+
+def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
+    """The planned times beside those above, and its share of what they came to."""
+    prefill, decode = stats.predicted_prefill_seconds, stats.predicted_decode_seconds
+    if prefill is None or decode is None:
+        return []
+    measured = stats.prefill_seconds + stats.decode_seconds
+    share = over(prefill + decode, measured)
+    return [("predicted", f"{prefill:.3f} + {decode:.3f} s",
+             "" if share is None else f"{share:.2f} of prefill and decode")]
+
+
+def _of_the_weights(stats: RunStats) -> str:
+    quantized = f", matrices in {stats.weight_bits} bits" if stats.weight_bits != 16 else ""
+    if isinstance(stats.weight_bits, str):
+        quantized = ", matrices as the GGUF file quantizes them"
+    return f"{stats.weight_bytes / GB:.3f} GB{quantized}"
+
+
+def _of_the_cache(stats: RunStats) -> str:
+    """Bytes per token, and the full cache beside the one there was, where they differ."""
+    used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
+    beside = f", {used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
+    return f"{stats.kv_bytes_per_token} bytes per token{beside}"
+
+
+def _figure(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
+
+
+# Time of a run by phase and lane of its trace, and the resource that bound it. No torch.
+#
+# A lane is *busy* during the union of its spans, and *alone* while it is and no other lane is: that
+# is what it costs and nothing hides. The busiest lane binds: whatever else gets faster, the phase
+# can't take less.
+
+
+Spans = Sequence[tuple[str, str, float, float, int]]
+"""Spans of a trace, one each: (name, lane, start, end, bytes)."""
+
+
+@dataclass(frozen=True)
+class LaneTime:
+    """Seconds that a lane was busy and alone in a phase, and the bytes that it moved there.
+
+    Bytes of a transfer that is in a phase in part count by its share of the time.
+    """
+
+    busy: float
+    alone: float
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """One phase of all blocks: its seconds, those in which no lane was busy, and its lanes."""
+
+    name: str
+    wall: float
+    idle: float
+    lanes: dict[str, LaneTime]
+
+    def bound(self) -> str:
+        """The busiest lane, or ``idle`` if there was nothing to do for longer; and its share."""
+        busy = {lane: time.busy for lane, time in self.lanes.items()} | {"idle": self.idle}
+        name = max(busy, key=busy.__getitem__)
+        return f"{self.name} {name} ({_share(busy[name], self.wall)})"
+
+
+def phases(spans: Spans) -> list[PhaseTime]:
+    """The phases of a trace, in their order. What lies outside of them all is left out.
+
+    Compute is not busy where it waits for a transfer, although its spans go on.
+    """
+    lanes = list(dict.fromkeys(lane for _, lane, *_ in spans if lane not in (PHASES, WAITING)))
+    names = dict.fromkeys(name for name, lane, *_ in spans if lane == PHASES)
+    busy = {lane: union((s[2], s[3]) for s in spans if s[1] == lane) for lane in lanes}
+    if COMPUTE in busy:
+        waiting = union((s[2], s[3]) for s in spans if s[1] == WAITING)
+        busy[COMPUTE] = minus(busy[COMPUTE], waiting)
+    return [_phase(name, spans, busy) for name in names]
+
+
+def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTime:
+    windows = union((s[2], s[3]) for s in spans if s[:2] == (name, PHASES))
+    mine = {lane: common(intervals, windows) for lane, intervals in busy.items()}
+    moved = dict.fromkeys(mine, 0.0)
+    for _, lane, start, end, nbytes in spans:
+        if lane in moved and end > start:
+            moved[lane] += nbytes * seconds(common([(start, end)], windows)) / (end - start)
+    times = {}
+    for lane, intervals in mine.items():
+        others = union(i for other, some in mine.items() if other != lane for i in some)
+        times[lane] = LaneTime(seconds(intervals), seconds(minus(intervals, others)), moved[lane])
+    any_busy = union(i for some in mine.values() for i in some)
+    return PhaseTime(name, seconds(windows), seconds(minus(windows, any_busy)),
+                     {lane: time for lane, time in times.items() if time.busy})
+
+
+def breakdown_table(spans: Spans) -> str:
+    """Each phase and its lanes as text in aligned columns; the last line says what bound them."""
+    found = [phase for phase in phases(spans) if phase.wall > 0]
+    if not found:
+        return "breakdown: nothing was computed"
+    lines = []
+    for phase in found:
+        lines.append(_line(f"{phase.name}, s", f"{phase.wall:.3f}", "of it", "alone, s", "GB",
+                           "GB/s"))
+        for lane, time in phase.lanes.items():
+            moved, rate = time.nbytes / GB, over(time.nbytes / GB, time.busy)
+            figures = (f"{moved:.3f}", f"{rate:.4g}") if moved else ()
+            lines.append(_line(f"  {lane}", f"{time.busy:.3f}", _share(time.busy, phase.wall),
+                               f"{time.alone:.3f}", *figures))
+        lines.append(_line("  idle", f"{phase.idle:.3f}", _share(phase.idle, phase.wall)))
+    return "\n".join([*lines, "bound by: " + ", ".join(phase.bound() for phase in found)])
+
+
+def _line(name: str, *figures: str) -> str:
+    return f"{name:<18}" + "".join(f"{figure:>10}" for figure in figures)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %"

@@ -1,0 +1,209 @@
+"""The `quantization_config` of a config.json: what is read, and what is refused by name. No torch.
+
+A format is a reader here, in `METHODS`, and a file beside this one that finds its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta
+
+from flexgen_h2o.config.formats import CODED_BITS, GROUP, WeightOptions
+from flexgen_h2o.config.validation import validated
+from flexgen_h2o.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from flexgen_h2o.models.model_config import ModelConfig
+
+_Size = Annotated[int, Meta(ge=1, le=1 << 20)]
+_GroupSize = Annotated[int, Meta(ge=-1, le=1 << 20)]
+_INSTEAD = "use the original weights, and --weight-bits 8 or 4"
+_PACKED, _PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The settings of a checkpoint's quantization, from its config.json.
+
+    Attributes
+    ----------
+    method : str
+        Key of `METHODS`.
+    bits : tuple of int
+        That a code takes, where values are codes with scales and zero points; else empty.
+    group_size : int or None
+        Inputs that share a scale; None: all of a row, or not the same for all.
+    block : tuple of int or None
+        Rows and columns that share a scale.
+    zeros_below : bool
+        Whether zero points are stored as one less, as GPTQ's first format does.
+    """
+
+    method: str
+    bits: tuple[int, ...] = ()
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    zeros_below: bool = False
+
+    def group(self, bits: int) -> int:
+        """Inputs of a group for weights of so many bits: such that the checkpoint's codes can be
+        kept, where these have no more bits."""
+        if bits not in CODED_BITS or not self._codes_fit(bits) or self.group_size is None:
+            return GROUP
+        fitting = (size for size in range(GROUP, 0, -8) if self.group_size % size == 0)
+        return next(fitting, GROUP)
+
+    def keeps(self, bits: int) -> bool:
+        """Return True if any of the checkpoint's values are kept in so many bits."""
+        return self.method == "mxfp4" or self._codes_fit(bits)
+
+    def _codes_fit(self, bits: int) -> bool:
+        return bool(self.bits) and min(self.bits) <= bits
+
+    def weights(self, bits: int, model: ModelConfig) -> WeightOptions:
+        """The storage options of a model's weights in so many bits: its codes are kept where these
+        hold them."""
+        kept = self.method == "mxfp4" and bits == 4
+        return WeightOptions(bits, self.group(bits),
+                             model.shapes_of_experts if kept else frozenset())
+
+
+def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
+    """Read `quantization_config`; None where a config.json has none.
+
+    Parameters
+    ----------
+    config : mapping
+        The content of config.json.
+    name : str
+        What the user called the model; error messages begin with it.
+
+    Raises
+    ------
+    UserError
+        For a method, or a variant of one, that is not supported, and for values without sense.
+    """
+    values = config.get("quantization_config")
+    if values is None:
+        return None
+    method = values.get("quant_method") if isinstance(values, Mapping) else None
+    if isinstance(values, Mapping) and method is None:
+        loaded = any(values.get(key) for key in ("load_in_4bit", "load_in_8bit"))
+        method = "bitsandbytes" if loaded else None
+    if not isinstance(method, str) or method not in METHODS:
+        raise UserError(f"{name}: a checkpoint quantized by {shown(method)} (quantization_config) "
+                        f"is not supported (supported: {', '.join(METHODS)}); {_INSTEAD}")
+    return METHODS[method](_Values(name, values))
+
+
+class _Values:
+    """Checked access to the values of one quantization_config."""
+
+    def __init__(self, name: str, values: Mapping[str, Any], where: str = "quantization_config"):
+        self.name, self.values, self.where = name, values, where
+
+    def get(self, kind: Any, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        value = default if value is None else value
+        return validated(kind, value, f"{self.name}: {self.where} value {key}")
+
+    def refuse(self, what: str) -> UserError:
+        return UserError(f"{self.name}: {what} is not supported; {_INSTEAD}")
+
+    def one_of(self, key: str, supported: tuple, default: Any) -> Any:
+        """A value that must be among those supported."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        value = value.lower() if isinstance(value, str) else value
+        if type(value) not in map(type, supported) or value not in supported:
+            words = ", ".join(map(str, supported))
+            raise self.refuse(f"{self.where} value {key} = {shown(value)} (supported: {words})")
+        return value
+
+    def group_size(self, default: int | None) -> int | None:
+        size = self.get(_GroupSize | None, "group_size", default)
+        return None if size is None or size < 1 else size
+
+    def block(self, key: str) -> tuple[int, int]:
+        sizes = self.get(list[_Size], key, [128, 128])
+        if len(sizes) != 2:
+            raise UserError(f"{self.name}: {self.where} value {key} must be two sizes, got "
+                            f"{shown(sizes)}")
+        return sizes[0], sizes[1]
+
+
+def _fp8(values: _Values) -> Quantization:
+    values.one_of("fmt", ("e4m3", "e5m2"), "e4m3")
+    values.one_of("expert_dtype", ("fp8",), "fp8")
+    block = None
+    if values.values.get("weight_block_size", ()) is not None:  # null: one scale for a tensor
+        block = values.block("weight_block_size")
+    return Quantization("fp8", block=block)
+
+
+def _mxfp4(values: _Values) -> Quantization:
+    return Quantization("mxfp4", bits=(8,), group_size=32)  # its values are codes of 8 bits
+
+
+def _awq(values: _Values) -> Quantization:
+    values.one_of("version" if values.values.get("version") else "format", ("gemm",), "gemm")
+    values.one_of("zero_point", (True,), True)
+    return Quantization("awq", bits=(values.one_of("bits", (4,), 4),),
+                        group_size=values.group_size(128))
+
+
+def _gptq(values: _Values) -> Quantization:
+    key = "checkpoint_format" if values.values.get("checkpoint_format") else "format"
+    form = values.one_of(key, ("gptq", "gptq_v2"), "gptq")
+    values.one_of("pack_dtype", ("int32",), "int32")
+    values.one_of("is_marlin_format", (False,), False)
+    return Quantization("gptq", bits=(values.one_of("bits", (2, 4, 8), None),),
+                        group_size=values.group_size(128), zeros_below=form == "gptq")
+
+
+def _compressed_tensors(values: _Values) -> Quantization:
+    sparsity = values.values.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise values.refuse(f"compressed-tensors sparsity {shown(sparsity.get('format'))}")
+    if values.values.get("transform_config"):
+        raise values.refuse("compressed-tensors with transform_config (rotated weights)")
+    groups = values.get(dict[str, Any], "config_groups", {})
+    if not groups:
+        raise UserError(f"{values.name}: quantization_config has no config_groups; "
+                        "is config.json complete?")
+    found = [_scheme(values, group) for group in groups.values()]
+    sizes, blocks = ({each[place] for each in found} for place in (1, 2))
+    if len(blocks - {None}) > 1:
+        raise values.refuse("compressed-tensors with blocks of several sizes")
+    bits = tuple(sorted({each[0] for each in found if each[0]}))
+    return Quantization("compressed-tensors", bits=bits, block=next(iter(blocks - {None}), None),
+                        group_size=next(iter(sizes)) if len(sizes) == 1 else None)
+
+
+def _scheme(values: _Values, group: Any) -> tuple[int, int | None, tuple[int, int] | None]:
+    """Bits of a code (0: no codes), group size and block of one of the `config_groups`."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise values.refuse("compressed-tensors without quantized weights")
+    _Values(values.name, {"format": group.get("format") or values.values.get("format")}).one_of(
+        "format", (_PACKED, *_PLAIN), None)
+    weights = _Values(values.name, group["weights"], "quantization_config weights")
+    kind = weights.one_of("type", ("int", "float"), "int")
+    bits = weights.one_of("num_bits", (8,) if kind == "float" else (2, 4, 8), 8)
+    grouped = weights.group_size(None)
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"),
+                              "group" if grouped else "tensor")
+    block = None
+    if strategy == "block":
+        block = weights.block("block_structure")
+    return bits if kind == "int" else 0, grouped if strategy == "group" else None, block
+
+
+METHODS: Mapping[str, Callable[[_Values], Quantization]] = MappingProxyType({
+    "fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors,
+})
+"""The reader of each quant_method, called with its checked values."""

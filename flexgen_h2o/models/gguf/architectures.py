@@ -1,0 +1,432 @@
+"""Rotary embeddings of GGUF files as config.json has them: `rope_parameters`. No torch."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.models.gguf.header import Metadata, decimal
+
+ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
+                          "rope_factors_short.weight"})
+"""Tensors that are part of the configuration on the hub."""
+
+_THETA = 10000.0
+# Every LLaMA 3.x was published with these three; only the factor differs (8 or 32).
+LLAMA3_ROPE: Mapping[str, float] = MappingProxyType(
+    {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192})
+
+
+def rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """The parameters of most models, in which whole heads rotate."""
+    rotated = meta.count("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise UserError(f"{meta.source}: {rotated} of a head's {head_dim} dimensions rotate; that "
+                        f"is not supported of a {meta.architecture} model")
+    return _scaled(meta)
+
+
+def _scaled(meta: Metadata) -> dict[str, Any]:
+    """Base and scaling, from the values, or from the divisors of the frequencies."""
+    theta = meta.number("rope.freq_base", _THETA)
+    divisors = _vector(meta, "rope_freqs.weight")
+    if divisors:
+        scaling = _llama3(divisors, theta)
+        if scaling is None:
+            raise UserError(f"{meta.source}: its rope factors are not those of LLaMA 3; not "
+                            "supported")
+        return scaling
+    kind = meta.text("rope.scaling.type", "linear" if meta.has("rope.scale_linear") else "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind == "linear":
+        factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+        return {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        return {"rope_theta": theta, **_yarn(meta)}
+    raise UserError(f"{meta.source}: rope scaling {shown(kind)} of a {meta.architecture} model is "
+                    "not supported")
+
+
+def _yarn(meta: Metadata) -> dict[str, Any]:
+    factor = meta.number("rope.scaling.factor")
+    usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
+        given = meta.number(key, 1.0)  # beside the usual one, or that one itself
+        if min(abs(given - 1), abs(given - usual)) > 1e-3:
+            raise UserError(f"{meta.source}: YaRN with an attention factor of {given} is not "
+                            "supported")
+    return {"rope_type": "yarn", "factor": factor,
+            "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
+            "original_max_position_embeddings":
+                meta.count("rope.scaling.original_context_length"),
+            **({"truncate": False} if meta.architecture == "gpt-oss" else {})}
+
+
+def partial_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """The same with a share of each head's dimensions."""
+    return {**_scaled(meta),
+            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
+
+
+def phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """With divisors of the frequencies in tensors: of short texts, and of long ones."""
+    short, long = (_vector(meta, f"rope_factors_{name}.weight") for name in ("short", "long"))
+    if not (short and long):
+        return partial_rope(meta, head_dim)
+    return {"rope_type": "longrope", "rope_theta": meta.number("rope.freq_base", _THETA),
+            "short_factor": short, "long_factor": long,
+            "original_max_position_embeddings": meta.count("rope.scaling.original_context_length"),
+            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
+
+
+def layered_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Those of layers that see all, which may be stretched; window layers never are."""
+    full = rope(meta, head_dim)
+    return {"full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": full["rope_theta"]}}
+
+
+def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Likewise, each with a base of its own."""
+    full = {**rope(meta, head_dim), "rope_theta": meta.number("rope.freq_base", 1e6)}
+    local = meta.number("rope.freq_base_swa", _THETA)
+    return {"full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+
+
+def _vector(meta: Metadata, name: str) -> list[float]:
+    """The numbers of a small float32 tensor; none where the file has no such tensor."""
+    if name not in meta.tensors:
+        return []
+    found = meta.tensors[name]
+    if found.kind.name != "F32" or len(found.shape) != 1 or found.nbytes > 1 << 16:
+        raise UserError(f"{meta.source}: its rope factors {name} are not a short float32 vector")
+    try:
+        with open(meta.source, "rb") as file:
+            file.seek(found.offset)
+            numbers = struct.unpack(f"<{found.shape[0]}f", file.read(found.nbytes))
+    except (OSError, struct.error) as error:
+        raise UserError(f"cannot read {meta.source}: {error}") from error
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        raise UserError(f"{meta.source}: its rope factors {name} make no sense")
+    return [decimal(number) for number in numbers]
+
+
+def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
+    """The parameters of LLaMA 3's rope scaling from its effect; None if it is another scaling.
+
+    The slowest frequency is divided by the whole factor. The formula is that of
+    `_compute_llama3_parameters` in transformers' modeling_rope_utils.py.
+    """
+    factor = max(divisors)
+    low, high, trained = LLAMA3_ROPE.values()
+    for place, divisor in enumerate(divisors):
+        inverse = theta ** (place / len(divisors))
+        smooth = min(1.0, max(0.0, (trained / (2 * math.pi * inverse) - low) / (high - low)))
+        if not math.isclose(divisor, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
+            return None
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3_ROPE}
+
+
+# GGUF architectures: what llama.cpp's names for values and tensors are on the Hugging Face hub.
+#
+# Each architecture is one entry of `ARCHITECTURES`: tables from one vocabulary to the other, and
+# what
+# llama.cpp's converter has done to the tensors. No torch.
+# Sources: the folder conversion of llama.cpp; constants.py and tensor_mapping.py of its gguf
+# package.
+
+
+Table = Mapping[str, str]
+
+
+def _table(*tables: Table, **more: str) -> Table:
+    return MappingProxyType({name: value for table in (*tables, more)
+                             for name, value in table.items()})
+
+
+_OUTER = _table({"token_embd": "model.embed_tokens", "output_norm": "model.norm",
+                 "output": "lm_head"})
+_ATTENTION = _table(attn_norm="input_layernorm", attn_q="self_attn.q_proj",
+                    attn_k="self_attn.k_proj", attn_v="self_attn.v_proj",
+                    attn_output="self_attn.o_proj")
+_QK_NORMS = _table(attn_q_norm="self_attn.q_norm", attn_k_norm="self_attn.k_norm")
+_MLP = _table(ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down_proj")
+_DECODER = _table(_ATTENTION, _MLP, ffn_norm="post_attention_layernorm")
+_SANDWICH = _table(_ATTENTION, _MLP, post_attention_norm="post_attention_layernorm",
+                   ffn_norm="pre_feedforward_layernorm", post_ffw_norm="post_feedforward_layernorm")
+# Tensors of all experts of a layer, of which each expert has one.
+_EXPERTS = _table(_ATTENTION, ffn_norm="post_attention_layernorm", ffn_gate_inp="mlp.gate",
+                  ffn_gate_exps="mlp.experts.{}.gate_proj", ffn_up_exps="mlp.experts.{}.up_proj",
+                  ffn_down_exps="mlp.experts.{}.down_proj")
+
+FUSED_EXPERTS = frozenset({"ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"})
+"""Tensors that become `mlp.experts.gate_up_proj` and `mlp.experts.down_proj` in gpt-oss."""
+
+_SIZES = _table(max_position_embeddings="context_length", hidden_size="embedding_length",
+                num_hidden_layers="block_count", num_attention_heads="attention.head_count",
+                intermediate_size="feed_forward_length")
+_ROUTED = _table(_SIZES, num_experts="expert_count", num_experts_per_tok="expert_used_count")
+_RMS = _table(rms_norm_eps="attention.layer_norm_rms_epsilon")
+_NORM = _table(layer_norm_eps="attention.layer_norm_epsilon")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The way from an architecture of GGUF files to a Hugging Face folder.
+
+    Attributes
+    ----------
+    model_type, class_name : str
+        Its names in config.json.
+    layer : mapping
+        Names within "blk.0" to names within `layers`.0. With "{}", a tensor is stacked: each entry
+        of its first axis is a tensor of that number.
+    outer : mapping
+        Names of the other tensors.
+    layers : str
+        What the layers' names begin with.
+    counts, numbers : mapping
+        Keys of config.json whose whole numbers (or numbers) have another key in the GGUF.
+    fixed : mapping
+        What config.json says of every such model.
+    more : callable
+        The rest of config.json, from the metadata and the number of heads' dimensions.
+    rope : callable
+        config.json's `rope_parameters`, from the same.
+    interleaved : bool
+        Rows of query and key projections come in pairs that rotate together (2i, 2i + 1), and not
+        as halves of a head (i, i + d/2).
+    shifted : bool
+        1 was added to the weights of norms.
+    fused_heads : bool
+        Queries, keys and values are one matrix, here one after the other and there head by head.
+    bare : frozenset
+        Names that have no ".weight" on the hub.
+    single_rows : frozenset
+        Vectors that are matrices of one row on the hub.
+    """
+
+    model_type: str
+    class_name: str
+    layer: Table = field(default_factory=lambda: _DECODER)
+    outer: Table = field(default_factory=lambda: _OUTER)
+    layers: str = "model.layers"
+    counts: Table = field(default_factory=lambda: _SIZES)
+    numbers: Table = field(default_factory=lambda: _RMS)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    more: Callable[[Metadata, int], dict[str, Any]] = lambda meta, head_dim: {}
+    rope: Callable[[Metadata, int], dict[str, Any]] = rope
+    interleaved: bool = False
+    shifted: bool = False
+    fused_heads: bool = False
+    bare: frozenset[str] = frozenset()
+    single_rows: frozenset[str] = frozenset()
+
+
+def biased(meta: Metadata, *names: str) -> bool:
+    """True if the first layer that has one of these tensors has a bias for one of them."""
+    return any(name.startswith("blk.") and name.endswith(".bias") and name.split(".")[2] in names
+               for name in meta.tensors)
+
+
+def _llama(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    attention = biased(meta, "attn_q", "attn_k", "attn_v", "attn_output")
+    return {"attention_bias": attention,
+            "mlp_bias": biased(meta, "ffn_gate", "ffn_up", "ffn_down")}
+
+
+def _qwen3(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"attention_bias": biased(meta, "attn_q", "attn_k", "attn_v", "attn_output")}
+
+
+def _seed_oss(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"attention_bias": biased(meta, "attn_q", "attn_k", "attn_v"),
+            "attention_out_bias": biased(meta, "attn_output"),
+            "mlp_bias": biased(meta, "ffn_gate", "ffn_up", "ffn_down")}
+
+
+def _granite(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_llama(meta, head_dim),
+            "attention_multiplier": meta.number("attention.scale", head_dim**-0.5),
+            "embedding_multiplier": meta.number("embedding_scale", 1.0),
+            "residual_multiplier": meta.number("residual_scale", 1.0),
+            "logits_scaling": meta.number("logit_scale", 1.0)}
+
+
+def _stablelm(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"use_qkv_bias": biased(meta, "attn_q", "attn_k", "attn_v"),
+            "qk_layernorm": "blk.0.attn_q_norm.weight" in meta.tensors,
+            "use_parallel_residual": meta.flag("use_parallel_residual",
+                                               "blk.0.ffn_norm.weight" not in meta.tensors),
+            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
+
+
+def _gpt_neox(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {"use_parallel_residual": meta.flag("use_parallel_residual", True),
+            "attention_bias": biased(meta, "attn_qkv"),
+            "rotary_pct": meta.count("rope.dimension_count", head_dim) / head_dim}
+
+
+def _phi3(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    context = meta.count("context_length")
+    return {"sliding_window": meta.count("attention.sliding_window", 0, least=0) or None,
+            "original_max_position_embeddings": meta.count("rope.scaling.original_context_length",
+                                                           context),
+            "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
+
+
+def _alternating(meta: Metadata, every: int) -> dict[str, Any]:
+    """Window layers, of which every so many-th sees all."""
+    layers = meta.count("block_count", least=0)
+    every = meta.count("attention.sliding_window_pattern", every) if not (
+        flags := meta.flags("attention.sliding_window_pattern", layers)) else every
+    window = flags or [place % every < every - 1 for place in range(layers)]
+    return {"sliding_window": meta.count("attention.sliding_window"),
+            "layer_types": ["sliding_attention" if each else "full_attention" for each in window]}
+
+
+def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:
+    """The largest model of a Gemma family scales by another width than a head's."""
+    if meta.count("block_count", least=0) == largest:
+        return meta.count("embedding_length") // meta.count("attention.head_count")
+    return head_dim
+
+
+def _gemma2(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_alternating(meta, 2), "query_pre_attn_scalar": _query_scale(meta, head_dim, 46),
+            "attn_logit_softcapping": meta.number("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": meta.number("final_logit_softcapping", 30.0)}
+
+
+def _gemma3(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    cap = "final_logit_softcapping"
+    return {**_alternating(meta, 6), "query_pre_attn_scalar": _query_scale(meta, head_dim, 62),
+            cap: meta.number(cap) if meta.has(cap) else None}
+
+
+def _olmo3(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_qwen3(meta, head_dim), **_alternating(meta, 4)}
+
+
+def _expert_sizes(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    """Older files tell the experts' width by their tensors alone."""
+    shape = meta.tensor("blk.0.ffn_up_exps.weight").shape
+    return {"moe_intermediate_size": meta.count("expert_feed_forward_length", shape[-2])}
+
+
+def _qwen2_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    shared = meta.tensor("blk.0.ffn_up_shexp.weight").shape
+    return {**_expert_sizes(meta, head_dim), "shared_expert_intermediate_size":
+            meta.count("expert_shared_feed_forward_length", shared[0])}
+
+
+def _qwen3_moe(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return {**_expert_sizes(meta, head_dim), **_qwen3(meta, head_dim)}
+
+
+def _gpt_oss(meta: Metadata, head_dim: int) -> dict[str, Any]:
+    return _alternating(meta, 2)
+
+
+_LLAMA = Architecture("llama", "LlamaForCausalLM", fixed={"hidden_act": "silu"}, more=_llama,
+                      interleaved=True)
+_ALL_ROUTED: Mapping[str, Any] = MappingProxyType(
+    {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []})
+_GEMMA: Mapping[str, Any] = MappingProxyType({"hidden_activation": "gelu_pytorch_tanh"})
+_OLMO2 = Architecture(
+    "olmo2", "Olmo2ForCausalLM", fixed={"hidden_act": "silu"}, more=_qwen3,
+    layer=_table({name: _SANDWICH[name] for name in _SANDWICH
+                  if name not in ("attn_norm", "ffn_norm")}, _QK_NORMS))
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType({
+    "llama": _LLAMA,
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM",
+                          fixed={"hidden_act": "silu", "use_sliding_window": False}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", layer=_table(_DECODER, _QK_NORMS),
+                          fixed={"hidden_act": "silu", "use_sliding_window": False}, more=_qwen3),
+    "phi3": Architecture(
+        "phi3", "Phi3ForCausalLM", fixed={"hidden_act": "silu"}, more=_phi3, rope=phi3_rope,
+        layer=_table(attn_norm="input_layernorm", attn_qkv="self_attn.qkv_proj",
+                     attn_output="self_attn.o_proj", ffn_norm="post_attention_layernorm",
+                     ffn_up="mlp.gate_up_proj", ffn_down="mlp.down_proj")),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", layer=_SANDWICH, fixed=_GEMMA,
+                           more=_gemma2, shifted=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", layer=_table(_SANDWICH, _QK_NORMS),
+                           fixed=_GEMMA, more=_gemma3, rope=gemma3_rope, shifted=True),
+    "olmo2": _OLMO2,
+    "granite": Architecture("granite", "GraniteForCausalLM", fixed={"hidden_act": "silu"},
+                            more=_granite, interleaved=True),
+    "stablelm": Architecture(
+        "stablelm", "StableLmForCausalLM", numbers=_NORM, fixed={"hidden_act": "silu"},
+        more=_stablelm, rope=partial_rope,
+        layer=_table(_DECODER, attn_q_norm="self_attn.q_layernorm.norms.{}",
+                     attn_k_norm="self_attn.k_layernorm.norms.{}")),
+    "seed_oss": Architecture(
+        "seed_oss", "SeedOssForCausalLM", fixed={"hidden_act": "silu"}, more=_seed_oss,
+        layer=_table(_ATTENTION, _MLP, post_attention_norm="post_attention_layernorm")),
+    "gptneox": Architecture(
+        "gpt_neox", "GPTNeoXForCausalLM", numbers=_NORM, fixed={"hidden_act": "gelu"},
+        more=_gpt_neox, rope=partial_rope, fused_heads=True, layers="gpt_neox.layers",
+        outer=_table({"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
+                      "output": "embed_out"}),
+        layer=_table(attn_norm="input_layernorm", attn_qkv="attention.query_key_value",
+                     attn_output="attention.dense", ffn_norm="post_attention_layernorm",
+                     ffn_up="mlp.dense_h_to_4h", ffn_down="mlp.dense_4h_to_h")),
+    "qwen2moe": Architecture(
+        "qwen2_moe", "Qwen2MoeForCausalLM", counts=_ROUTED, more=_qwen2_moe,
+        fixed={**_ALL_ROUTED, "norm_topk_prob": False, "use_sliding_window": False},
+        single_rows=frozenset({"ffn_gate_inp_shexp"}),
+        layer=_table(_EXPERTS, ffn_gate_inp_shexp="mlp.shared_expert_gate",
+                     ffn_gate_shexp="mlp.shared_expert.gate_proj",
+                     ffn_up_shexp="mlp.shared_expert.up_proj",
+                     ffn_down_shexp="mlp.shared_expert.down_proj")),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", counts=_ROUTED, layer=_table(_EXPERTS, _QK_NORMS),
+        fixed={**_ALL_ROUTED, "norm_topk_prob": True, "use_sliding_window": False},
+        more=_qwen3_moe),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", counts=_ROUTED,
+                          layer=_table(_EXPERTS, _QK_NORMS), more=_qwen3,
+                          fixed={"hidden_act": "silu", "norm_topk_prob": False}),
+    "gpt-oss": Architecture(
+        "gpt_oss", "GptOssForCausalLM", more=_gpt_oss, bare=frozenset({"attn_sinks"}),
+        counts=_table({name: _SIZES[name] for name in _SIZES if name != "intermediate_size"},
+                      intermediate_size="expert_feed_forward_length",
+                      num_local_experts="expert_count", num_experts_per_tok="expert_used_count"),
+        fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": 7.0},
+        layer=_table(_ATTENTION, post_attention_norm="post_attention_layernorm",
+                     attn_sinks="self_attn.sinks", ffn_gate_inp="mlp.router",
+                     **{name: _EXPERTS[name] for name in FUSED_EXPERTS})),
+})
+"""By `general.architecture`."""
+
+_MIXTRAL = replace(
+    _LLAMA, model_type="mixtral", class_name="MixtralForCausalLM", more=lambda meta, head_dim: {},
+    counts=_table(_SIZES, num_local_experts="expert_count",
+                  num_experts_per_tok="expert_used_count"),
+    layer=_table(_ATTENTION, ffn_norm="post_attention_layernorm",
+                 ffn_gate_inp="block_sparse_moe.gate",
+                 ffn_gate_exps="block_sparse_moe.experts.{}.w1",
+                 ffn_up_exps="block_sparse_moe.experts.{}.w3",
+                 ffn_down_exps="block_sparse_moe.experts.{}.w2"))
+_OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more=_olmo3,
+                 rope=layered_rope)
+
+
+def variant(meta: Metadata) -> Architecture | None:
+    """The entry of a file's architecture; None where there is none.
+
+    Two go by another's name: Mixtral is a "llama" with experts, OLMo 3 an "olmo2" with windows.
+    """
+    if meta.architecture == "llama" and meta.count("expert_count", 0, least=0):
+        return _MIXTRAL
+    if meta.architecture == "olmo2" and meta.has("attention.sliding_window"):
+        return _OLMO3
+    return ARCHITECTURES.get(meta.architecture)

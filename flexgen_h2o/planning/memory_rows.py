@@ -1,0 +1,387 @@
+"""The temporaries of a run, of which the memory plan counts those of the widest step. No torch."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from flexgen_h2o.config.limits import (
+    CACHE_BUFFERS,
+    CHUNK_BUFFERS,
+    EXPERT_ROUND,
+    FEWEST_TASKS,
+    HIDDEN_BUFFERS,
+    LOGIT_ROWS,
+    PRODUCT_DEPTH,
+    PRODUCT_ROWS,
+    QUERY_LANES,
+    ROW_BLOCK,
+    SLOT_TILE,
+    STARTED_BATCHES,
+    TILED_INPUTS,
+    TILED_OUTPUTS,
+    TILED_ROWS,
+    UNPACKED_BYTES,
+    WEIGHT_BUFFERS,
+    WRITE_BACK_TOKENS,
+)
+from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
+from flexgen_h2o.h2o.budget import fast_slots, recalled
+from flexgen_h2o.planning.planned_run import (
+    PlannedRun,
+    head_bytes,
+    layer_slots,
+    part_bytes,
+    record_bytes,
+)
+from flexgen_h2o.storage.placement import chunk_rows, compute_tiers, set_apart, split
+
+RESERVE = 128 << 20
+"""Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
+
+TUNING = 256 << 20
+"""Bytes of a GPU that Triton's tuner writes before each launch that it times, to empty caches."""
+
+
+def workspace_bytes(run: PlannedRun) -> int:
+    """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
+    model, load = run.model, run.workload
+    # Chunks are cut between sequences: one that is longer is a chunk of its own.
+    chunk = max(run.chunk_rows, run.pass_rows)
+    rows = min(load.gpu_batch_size * run.pass_rows, chunk)
+    # Beside the layer's own scratch, attention makes its output and copies of what it reads.
+    attention = rows * (2 * model.q_size + 2 * model.kv_size)
+    layer = (model.scratch_elements(rows) + attention) * run.itemsize
+    # Logits in the run's dtype, and up to three float32 copies while sampling.
+    logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
+    logits *= run.heads
+    own = max(_own_attention(run), _carried(run)) + _own_products(run) + mixture_bytes(run)
+    return layer + logits + own + RESERVE + TUNING * run.has_gpu
+
+
+def mixture_bytes(run: PlannedRun) -> int:
+    """Inputs and sums of experts for all rows of a block, and the temporaries of one expert."""
+    model, experts = run.model, run.model.experts
+    if experts is None:
+        return 0
+    rows = run.sequences * run.pass_rows
+    chunk = min(rows, ROW_BLOCK)
+    sums = 8 if run.itemsize == 4 else 4  # float64 where float32 is computed in
+    hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
+    # A token's experts: number, share, and their order.
+    chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
+    parts = 3 if experts.gate_limit else 2
+    inner = chunk * ((parts * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
+    # Inputs and outputs of the experts that one call computes together.
+    together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
+    inner = max(inner, together)
+    return rows * hidden * (run.itemsize + sums) + chosen + inner
+
+
+def _carried(run: PlannedRun) -> int:
+    """The copies of a layer's cache that sequences take with them into the next block."""
+    load, options = run.workload, run.cache
+    sequences = load.gpu_batch_size * load.num_gpu_batches
+    carried = sequences - math.ceil(run.policy.refill_share * sequences)
+    return carried * max(layer_slots(options, run.model, load)) * record_bytes(
+        options, run.model, run.itemsize)
+
+
+def _own_attention(run: PlannedRun) -> int:
+    """Temporaries of attention: weights before they meet the values, and what tasks share."""
+    model, load, cache = run.model, run.workload, run.cache
+    token = 2 * model.kv_size * 4  # key and value in float32
+    if cache.simulated:  # takes all queries at once; twice: before and after the softmax
+        logits = run.pass_rows * model.num_heads * load.prompt_len * 4
+        return load.prompt_len * token + 2 * logits
+    threads = 0 if run.has_gpu else os.cpu_count() or 1
+    held = max(layer_slots(cache, model, load))
+    tokens = load.prompt_len  # that a query attends to
+    if run.evicts_chunks:
+        tokens = held + run.pass_rows
+    # All weights of some queries, or with AMX all keys and values of a head, in tiles of 16 bits.
+    packed = -(-model.head_dim // 32) * 32
+    lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
+    tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
+    # A score of each token by task, or on a GPU a normaliser of each query head.
+    prefill = 4 * (lanes + tasks * tokens)
+    if not cache.plain or run.pass_rows < load.prompt_len:
+        # Prompts in chunks, and rotated copies; with eviction also what stays, before and after.
+        prefill += tokens * token * (4 if run.evicts_chunks else 1)
+    most = held + SLOT_TILE
+    decode = 4 * tasks * (most + 2 * model.head_dim)
+    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
+        numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
+        decode += load.gpu_batch_size * held * numbers
+    return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
+
+
+def _sparse_attention(run: PlannedRun) -> int:
+    """Temporaries of a decode step with sparse attention, which plain PyTorch does."""
+    model, load, cache = run.model, run.workload, run.cache
+    # Keys, and then values, in float32; and twice again for codes and what they are scaled to.
+    vector = 4 * model.kv_size
+    unpacked = vector * (1 if cache.bits == 16 else 3)
+    # Of the chosen values the records too, and a copy that has the new token's beside them.
+    record = record_bytes(cache, model, run.itemsize) // 2
+    chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
+    # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
+    weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
+    tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
+    return int(tokens * (weights + max(unpacked, chosen)))
+
+
+def _own_products(run: PlannedRun) -> int:
+    """Temporaries of products with matrices that are quantized, or of 16 bits on a CPU: a panel of
+    rows in float32, which is more than tiles take, and each thread's sums and weights in tiles,
+    which are most; or what is unpacked."""
+    model, options = run.model, run.weights
+    if run.has_gpu:
+        return UNPACKED_BYTES if options.quantizes else 0
+    if not options.quantizes and run.itemsize != 2:
+        return 0  # PyTorch's
+    parts = [model.embed_shapes(), *map(model.layer_shapes, model.layer_kinds), model.head_shapes()]
+    if model.experts is not None:
+        parts.append(model.expert_shapes())
+    widest = max(inputs for part in parts for _, inputs in part.matrices)
+    filled = max(-(-widest // size) * size for size in (*options.groups, PRODUCT_DEPTH))
+    least = min(options.groups)
+    panel = PRODUCT_ROWS * (filled + filled // least)
+    thread = TILED_OUTPUTS * (TILED_ROWS + max(math.lcm(least, 32), TILED_INPUTS) // 2)
+    return 4 * (panel + (os.cpu_count() or 1) * thread)
+
+
+# The rows of the memory plan: which data of a run takes how many bytes on which tier. No torch.
+
+
+WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
+"""The rows that are in place once the model is loaded."""
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Bytes that one kind of data takes on each tier."""
+
+    name: str
+    gpu: int = 0
+    cpu: int = 0
+    disk: int = 0
+
+
+def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
+    """The memory plan of a run. Without a GPU the tier gpu is host memory, and counted there."""
+    rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
+            PlanRow("workspace", workspace_bytes(run)))
+    if run.has_gpu:
+        return rows
+    return tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
+
+
+def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Decoder layers, embeddings and head as placed, and buffers for what is fetched."""
+    model = run.model
+    at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
+    layers = model.over_layers(at_rest)
+    head, total = head_bytes(run)
+    others, _ = run.spread
+    kept, placement = set_apart(head, total, others, compute_tiers(run.has_gpu))
+    fractions = placement.fractions()
+    vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
+    for name, nbytes, apart, stays in (
+            ("weights", layers, 0, vectors),
+            ("embeddings", total - layers, head if kept else 0, 0)):
+        gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
+                          for tier, fraction in zip(TIERS, fractions, strict=True))
+        if run.cuts_weights and placement.disk > 0:
+            # Vectors stay in memory, and matrices are written whole.
+            gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
+        yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
+    away = fractions[2] + (fractions[1] if run.has_gpu else 0)
+    buffers, options = 0, run.weights.widest
+    if run.cuts_weights and away > 0:
+        buffers = CHUNK_BUFFERS * _chunk_bytes(run, head=not kept)
+    elif away > 0:
+        # Placement is by whole tensors: a layer may hold one more of them than its share, and the
+        # head's matrix is there or it is not.
+        tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
+                     for shape in model.layer_shapes(layer).matrices)
+        halves = run.policy.sep_layer or model.experts is not None
+        parts = (model.half_shapes(layer) if halves else (model.layer_shapes(layer),)
+                 for layer in model.layer_kinds)
+        largest = max(part_bytes(options, part, run.itemsize)
+                      for part in chain.from_iterable(parts))
+        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
+                                       0 if kept else head)
+    yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
+    if model.experts is not None:
+        yield from _expert_rows(run)
+
+
+def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
+    """Bytes of a buffer for some outputs of a layer's matrices, and of the head's if it comes."""
+    model, options = run.model, run.weights.widest
+    layer = part_bytes(options, model.layer_shapes(), run.itemsize)
+    shapes = {*model.layer_shapes().matrices}
+    if head and run.heads:
+        shapes.add((model.vocab_size, model.embed_dim))
+    most = 0
+    for outputs, inputs in shapes:
+        rows = chunk_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
+        most = max(most, options.matrix_bytes((rows, inputs), run.itemsize))
+    # It may begin and end anywhere in a page.
+    return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
+
+
+def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Experts as placed, and the slots of those that are brought."""
+    _, placement = run.spread
+    gpu, cpu, disk = (int(run.all_experts * run.expert_bytes * share)
+                      for share in placement.fractions())
+    yield PlanRow("experts", gpu, cpu, disk if run.writes_weights else 0)
+    slots = run.expert_slots * run.slot_bytes
+    host = slots if run.has_gpu and placement.disk > 0 else 0
+    if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
+        host += mixture_bytes(run)
+    yield PlanRow("expert slots", slots, host)
+
+
+def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
+    model, load, options = run.model, run.workload, run.cache
+    held = layer_slots(options, model, load)
+    record = record_bytes(options, model, run.itemsize)
+    placed = split(load.gpu_batch_size, run.policy.cache)
+    # A simulation has its full cache where it computes.
+    cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
+    token = record * sum(held) * load.num_gpu_batches
+    gpu, cpu, disk = (count * token for count in cached)
+    if run.recalls_from_disk:
+        fast = _recalled_cache(run, held, record)
+        disk, in_memory = cached[2] * fast.disk, cached[2] * fast.cpu
+    yield PlanRow("cache", gpu, cpu, disk)
+    if run.recalls_from_disk:
+        yield PlanRow("fast set", 0, in_memory)
+    if run.has_fast_set:
+        yield PlanRow("fast set", placed[1] * _fast_bytes(run, held, record))
+    here, host = _staging(run, cached, record=record, most=max(held),
+                          staged_host=not run.attends_on_host)
+    if run.attends_on_host:
+        # Queries, keys and values on their way down, and what comes up.
+        rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
+        here, host = here + STARTED_BATCHES * rows, host + rows
+    if run.gathers_prompts:
+        plain = 2 * model.kv_size * run.itemsize
+        more = _staging(run, placed, record=plain, most=load.prompt_len)
+        here, host = here + more[0], host + more[1]
+    yield PlanRow("cache buffers", here, host)
+    yield _prompt_cache(run, placed)
+    if options.recalls:
+        yield _index(run, held, on_host=cached[1] if run.attends_on_host else 0)
+    yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
+
+
+def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRow:
+    """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
+    fast set, the newest, which slot has which, and what each has weighed."""
+    host, disk, heads = 0, 0, run.model.num_kv_heads
+    for layer, most in enumerate(held):
+        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        if not fast:
+            disk += record * most
+            continue
+        layout = PageLayout(heads, record // heads, most)
+        disk += layout.sequence_bytes
+        host += record * (fast + layout.newest) + heads * 4 * (2 * most + fast)
+    batches = run.workload.num_gpu_batches
+    return PlanRow("fast set", 0, batches * host, batches * disk)
+
+
+def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
+    """A GPU's bytes of a sequence that is recalled from host memory: the fast set, the newest
+    token, which slot has which, what each has weighed, and what orders them."""
+    nbytes, heads = 0, run.model.num_kv_heads
+    for layer, most in enumerate(held):
+        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        if fast:
+            nbytes += record * (fast + 1) + heads * 4 * (2 * most + 2 * fast)
+    return run.workload.num_gpu_batches * nbytes
+
+
+def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
+             staged_host: bool = True) -> tuple[int, int]:
+    """Bytes in compute and host memory to fetch and store what is placed elsewhere.
+
+    `counts` are the sequences of a batch on (gpu, cpu, disk), `most` the slots of the largest
+    layer, `record` the bytes of a slot. `staged_host`: host memory beside a GPU is fetched, too.
+    """
+    _, cpu, disk = counts
+    model = run.model
+    fetched = disk + (cpu if run.has_gpu and staged_host else 0)
+    staging = CACHE_BUFFERS * fetched * most * record
+    # A write-back log holds the newest records of each layer, and the slot of each KV head.
+    log = WRITE_BACK_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
+    logs = disk * run.workload.num_gpu_batches * log
+    return staging, logs + (staging if run.has_gpu else 0)
+
+
+def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> PlanRow:
+    """Whole prompts, and the scores of their tokens, until they can be cut or compressed."""
+    if not run.gathers_prompts:
+        return PlanRow("prompt cache")
+    model, load, h2o = run.model, run.workload, run.cache.h2o
+    prompts = load.num_gpu_batches * load.prompt_len
+    gpu, cpu, disk = (count * prompts * model.kv_bytes_per_token(run.itemsize) for count in placed)
+    if run.cache.evicts and h2o.scored:
+        scores = model.num_kv_heads * 4 * len(run.evicting_layers)
+        gpu += load.gpu_batch_size * prompts * scores
+    return PlanRow("prompt cache", gpu, cpu, disk)
+
+
+def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+    """A score and a position of each slot and KV head, and its rank if positions roll.
+
+    They are where attention runs, whatever the cache's tier: for `on_host` sequences of a batch
+    in host memory. `held` are the slots of each layer.
+    """
+    model, load, layers = run.model, run.workload, run.evicting_layers
+    rolls = bool(layers) and run.cache.h2o.positions == "rolling"
+    slot = model.num_kv_heads * (12 if rolls else 8)
+    sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
+    return PlanRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
+                   on_host * sequence)
+
+
+def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+    """The index that recall chooses by, where attention runs; see `_bookkeeping`."""
+    model, load, h2o = run.model, run.workload, run.cache.h2o
+    if run.cache.simulated:
+        return PlanRow("index")
+    layout = IndexLayout(model.head_dim, h2o.index_bits)
+    sequence = load.num_gpu_batches * model.num_kv_heads * sum(
+        layout.nbytes(slots) for layer, slots in enumerate(held)
+        if recalled(h2o, layer, load.prompt_len) is not None)
+    return PlanRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
+
+
+def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
+    """The hidden states of a block between layers, and the working buffers if any are away."""
+    load, placement = run.workload, run.policy.activations
+    rows = load.gpu_batch_size * run.pass_rows
+    batch = rows * run.model.hidden_size * run.itemsize
+    total = batch * load.num_gpu_batches
+    yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
+    away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
+    staging = HIDDEN_BUFFERS * batch if away else 0
+    yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
+    if run.stage is not None or run.groups > 1:
+        # On their way: to the next rank those of a group, and two from the rank before. Groups
+        # without a stage are of a search for all ranks, which stands for those in the middle.
+        stage = run.stage
+        sent = 0 if stage and stage.heads else math.ceil(load.num_gpu_batches / run.groups)
+        yield PlanRow("message buffers", batch * (sent + (0 if stage and stage.embeds else 2)))

@@ -1,1 +1,0 @@
-"""The parts of `tasks.quality`: caches of some budgets, measured and drawn."""

@@ -1,1 +1,0 @@
-"""Jobs of many requests: lines in, requests, answers, lines out. No torch."""

@@ -1,0 +1,129 @@
+"""The command bench: what it runs, its table against its rows, and the roofline beside them."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+
+import pytest
+from error_cases import command_refused
+from planning_cases import CPU
+
+from flexgen_h2o.cli import parser, planner
+from flexgen_h2o.cli.results import CSV_COLUMNS
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import load_yaml
+from flexgen_h2o.commands import bench
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.planning import calibrate
+from flexgen_h2o.storage.free_memory import MemoryLimits
+
+
+def stats(prefill: float, decode: float, **others) -> RunStats:
+    return RunStats(**{
+        "model": "m", "num_parameters": 1, "dtype": "bfloat16", "device": "cpu", "num_prompts": 4,
+        "prompt_tokens": 40, "generated_tokens": 20, "gpu_batch_size": 4, "num_gpu_batches": 1,
+        "prefill_seconds": prefill, "decode_seconds": decode, "step_seconds": [decode / 4] * 4,
+        **others})
+
+
+@pytest.fixture
+def flags(tiny_model, tmp_path, monkeypatch) -> list[str]:
+    """A configuration of a tiny model, in a folder and with a cache of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    return ["--model", str(tiny_model("opt").folder), "--device", "cpu", "--prompt-len", "12",
+            "--gen-len", "5", "--gpu-batch-size", "2", "--num-gpu-batches", "2",
+            "--hh-ratio", "0.2", "--repeats", "3", "--csv", "b.csv"]
+
+
+def rows_of(path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def figures(out: str, name: str) -> list[float | None]:
+    """The figures of one line of the table."""
+    (line,) = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
+    return [None if word == "-" else float(word) for word in line[len(name):].split()]
+
+
+def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: CPU)
+    assert bench.main(flags) == 0
+    out = capsys.readouterr().out
+    rows = rows_of("b.csv")
+    assert len(rows) == 3 and tuple(rows[0]) == CSV_COLUMNS
+    names = ("prefill_seconds", "prefill_tokens_per_second", "decode_seconds",
+             "decode_tokens_per_second", "total_tokens_per_second", "latency_p50_seconds",
+             "latency_p95_seconds")
+    for number, row in enumerate(rows, 1):
+        assert (row["generated_tokens"], row["gpu_batch_size"], row["num_gpu_batches"]) == (
+            "20", "2", "2")
+        assert figures(out, str(number)) == pytest.approx([float(row[name]) for name in names],
+                                                          rel=1e-3)
+    middle, least, over = (figures(out, name) for name in ("median", "roofline", "over roofline"))
+    assert middle[0] == sorted(figures(out, str(number))[0] for number in (1, 2, 3))[1]
+    assert over == pytest.approx([found / best if place in (0, 2, 5, 6) else best / found
+                                  for place, (found, best) in enumerate(zip(middle, least,
+                                                                            strict=True))],
+                                 rel=5e-3)
+    saved = RunConfig.from_mapping(load_yaml("b.csv.config.yaml"))
+    assert saved == bench.parse_args(flags).run and saved.warm_up
+    assert bench.main(["--config", "b.csv.config.yaml", "--repeats", "1", "--gen-len", "1",
+                       "--warm-up", "false"]) == 0
+    assert len(rows_of("b.csv")) == 4
+    assert figures(capsys.readouterr().out, "1")[2:4] == [0, None]
+
+
+def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeypatch):
+    monkeypatch.setattr(calibrate, "machine", lambda *_, **__: CPU)
+    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: None)
+    monkeypatch.setattr(planner, "free_memory",
+                        lambda folder, device: MemoryLimits(None, CPU.cpu_bytes, CPU.disk_bytes))
+    assert bench.main([*flags, "--percent", "auto", "--repeats", "1", "--num-prompts", "3",
+                       "--cut-gen-len", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("plan ") and "repeat (projected)" in out
+    assert "roofline: not known: flexgen-h2o plan, with the same --offload-dir, measures" in out
+    (row,) = rows_of("b.csv")
+    assert row["predicted_decode_seconds"] and row["projected"] == "true"
+
+
+def test_the_median_of_what_was_measured_and_why_there_is_no_roofline(monkeypatch):
+    out = bench.text([stats(1.0, 8.0), stats(3.0, 4.0), stats(2.0, 4.0)], "not known: why")
+    assert figures(out, "median") == pytest.approx([2, 20, 4, 4, 20 / 7, 1, 1], rel=1e-3)
+    assert "prefill            3.000 s" in out  # of the repeat whose total is the median's
+    assert out.endswith("roofline: not known: why")
+
+    def damaged(device, offload_dir):
+        raise UserError("x.yaml is damaged")
+
+    config = parser.parse_args(["--device", "cpu"])
+    assert bench.roofline(None, config, "float32") == (
+        "not known in float32: rates are measured in torch.bfloat16")
+    monkeypatch.setattr(calibrate, "kept", damaged)
+    assert bench.roofline(None, config, "bfloat16") == "not known: x.yaml is damaged"
+
+
+@pytest.mark.parametrize("given, words", [
+    (["--repeats", "0"], "--repeats must be"),
+    (["--prompts", "p.txt"], "unknown flag --prompts"),
+    (["--plan-only"], "unknown flag --plan-only"),
+    (["--csv", "no/such/folder.csv"], "cannot write --csv into the folder no/such"),
+    (["--config", "c.yaml"], "--output has no effect on bench: take it out of the file"),
+])
+def test_flags_that_do_nothing_are_refused(given, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text("output: o.jsonl\n")
+    command_refused(bench.main, capsys, given, words)
+
+
+def test_what_was_measured_earlier_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
+    device = calibrate.Device()
+    assert calibrate.kept(device, tmp_path) is None
+    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: replace(CPU, name="measured"))
+    calibrate.machine(device, tmp_path, progress=print)
+    assert calibrate.kept(device, tmp_path).name == "measured"

@@ -1,0 +1,308 @@
+"""A job on several processes: the queue, a process that is killed, files that are left, resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from error_cases import command_refused, error_line, refused
+from hypothesis import given
+from hypothesis import strategies as st
+from programs import ROOT
+from read_back import read_jsonl
+from tiny_tokenizers import with_words
+
+from flexgen_h2o.commands import batch
+from flexgen_h2o.commands.batch import data_parallel
+from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.config.launch import Launch, launched
+from flexgen_h2o.distributed.window_queue import QueueLost, WindowQueue
+
+# --- the queue
+
+
+class DictStore:
+    """The store of one process; it fails once it is `closed`."""
+
+    def __init__(self):
+        self.values: dict[str, bytes] = {}
+        self.closed = False
+
+    def set(self, key, value):
+        self.check([key])
+        self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        if self.closed:
+            raise RuntimeError("Connection reset by peer")
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        if self.values.get(key, b"") == expected.encode():
+            self.set(key, desired)
+        return self.values.get(key, expected.encode())
+
+
+class Clock:
+    """Seconds that pass when somebody waits, and what else happens then."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def wait(self, seconds):
+        self.now += seconds
+        self.meanwhile()
+        assert self.now < 1000
+
+    def queue(self, store, replica, replicas=2):
+        return WindowQueue(store, replica, replicas, patience=5, clock=lambda: self.now,
+                           wait=self.wait)
+
+
+@given(st.lists(st.sampled_from(["free", "done", "held", "left", "slow"]), max_size=12))
+def test_each_window_is_done_once_and_again_where_its_replica_is_gone(states):
+    store, clock = DictStore(), Clock()
+    holders = {"held": b"1", "left": b"2", "slow": b"3", "done": b"done"}
+    for window, state in enumerate(states):
+        if state != "free":
+            store.values[f"window/{window}"] = holders[state]
+    store.values |= {"beat/1": b"7", "beat/2": b"left", "beat/3": b"0"}
+
+    def meanwhile():  # replica 3 is alive, and is done after a while
+        store.values["beat/3"] = str(clock.now).encode()
+        if clock.now > 20:
+            store.values |= {f"window/{window}": b"done" for window, state in enumerate(states)
+                             if state == "slow"}
+
+    clock.meanwhile = meanwhile
+    mine = list(clock.queue(store, 0, 4).windows(len(states)))
+    assert sorted(mine) == [window for window, state in enumerate(states)
+                            if state in ("free", "held", "left")]
+    assert all(store.values[f"window/{window}"] == b"done" for window in range(len(states)))
+    assert clock.now > 20 or "slow" not in states
+    assert clock.now > 5 or "held" not in states
+
+
+def test_a_slow_replica_does_not_take_back_what_another_has():
+    store, clock = DictStore(), Clock()
+    slow = clock.queue(store, 1).windows(2)
+    assert next(slow) == 0
+    other = clock.queue(store, 0)
+    windows = other.windows(2)
+    assert [next(windows), next(windows)] == [1, 0] and clock.now > 5
+    assert next(slow, None) is None
+    assert store.values["window/0"] == b"0"
+    assert list(windows) == [] and store.values["window/0"] == b"done"
+
+
+def test_a_store_that_is_gone_ends_the_queue_in_a_line():
+    store, clock = DictStore(), Clock()
+    queue = clock.queue(store, 1)
+    windows = queue.windows(3)
+    assert next(windows) == 0 and not queue.ended
+    store.closed = True
+    assert queue.ended and queue.lost
+    with pytest.raises(QueueLost, match="replica 0, which keeps the queue"):
+        next(windows)
+    refused(lambda: clock.queue(store, 1).job(), "has stopped")
+    with clock.queue(store, 1).beating():
+        pass  # nobody is there to be told
+
+
+def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
+    store, clock = DictStore(), Clock()
+    first, second = clock.queue(store, 0), clock.queue(store, 1)
+
+    def meanwhile():
+        store.values["beat/0"] = str(clock.now).encode()
+        if clock.now > 60:
+            first.publish("words")
+
+    clock.meanwhile = meanwhile
+    assert second.job() == b"words" and clock.now > 60
+    first.end()
+    assert second.ended
+    assert not second.gone(0)
+    with first.beating():
+        assert store.values["beat/0"] != b"left"
+    assert second.gone(0)
+    second_too = clock.queue(store, 1)
+    clock.meanwhile = lambda: None
+    with second_too.beating():
+        while not second_too.lost:
+            time.sleep(0.01)
+    first.wait_for_others()
+    assert clock.now < 70  # nobody was waited for
+
+
+# --- the launcher's variables
+
+
+def test_a_launcher_s_variables_say_which_rank_this_is():
+    found = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
+             "LOCAL_RANK": "1"}
+    assert launched(found) == Launch(3, 6, 1, 2)
+    assert launched({}) == Launch()
+    seat = data_parallel.ReplicaSeat
+    assert seat.of(launched(found)) == seat(3, 6, 1)
+    assert seat.of(launched(found), 2) == seat(1, 3, 1, leads=False)
+    assert seat.of(launched(found | {"RANK": "4"}), 2) == seat(2, 3, 1)
+    refused(lambda: seat.of(launched(found), 4), "no whole replicas", "start a multiple of 4")
+    for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
+        refused(lambda name=name, value=value: launched(found | {name: value}), "torchrun")
+
+
+def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    flags = ["-i", "a.jsonl", "-o", "b.jsonl", "--data-parallel"]
+    refuses_flags(batch.main, flags, "torchrun --nproc-per-node 2 -m flexgen_h2o.batch")
+    refuses_flags(batch.main, [*flags, "--ray"], "give one of them")
+    refuses_flags(batch.main, [*flags, "--plot", "p.png"], "leave it out with --data-parallel")
+
+
+# --- whole jobs
+
+
+@pytest.fixture(scope="module")
+def words(tiny_model, tmp_path_factory) -> str:
+    """A tiny model with a tokenizer of words."""
+    return with_words(tiny_model("llama").folder, tmp_path_factory.mktemp("words"))
+
+
+@pytest.fixture
+def job(tmp_path, words) -> list[str]:
+    """The flags of a job of 41 requests, one of which fails."""
+    lines = [json.dumps({"id": f"r{number}", "max_tokens": 3 + number % 4,
+                         "temperature": (0, 1, 0.7)[number % 3], "prompt": " ".join(
+                             f"w{3 + (number * 7 + i) % 90}" for i in range(2 + number * 5 % 11))})
+             for number in range(40)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
+    return ["-i", str(tmp_path / "in.jsonl"), "--model", words, "--dtype", "float32", "--device",
+            "cpu", "--gpu-batch-size", "2", "--memory-limit", "200MB"]
+
+
+def answers(path: Path) -> dict[str, object]:
+    """The lines of results by their ids, without the time; no id is there twice."""
+    lines = read_jsonl(path)
+    found = {line["id"]: line["error"] or line["response"]["body"]["choices"] for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def started(argv: list[str], ranks: int) -> list[subprocess.Popen]:
+    """The processes of a job, with little patience."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = ("import sys; from flexgen_h2o.commands import batch; "
+            "from flexgen_h2o.commands.batch import data_parallel; "
+            "data_parallel.PATIENCE = 2.0; sys.exit(batch.main(sys.argv[1:]))")
+    variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                 "OMP_NUM_THREADS": "1"}
+    return [subprocess.Popen(
+        [sys.executable, "-c", code, *argv, "--data-parallel"], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | variables | {"RANK": str(rank)}) for rank in range(ranks)]
+
+
+def kill_once_there(process: subprocess.Popen, path: Path, by: int = signal.SIGKILL) -> None:
+    """Kill a process, or send it another signal, when a file has something in it."""
+    until = time.monotonic() + 90
+    while not (path.exists() and path.stat().st_size):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.005)
+    process.send_signal(by)
+
+
+def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, capsys):
+    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    assert batch.main([*job, "-o", str(one)]) == 0
+    # Replica 1 dies in the middle: 0 completes the job.
+    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
+    kill_once_there(second, tmp_path / "out.jsonl.rank1")
+    told, err = first.communicate(timeout=120)
+    second.communicate(timeout=30)
+    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), err
+    assert "finished; 41 of 41 requests answered, 1 of them failed" in told and err == ""
+    assert answers(out) == answers(one)
+    assert not list(tmp_path.glob("out*rank*"))
+    # Replica 0, which keeps the queue, dies: the other one ends in a line, and any job goes on.
+    out.unlink()
+    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
+    kill_once_there(first, out)
+    first.communicate(timeout=30)
+    told, err = second.communicate(timeout=60)
+    assert (second.returncode, told) == (2, "")
+    error_line(err, "replica 0, which keeps the queue and the results")
+    assert 0 < len(read_jsonl(out)) < 41
+    capsys.readouterr()
+    assert batch.main([*job, "-o", str(out)]) == 0
+    assert "finished; 41 of 41 requests answered, 1 of them failed" in capsys.readouterr().out
+    assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))
+
+
+def test_a_replica_0_that_stands_still_ends_the_others_in_a_line(job, tmp_path):
+    """As one whose host does not answer: calls of its store would wait without end."""
+    out = tmp_path / "out.jsonl"
+    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
+    try:
+        kill_once_there(first, out, signal.SIGSTOP)
+        told, err = second.communicate(timeout=60)
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate(timeout=30)
+    assert (second.returncode, told) == (2, "")
+    error_line(err, "replica 0, which keeps the queue and the results, has stopped or can't be")
+
+
+def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
+    out, bad = tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
+    flags = [*job, "-o", str(out), "--errors", str(bad)]
+    assert batch.main(flags) == 0
+    whole, failed = answers(out), bad.read_text()
+    lines = out.read_text().splitlines(keepends=True)
+    # Some requests have been answered by two, and a line is torn.
+    (tmp_path / "out.jsonl.rank1").write_text("".join(lines[5:20]) + failed + lines[30][:50])
+    (tmp_path / "out.jsonl.rank12").write_text("".join(lines[15:33]))
+    (tmp_path / "out.jsonl.rankle").write_text("of somebody else")
+    out.write_text("".join(lines[:8]))
+    bad.unlink()
+    with ResultsFile("--output", str(tmp_path / "out.jsonl.rank12")):
+        command_refused(batch.main, capsys, flags, "rank12 is being written by another job")
+    assert "made with seed" in command_refused(batch.main, capsys, [*flags, "--seed", "1"])
+    capsys.readouterr()
+    assert batch.main(flags) == 0
+    told = capsys.readouterr()
+    assert "going on: 34 of 41 requests are answered" in told.out + told.err
+    assert answers(out) == whole and bad.read_text() == failed
+    assert [path.name for path in tmp_path.glob("out*rank*")] == ["out.jsonl.rankle"]
+    # A file of another job is refused as it is; with --overwrite it goes.
+    (tmp_path / "out.jsonl.rank1").write_text(lines[0].replace("batch_req_", "batch_req_f"))
+    command_refused(batch.main, capsys, flags, "rank1 line 1")
+    assert batch.main([*flags, "--overwrite"]) == 0
+    assert answers(out) == whole and not (tmp_path / "out.jsonl.rank1").exists()
+
+
+def test_replicas_may_be_pipelines(job, tmp_path):
+    """Two replicas of two ranks each; with another one this would be no whole number of them."""
+    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    assert batch.main([*job, "-o", str(one)]) == 0
+    ranks = started([*job, "-o", str(out), "--pipeline-parallel", "2"], 4)
+    told = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, told
+    assert "finished; 41 of 41 requests answered, 1 of them failed" in told[0][0]
+    assert [err for _, err in told] == [""] * 4 and [out for out, _ in told[1:]] == [""] * 3
+    assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))

@@ -1,0 +1,205 @@
+"""The command doctor: what it finds, how it says it, and machines on which much is missing."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_internals import load_library
+from planning_cases import CPU
+
+from flexgen_h2o.commands import doctor
+from flexgen_h2o.commands.doctor import facts, sections
+from flexgen_h2o.commands.doctor.facts import (
+    DiskFacts,
+    Gpu,
+    GpuFacts,
+    KernelFacts,
+    MemoryFacts,
+    ProcessorFacts,
+)
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.planning import calibrate
+
+GB = 10**9
+TITLES = ["versions", "environment", "processor", "kernels", "GPU", "memory", "disk"]
+QUICK = ProcessorFacts("EPYC", 8, 4, None, 4, 0.1)
+AVX512 = KernelFacts(None, ("portable", "avx512"), "avx512", None, "abc 12", {"linear": "pytorch"})
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    """A small file to measure with, and a machine of which nothing is known yet."""
+    monkeypatch.setattr(facts.disk, "__defaults__", (1 << 20,))
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    for name in facts.VARIABLES:
+        if name != "FLEXGEN_H2O_CACHE":
+            monkeypatch.delenv(name, raising=False)
+
+
+def diagnosis(capsys, folder) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """What doctor prints: by section the rows, and the lines on what is slow. It never fails."""
+    assert doctor.main(["--offload-dir", str(folder)]) == 0
+    found: dict[str, dict[str, str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        if not line.startswith(" "):
+            rows = found.setdefault(line, {})
+        else:
+            rows[line[2:26].strip()] = line[26:].strip() if line[2] != "-" else line[4:]
+    assert [*found][:-1] == TITLES
+    (verdict,) = [*found][-1:]
+    assert (verdict == "slow here") == bool(found[verdict])
+    return found, [*found.pop(verdict).values()]
+
+
+def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
+    found, _ = diagnosis(capsys, tmp_path / "not" / "there")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["environment"] == {"FLEXGEN_H2O_CACHE": str(tmp_path / "cache")}
+    assert found["processor"]["threads"].startswith("1 that compute")
+    if cpu_library.missing() is None:
+        assert found["kernels"]["instruction set"] == cpu_library.instruction_set()
+        assert found["kernels"]["measured"].startswith("not yet: flexgen-h2o plan")
+        assert {"linear", "linear_quantized", "prefill_attention"} <= {*found["kernels"]}
+    assert found["disk"]["folder"].startswith(f"{tmp_path} (") and "GB/s" in found["disk"]["reads"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    load_library(monkeypatch, lambda: "the C++ kernels were not built")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(facts, "installed", lambda name: "")
+
+    def broken():
+        raise RuntimeError("no\n/proc here")
+
+    monkeypatch.setattr(facts, "memory", broken)
+    found, slow = diagnosis(capsys, tmp_path / "file" / "below")
+    assert found["versions"]["torch"] == "not installed"
+    assert found["kernels"]["C++"] == "none: the C++ kernels were not built"
+    assert found["memory"] == {"cannot be looked at": "RuntimeError: no /proc here"}
+    assert "is a file" in found["disk"]["cannot be used"]
+    assert [line.split(":")[0] for line in slow if "(load" not in line] == [
+        "plain PyTorch does attention, eviction and quantized products on the CPU",
+        "the CPU computes", "nothing can be kept on disk"]
+
+    def unreadable(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("flexgen_h2o.storage.free_memory.nearest_folder", unreadable)
+    assert "Permission denied" in facts.disk("/secret").problem
+    monkeypatch.undo()
+    monkeypatch.setattr(facts.shutil, "disk_usage", lambda path: SimpleNamespace(total=9, free=1))
+    assert facts.disk(str(tmp_path), 1 << 20).problem == "the disk is full"
+
+
+@pytest.mark.skipif(cpu_library.missing() is not None, reason="no C++ kernels")
+def test_an_instruction_set_that_is_not_there_and_one_that_is_forced(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_ISA", "neon")
+    found, slow = diagnosis(capsys, tmp_path)
+    assert "FLEXGEN_H2O_ISA=neon: this machine has portable" in found["kernels"]["instruction set"]
+    assert any("FLEXGEN_H2O_ISA=neon sets" in line for line in slow)
+    monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
+    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: CPU)
+    found, slow = diagnosis(capsys, tmp_path)
+    assert found["kernels"]["instruction set"] == "portable" and "measured" not in found["kernels"]
+    assert any("plain vectors" in line for line in slow)
+
+
+def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
+    winners = {"linear_quantized": {4: {1: "codes", 16: "codes", 64: "unpacked"}}}
+    compute = SimpleNamespace(compute=SimpleNamespace(implementations=winners))
+    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: compute)
+    monkeypatch.setattr("flexgen_h2o.kernels.dispatch.available",
+                        lambda operation, rows, dtype: ("codes", "unpacked"))
+    assert facts.measured_choices("here") == {
+        "linear_quantized, 4 bits": "codes up to 16, then unpacked"}
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
+def test_choices_are_told_by_rows(names):
+    rows = [2 * place + 1 for place in range(len(names))]
+    text = facts.by_rows(lambda row: names[row // 2], rows)
+    told, below = [], 0
+    for part in text.removeprefix("then ").replace("then ", "").split(", "):
+        name, _, last = part.partition(" up to ")
+        told += [name for row in rows if below < row <= int(last or rows[-1])]
+        below = int(last or rows[-1])
+    assert told == names
+
+
+def test_a_gpu_is_told_by_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "T4")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (15 * GB, 16 * GB))
+    found = facts.gpus()
+    assert found.found == (Gpu("T4", 16 * GB, 15 * GB),)
+    assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in sections.gpus(found).rows
+
+
+def test_a_folder_has_the_file_system_of_the_nearest_mount(tmp_path, monkeypatch):
+    mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
+        ("/", "ext4"), (tmp_path, "tmpfs"), (tmp_path / "far", "nfs"))]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    assert [facts.file_system(place) for place in (
+        tmp_path.parent, tmp_path / "a" / "b", tmp_path / "far")] == ["ext4", "tmpfs", "nfs"]
+    mounts.clear()
+    assert facts.file_system(tmp_path) == ""
+
+
+def test_the_time_that_a_cgroup_allows(tmp_path):
+    path = tmp_path / "cpu.max"
+    for text, quota in (("max 100000\n", None), ("250000 100000\n", 2.5), ("odd", None)):
+        path.write_text(text)
+        assert facts.cpu_quota(path) == quota
+    assert facts.cpu_quota(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize("section, slow", [
+    (sections.processor(QUICK), ()),
+    (sections.processor(ProcessorFacts("EPYC", 8, 4, 1.5, 4, 0.1)),
+     ("4 threads on 1.5 CPUs wait for each other: set OMP_NUM_THREADS=1",)),
+    (sections.processor(ProcessorFacts("EPYC", 8, 8, None, 1, 5.0)),
+     ("only 1 of 8 CPUs are used", "other processes use the CPUs (load 5)")),
+    (sections.environment({}), ()),
+    (sections.environment({"FLEXGEN_H2O_ISA": ""}), ()),
+    (sections.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
+     ("FLEXGEN_H2O_KERNELS=reference: plain PyTorch", "OMP_WAIT_POLICY is set")),
+    (sections.kernels(AVX512), ("avx512 has no products of bfloat16",)),
+    (sections.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, True)), ()),
+    (sections.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, False)),
+     ("Triton is not installed",)),
+    (sections.gpus(GpuFacts((), None, True, True)),
+     ("the CPU computes: this PyTorch is built without CUDA, although there is an NVIDIA driver",)),
+    (sections.gpus(GpuFacts((), "12.4", False, True)), ("the CPU computes: PyTorch finds none",)),
+    (sections.memory(MemoryFacts(64 * GB, 60 * GB, None, None)), ()),
+    (sections.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)),
+     ("3.0 GB of host memory are free",)),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 2.5e9, 1e9)), ()),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+     ("the disk reads 0.1 GB/s: weights of 10 GB on it take 100 s a step",)),
+    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 9e9, 1e9, direct=False)),
+     ("the file system refuses O_DIRECT",)),
+    (sections.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+     ("/d is host memory (tmpfs): what is put on disk takes memory",)),
+])
+def test_what_would_be_slow_and_why(section, slow):
+    assert len(section.slow) == len(slow)
+    assert all(line.startswith(start) for line, start in zip(section.slow, slow, strict=True))
+    assert section.text().count("\n") == len(section.rows)
+    lines = [*sections.verdict([section])]
+    assert lines == (["slow here", *(f"  - {line}" for line in section.slow)] if slow
+                     else ["nothing here is known to be slow"])
+
+
+@pytest.mark.parametrize("rate, kind", [
+    (0.1, "hard disk"), (0.5, "SATA"), (1.2, "slow NVMe"), (3, "an NVMe")])
+def test_a_disk_has_a_class_by_its_speed(rate, kind):
+    (row,) = [text for name, text in sections.disk(DiskFacts("/d", "", 1, 1, rate * GB, 1.0)).rows
+              if name == "reads"]
+    assert kind in row and "past the page cache" in row

@@ -1,0 +1,227 @@
+"""Both streaming tasks on the engine itself: a tiny model that reads characters, its own tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from read_back import read_jsonl
+
+from flexgen_h2o import LLM
+from flexgen_h2o.commands import stream, stream_quality
+from flexgen_h2o.commands import stream_segments as segments
+from flexgen_h2o.commands.stream_segments import Streamed
+from flexgen_h2o.conversation import CHUNK
+
+LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
+TEMPLATE = ("{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model, tmp_path_factory):
+    """A function from a key of `TINY` to the folder of that model and a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def get(key: str) -> str:
+        tiny = tiny_model(key)
+        # A letter for each token, so that every answer is text.
+        letters = LETTERS[: tiny.config.vocab_size]
+        tokenizer = Tokenizer(models.WordLevel(
+            {letter: place for place, letter in enumerate(letters)}, unk_token="~"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        folder = tmp_path_factory.mktemp("model") / key
+        shutil.copytree(tiny.folder, folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer,
+                                chat_template=TEMPLATE).save_pretrained(folder)
+        return str(folder)
+
+    return get
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    """Six conversations of two turns."""
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"question_id": number, "turns": ["Say a word.", "Why?"]})
+                            + "\n" for number in range(6)))
+    return str(path)
+
+
+def talk(folder, questions, out, *flags) -> int:
+    return stream.main(["--model-name", folder, "--input-path", questions, "--device", "cpu",
+                        "--dtype", "float32", "--gen-len", "10", "--output-path", str(out),
+                        "--offload-dir", str(out.parent / "offload"),
+                        *map(str, flags)])
+
+
+EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-length", 24,
+         "--prefill-chunk", 8)
+
+
+@pytest.mark.parametrize("flags", [(), ("--eviction", "window"), ("--eviction", "sink-window"),
+                                   ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
+                                   ("--score", "mean"), ("--percent", 0, 100, 0, 100),
+                                   ("--percent", 0, 0, 0, 0, 0, 0)])
+def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags):
+    out = tmp_path / "out.jsonl"
+    assert talk(model("llama"), questions, out, *EVICT, *flags) == 0
+    found = read_jsonl(out)
+    assert len(found) == 12
+    # Each turn with its frame, and ten new tokens.
+    lengths = [len("USER: Say a word.\n\nASSISTANT: "), len("USER: Why?\n\nASSISTANT: ")] * 6
+    assert [each["prompt_tokens"] for each in found] == lengths
+    assert [each["position"] for each in found] == [
+        sum(lengths[:place]) + 10 * place for place in range(12)]
+    assert found[-1]["position"] > 256  # the model's positions
+    assert {each["cached_tokens"] for each in found} == {24}
+    assert len({each["kv_cache_bytes"] for each in found}) == 1
+    assert all(each["decode_ms_per_token"] > 0 and len(each["text"]) == 10 for each in found)
+    text = capsys.readouterr().out
+    assert all(f"ASSISTANT: {each['text']}" in text for each in found)
+    assert text.splitlines()[-1].startswith("12 turns of ")
+
+
+def test_a_chunk_decides_and_its_text_is_the_same_again(model, questions, tmp_path):
+    """What is kept depends on the chunk, and on nothing else that is not said."""
+    folder, out = model("llama"), tmp_path / "out.jsonl"
+    texts = []
+    for chunk in (8, 8, 3):
+        assert talk(folder, questions, out, *EVICT, "--prefill-chunk", chunk, "--verbose", 0) == 0
+        texts.append([each["text"] for each in read_jsonl(out)])
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_the_full_cache_stops_where_the_positions_end(model, questions, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    folder = model("llama")
+    assert talk(folder, questions, out, "--verbose", 1) == 2
+    text = capsys.readouterr()
+    assert text.err.startswith("error: the stream has ") and text.err.count("\n") == 1
+    assert "256" in text.err and f"(turns answered before that: {out}.partial)" in text.err
+    found = read_jsonl(tmp_path / "out.jsonl.partial")
+    assert 0 < len(found) < 12 and text.out.startswith(f"{len(found)} turns of ")
+    last = found[-1]
+    assert last["cached_tokens"] == (last["position"] + last["prompt_tokens"]
+                                     + last["generated_tokens"] - 1)
+    assert not out.exists()
+    assert talk(folder, questions, out, "--past-context", "--max-tokens", 1000,
+                "--verbose", 0) == 0
+    assert len(read_jsonl(out)) == 12
+
+
+def test_a_chat_template(model, questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert talk(model("llama"), questions, out, *EVICT, "--chat-template", "--verbose", 0) == 0
+    assert read_jsonl(out)[0]["prompt_tokens"] == len("<user>Say a word.<assistant>")
+
+
+def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_path):
+    folder, out, found = model("llama"), tmp_path / "out.jsonl", []
+    for seed in (1, 1, 2):
+        assert talk(folder, questions, out, *EVICT, "--do-sample", "--seed", seed, "--sample-num",
+                    2, "--verbose", 0) == 0
+        found.append([each["text"] for each in read_jsonl(out)])
+    assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
+
+
+def test_help_shows_the_chunk_that_there_is(capsys):
+    with pytest.raises(SystemExit):
+        stream.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"which takes less memory (default: {CHUNK})" in text
+
+
+def test_a_real_model_answers_by_its_template(questions, tmp_path):
+    out = tmp_path / "out.jsonl"
+    assert talk("smollm2-135m", questions, out, "--enable-h2o-generation",
+                "--num-window-length", 32, "--enable-position-rolling", "--chat-template",
+                "--sample-num", 1, "--verbose", 0) == 0
+    found = read_jsonl(out)
+    assert [each["cached_tokens"] for each in found] == [32, 32]
+    assert all(any(letter.isalpha() for letter in each["text"]) for each in found)
+
+
+@pytest.mark.parametrize("key", ["opt", "neox"])
+def test_other_families(model, questions, tmp_path, capsys, key):
+    """Learned positions have no end but their table's, and do not roll."""
+    out = tmp_path / "out.jsonl"
+    rolls = key != "opt"
+    assert talk(model(key), questions, out, *EVICT, "--verbose", 0) == (0 if rolls else 2)
+    if not rolls:
+        assert "they can't roll" in capsys.readouterr().err
+        assert talk(model(key), questions, out, "--enable-h2o-generation", "--num-window-length",
+                    24, "--sample-num", 2, "--verbose", 0) == 0
+        assert len(read_jsonl(out)) == 4
+
+
+# --- by position
+
+
+@pytest.fixture
+def articles(tmp_path) -> str:
+    path = tmp_path / "articles.jsonl"
+    words = " ".join(f"word {number} is next." for number in range(20))
+    path.write_text("".join(json.dumps({"article": f"{number}. {words}"}) + "\n"
+                            for number in range(2)))
+    return str(path)
+
+
+def test_perplexity_by_position(model, articles, tmp_path, capsys):
+    out, plot = tmp_path / "out.csv", tmp_path / "out.png"
+    assert stream_quality.main([
+        "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
+        "300", "--piece", "50", "--num-window-length", "24", "--blow-up", "1e9",
+        "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out),
+        "--plot", str(plot)]) == 0
+    its = segments.by_policy(segments.read_rows(str(out)))
+    assert list(its) == ["h2o", "sink-window", "window", "full"]
+    for policy, rows in its.items():
+        assert [row["position"] for row in rows] == [50, 100, 150, 200, 250, 300]
+        assert [row["tokens"] for row in rows] == [49] + [50] * 5
+        assert all(math.isfinite(row["perplexity"]) and row["ms_per_token_p95"] > 0
+                   and row["trained_positions"] == 256 and row["reason"] == "" for row in rows)
+        full = policy == "full"
+        assert [row["cached_tokens"] for row in rows] == [
+            row["position"] - 1 if full else 24 for row in rows]
+    firsts = {policy: rows[0]["perplexity"] for policy, rows in its.items()}
+    assert len(set(firsts.values())) == 4  # each cache predicts in its own way
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_a_wide_cache_predicts_as_the_full_one_does(model, articles, tmp_path):
+    """Nothing is evicted before the window is full, and positions are the same till then."""
+    out = tmp_path / "out.csv"
+    assert stream_quality.main([
+        "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
+        "90", "--piece", "30", "--num-window-length", "200", "--policies", "h2o", "full",
+        "--csv", str(out)]) == 0
+    h2o, full = segments.by_policy(segments.read_rows(str(out))).values()
+    for ours, theirs in zip(h2o, full, strict=True):
+        assert ours["nll_mean"] == pytest.approx(theirs["nll_mean"], rel=1e-4)
+
+
+def test_segments_do_not_matter(model, articles, tmp_path):
+    """A token is predicted from the same cache wherever a piece begins."""
+    folder, out, found = model("llama"), tmp_path / "out.csv", []
+    for piece in (40, 80):
+        assert stream_quality.main([
+            "--model-name", folder, "--input-path", articles, "--device", "cpu", "--tokens", "160",
+            "--piece", str(piece), "--num-window-length", "24", "--policies", "h2o",
+            "--csv", str(out)]) == 0
+        rows = segments.read_rows(str(out))
+        found.append(sum(row["nll_mean"] * row["tokens"] for row in rows[-80 // piece:]))
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+def test_a_full_cache_that_does_not_fit_is_a_row(tiny_model):
+    with LLM(str(tiny_model("llama").folder), device="cpu", progress=False) as llm:
+        row, = segments.measure(llm, Streamed("full", None, 10**10, 10.0), [1] * 50, piece=10)
+    assert (row["position"], row["tokens"], row["perplexity"]) == (0, 0, None)
+    assert "does not fit" in row["reason"]

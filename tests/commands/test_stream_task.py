@@ -1,0 +1,446 @@
+"""The streaming task: its conversations, its flags, its figures, its files, its command."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from error_cases import error_line
+from fake_llm import FakeLLM
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flexgen_h2o.commands import stream
+from flexgen_h2o.commands import stream as stream_figures
+from flexgen_h2o.commands.stream import Printer
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.articles import Turn, read_conversations
+from flexgen_h2o.files.rows import LinesFile, RowsFile
+from flexgen_h2o.metrics.run_stats import RunStats
+
+MT_BENCH = Path(__file__).parents[3] / "shared" / "data" / "mt_bench_questions.jsonl"
+
+
+def run_stats(**figures) -> RunStats:
+    return RunStats(**{
+        "model": "fake", "num_parameters": 1, "dtype": "float32", "device": "cpu",
+        "num_prompts": 1, "prompt_tokens": 0, "generated_tokens": 0, "gpu_batch_size": 1,
+        "num_gpu_batches": 1, **figures})
+
+
+class FakeTokenizer:
+    """A token for each character, its number."""
+
+    chat_template = None
+    special_tokens_map = {"bos_token": "<start>"}
+
+    def __call__(self, text: str, add_special_tokens: bool = True,
+                 verbose: bool = True) -> dict:
+        return {"input_ids": [1] * add_special_tokens + [ord(each) for each in text]}
+
+    def __len__(self) -> int:
+        return 128
+
+    def decode(self, tokens, skip_special_tokens, clean_up_tokenization_spaces):
+        assert not clean_up_tokenization_spaces
+        return "".join(map(chr, tokens))
+
+    def convert_ids_to_tokens(self, token: int) -> str:
+        return chr(token)
+
+
+class FakeStream:
+    """Answers each turn with its length in as many tokens; step n of the stream took n ms."""
+
+    def __init__(self, room: int):
+        self.tokens = self.cached_tokens = 0
+        self._room, self._steps = room, 0
+        self.turns: list[dict] = []
+        self.stats: RunStats | None = None
+
+    def generate(self, turn, *, streamer, **sampling):
+        import torch
+
+        self.turns.append({"turn": turn, **sampling})
+        ids = [ord(each) for each in turn] if isinstance(turn, str) else turn
+        text = f"{len(ids)} said\n"[: sampling["max_new_tokens"]]
+        new = [ord(each) for each in text]
+        if streamer is not None:
+            streamer.put(torch.tensor([ids]))
+            for token in new:
+                streamer.put(torch.tensor([token]))
+            streamer.end()
+        self.tokens += len(ids) + len(new)
+        self.cached_tokens = min(self.tokens, self._room)
+        steps = [(self._steps + place) / 1000 for place in range(1, len(new))]
+        self._steps += len(steps)
+        self.stats = run_stats(prefill_seconds=0.5, step_seconds=steps, kv_cache_bytes=2_000_000)
+        return types.SimpleNamespace(prompt_token_ids=ids, token_ids=new, text=text,
+                                     finish_reason="stop")
+
+
+class FakeLLM(FakeLLM):
+    """Remembers what it was opened with, and the streams that it gave."""
+
+    def __init__(self, model: str, **options):
+        self.model, self.options, self.streams = model, options, []
+        self.tokenizer = None if model == "mute" else FakeTokenizer()
+        self.model_config = types.SimpleNamespace(
+            max_positions=2048, plain_positions=2048)
+        FakeLLM.opened.append(self)
+
+    @contextlib.contextmanager
+    def stream(self, **options):
+        self.streams.append((options, FakeStream(room=20)))
+        yield self.streams[-1][1]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The engine replaced."""
+    return FakeLLM.replace(monkeypatch)
+
+
+@pytest.fixture
+def questions(tmp_path) -> str:
+    """Two conversations, of three turns in all."""
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"question_id": 81, "category": "x", "turns": ["Hi.", "And?"]}\n'
+                    '{"question_id": "b", "turns": ["Bye \u2028 now."]}\n\n', encoding="utf-8")
+    return str(path)
+
+
+def run(questions, *flags) -> int:
+    return stream.main(["--input-path", str(questions), *map(str, flags)])
+
+
+EVICT = ("--enable-h2o-generation", "--enable-position-rolling")
+
+
+# --- conversations
+
+
+def test_conversations_are_read(questions):
+    assert read_conversations(questions) == [
+        [Turn(81, 1, "Hi."), Turn(81, 2, "And?")], [Turn("b", 1, "Bye \u2028 now.")]]
+
+
+def test_a_conversation_without_a_number_is_known_by_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"turns": ["a"]}\n{"turns": ["b"]}')
+    assert [each[0].question_id for each in read_conversations(str(path))] == [1, 2]
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    (b"\n \n", "holds no conversations"),
+    (b"\xff\xfe", "is not UTF-8"),
+    (b'{"turns": ["a"]}\n\n{"turns": ["b"]}\n', "line 2 is blank"),
+    (b'\n{"turns": ["b"]}\n', "line 1 is blank"),
+    (b'{"turns": ["a"]}\n{"turns":\n', "line 2 is not JSON"),
+    (b'["turns"]\n', "line 1 has no list of texts"),
+    (b'{"prompt": "a"}\n', "line 1 has no list of texts"),
+    (b'{"turns": []}\n', "line 1 has no list of texts"),
+    (b'{"turns": "a"}\n', "line 1 has no list of texts"),
+    (b'{"turns": ["a", 7]}\n', "line 1 has no list of texts"),
+    (b'{"turns": ["a", " "]}\n', "line 1 has no list of texts"),
+    (b'{"turns": ["a"], "question_id": [1]}\n', "line 1 has a `question_id`"),
+    (b'{"turns": ["a"], "question_id": true}\n', "line 1 has a `question_id`"),
+])
+def test_a_bad_file_of_conversations_is_told_in_one_line(tmp_path, content, message, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    assert run(path) == 2
+    error_line(capsys.readouterr().err, message)
+
+
+@pytest.mark.skipif(not MT_BENCH.exists(), reason="mt_bench_questions.jsonl is missing")
+def test_mt_bench_is_read_whole():
+    found = read_conversations(str(MT_BENCH))
+    assert [each[0].question_id for each in found] == list(range(81, 161))
+    assert all([turn.number for turn in each] == [1, 2] for each in found)
+
+
+# --- the flags
+
+
+def test_the_command_of_the_h2o_repository_in_both_spellings():
+    dashes = ["--model-name", "m", "--input-path", "a", "--enable-h2o-generation",
+              "--num-window-length", "512", "--num-heavy-hitter-tokens", "200",
+              "--enable-position-rolling", "--sample-num", "3"]
+    underscores = [each.replace("-", "_").replace("__", "--") if each.startswith("--") else each
+                   for each in dashes]
+    options = stream.parse_args(dashes)
+    assert options == stream.parse_args(underscores)
+    assert (options.run.model, options.sample_num) == ("m", 3)
+    assert options.run.h2o() == H2OConfig(heavy_tokens=200, recent_tokens=312,
+                                          positions="rolling")
+    assert options.run.gen_len == 256
+
+
+@pytest.mark.parametrize(("flags", "h2o"), [
+    ((), None),
+    (("--eviction", "full"), None),
+    (("--enable-h2o-generation",), H2OConfig(heavy_tokens=256, recent_tokens=256)),
+    (("--enable-h2o-generation", "--num-heavy-hitter-tokens", "8"),
+     H2OConfig(heavy_tokens=8, recent_tokens=8)),
+    ((*EVICT, "--eviction", "sink-window", "--num-window-length", "64"),
+     H2OConfig(heavy_tokens=0, recent_tokens=60, sink_tokens=4, positions="rolling")),
+    ((*EVICT, "--eviction", "window", "--num-window-length", "64"),
+     H2OConfig(heavy_tokens=0, recent_tokens=64, positions="rolling")),
+    ((*EVICT, "--num-window-length", "64", "--sink-tokens", "2", "--score", "mean"),
+     H2OConfig(heavy_tokens=32, recent_tokens=30, sink_tokens=2, score="mean",
+               positions="rolling")),
+])
+def test_the_cache_that_flags_ask_for(flags, h2o):
+    assert stream.parse_args(["--input-path", "a", *flags]).run.h2o() == h2o
+
+
+def test_sampling_reaches_the_engine(fake, questions):
+    assert run(questions, "--do-sample", "--temperature", "0.5", "--top-k", "7", "--seed", "3",
+               "--gen-len", "4", "--ignore-eos", "--verbose", "0") == 0
+    turns = fake.opened[0].streams[0][1].turns
+    assert {(turn["temperature"], turn["top_k"], turn["max_new_tokens"], turn["eos_token_id"],
+             turn["do_sample"], turn["seed"]) for turn in turns} == {(0.5, 7, 4, -1, True, 3)}
+
+
+def test_what_the_engine_is_opened_with(fake, questions):
+    assert run(questions, *EVICT, "--model-name", "m", "--path", "p", "--device", "cpu",
+               "--dtype", "bfloat16", "--percent", "0", "100", "100", "0", "--weight-bits", "4",
+               "--cache-bits", "8", "--memory-limit", "1GB", "--offload-dir", "d",
+               "--verbose", "0") == 0
+    llm = fake.opened[0]
+    assert llm.model == "m"
+    expected = {"path": "p", "device": "cpu", "dtype": "bfloat16", "weight_bits": 4,
+                "cache_bits": 8, "memory_limit": 10**9, "offload_dir": "d", "progress": False}
+    assert {name: llm.options[name] for name in expected} == expected
+    assert (llm.options["policy"].weights.cpu, llm.options["policy"].gpu_batch_size) == (100, 1)
+    assert llm.streams[0][0] == {"max_tokens": None, "past_context": False}
+
+
+@pytest.mark.parametrize(("flags", "expected"), [
+    ((), {"max_tokens": 2048, "past_context": False}),
+    (("--max-tokens", "99"), {"max_tokens": 99, "past_context": False}),
+    (("--max-tokens", "9999", "--past-context"), {"max_tokens": 9999, "past_context": True}),
+    (("--enable-h2o-generation", "--past-context"), {"max_tokens": None, "past_context": True}),
+])
+def test_the_room_of_the_stream(fake, questions, flags, expected):
+    assert run(questions, *flags, "--verbose", "0") == 0
+    assert fake.opened[0].streams[0][0] == expected
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "give --input-path"),
+    (["--input-path", "nope.jsonl"], "cannot read --input-path nope.jsonl"),
+    (["--input-path", "a", "--num-window-length", "9"],
+     "--num-window-length has no effect on the full cache: add --enable-h2o-generation"),
+    (["--input-path", "a", "--enable-position-rolling"], "--enable-position-rolling has no effect"),
+    (["--input-path", "a", "--eviction", "window"], "--eviction has no effect"),
+    (["--input-path", "a", "--enable-h2o-generation", "--eviction", "full"], "--eviction full out"),
+    (["--input-path", "a", "--enable-h2o-generation", "--max-tokens", "9"], "--max-tokens is"),
+    (["--input-path", "a", *EVICT, "--past-context"], "--past-context has no effect"),
+    (["--input-path", "a", "--past-context"], "--past-context needs --max-tokens"),
+    (["--input-path", "a", *EVICT, "--num-window-length", "8", "--num-heavy-hitter-tokens", "8"],
+     "leaves no recent tokens"),
+    (["--input-path", "a", "--top-k", "3"], "add --do-sample"),
+    (["--input-path", "a", "--sample-num", "0"], "--sample-num must be at least 1"),
+    (["--input-path", "a", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+    (["--input-path", "a", "--gen-len", "0"], "--gen-len must be at least 1"),
+    (["--input-path", "a", "--prefill-chunk", "0"], "--prefill-chunk must be at least 1"),
+    (["--input-path", "a", "--percent", "auto"], "--percent auto plans for batches"),
+    (["--input-path", "a", "--percent", "1"], "--percent takes 4 or 6 numbers"),
+    (["--input-path", "a", "--verbose", "3"], "--verbose must be one of 0, 1, 2"),
+    (["--input-path", "a", "--chat-template", "perhaps"], "expected true or false"),
+    (["--input-path", "a", "--hh-ratio", "0.1"], "unknown flag"),
+    (["--input-path", "a", "--output-path", "./a"], "name the same file"),
+    (["--input-path", "a", "--csv", "b", "--output-path", "b"], "name the same file"),
+    (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),
+    (["--input-path", "a", "--output-path", "."], "--output-path . is not a regular file"),
+])
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(stream.main, flags, message)
+
+
+# --- what is printed and written
+
+
+def test_text_comes_with_its_prompts_and_totals_at_the_end(fake, questions, capsys):
+    assert run(questions, *EVICT, "--num-window-length", "20") == 0
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[:9] == [
+        "USER: Hi.", "", "ASSISTANT: 22 said", "", "USER: And?", "", "ASSISTANT: 23 said", "",
+        "USER: Bye \u2028 now."]
+    assert lines[-2].startswith(
+        "3 turns of 98 tokens, 20 cached at the end in 2.0 MB; first tenth 1.50 ms a token")
+    assert fake.opened[0].streams[0][1].turns[0]["turn"] == "USER: Hi.\n\nASSISTANT: "
+
+
+@pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (1, 1)])
+def test_less_is_printed_on_request(fake, questions, verbose, lines, capsys):
+    assert run(questions, "--verbose", verbose) == 0
+    text = capsys.readouterr()
+    assert (text.out.count("\n"), text.err) == (lines, "")
+
+
+def test_only_the_first_conversations(fake, questions):
+    assert run(questions, "--sample-num", "1", "--verbose", "0") == 0
+    assert len(fake.opened[0].streams[0][1].turns) == 2
+
+
+def test_a_line_and_a_row_for_each_turn(fake, questions, tmp_path):
+    out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
+    assert run(questions, *EVICT, "--output-path", out, "--csv", table, "--verbose", "0") == 0
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert [(each["question_id"], each["turn"], each["text"]) for each in records] == [
+        (81, 1, "22 said\n"), (81, 2, "23 said\n"), ("b", 1, "29 said\n")]
+    assert [(each["position"], each["prompt_tokens"], each["generated_tokens"],
+             each["cached_tokens"]) for each in records] == [
+        (0, 22, 8, 20), (30, 23, 8, 20), (61, 29, 8, 20)]
+    assert [each["decode_ms_per_token"] for each in records] == pytest.approx([4, 11, 18])
+    assert all(each["process_bytes"] > 10**6 and each["prefill_seconds"] == 0.5
+               and each["kv_cache_bytes"] == 2_000_000 for each in records)
+    with open(table, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == stream_figures.COLUMNS
+    assert [{name: row[name] for name in ("question_id", "turn", "position", "cached_tokens")}
+            for row in rows] == [
+        {name: str(each[name]) for name in ("question_id", "turn", "position", "cached_tokens")}
+        for each in records]
+    assert all(row["date"] and row["model"] == "fake" for row in rows)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.csv", "out.jsonl"]
+
+
+def test_one_token_has_no_decode_time(fake, questions, tmp_path, capsys):
+    out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
+    assert run(questions, "--gen-len", "1", "--output-path", out, "--csv", table) == 0
+    assert {json.loads(line)["decode_ms_per_token"] for line in out.read_text().splitlines()} == {
+        None}
+    with open(table, newline="", encoding="utf-8") as file:
+        assert {row["decode_ms_per_token"] for row in csv.DictReader(file)} == {""}
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 turns of 77 tokens")
+
+
+def test_tenths_are_of_decode_steps():
+    def answer(steps, memory):
+        return stream_figures.Answer(Turn(1, 1, "a"), "", "stop", 0, 5, 1 + len(steps), 9, memory,
+                                     run_stats(step_seconds=steps, kv_cache_bytes=10**6))
+
+    answers = [answer([], 1_000_000), answer([0.001] * 2, 2_000_000),
+               answer([0.003] * 27, 3_000_000), answer([0.005], 4_000_000)]
+    assert stream_figures.totals(answers) == (
+        "4 turns of 54 tokens, 9 cached at the end in 1.0 MB; first tenth 1.67 ms a token, "
+        "process 3 MB; last tenth 3.67 ms a token, process 4 MB")
+
+
+def test_the_chat_template_on_request(fake, questions, monkeypatch, capsys):
+    assert run(questions, "--chat-template") == 2
+    assert "has no chat template: leave --chat-template out" in capsys.readouterr().err
+    monkeypatch.setattr(FakeTokenizer, "chat_template",
+                        "{% for each in messages %}<{{ each.role }}>{{ each.content }}<end>"
+                        "{% endfor %}{% if add_generation_prompt %}<reply>{% endif %}")
+    assert run(questions, "--chat-template", "--verbose", "0") == 0
+    assert fake.opened[-1].streams[0][1].turns[0]["turn"] == [
+        ord(each) for each in "<user>Hi.<end><reply>"]
+
+
+def test_a_model_without_a_tokenizer_is_refused(fake, questions, capsys):
+    assert run(questions, "--model-name", "mute") == 2
+    assert "has no tokenizer here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("failure", "status", "message"), [
+    (UserError("past the model's\n2048 positions"), 2, "error: past the model's 2048 positions "),
+    (KeyboardInterrupt(), 130, "interrupted "),
+])
+def test_a_run_that_stops_keeps_its_turns(fake, questions, tmp_path, monkeypatch, capsys, failure,
+                                          status, message):
+    out, table = tmp_path / "out.jsonl", tmp_path / "out.csv"
+    out.write_text("older")
+    generate = FakeStream.generate
+
+    def stop(self, turn, **options):
+        if len(self.turns) == 2:
+            raise failure
+        return generate(self, turn, **options)
+
+    monkeypatch.setattr(FakeStream, "generate", stop)
+    assert run(questions, "--output-path", out, "--csv", table, "--verbose", "1") == status
+    text = capsys.readouterr()
+    assert text.err == (f"{message}(rows of turns before that: {table}.partial) "
+                        f"(turns answered before that: {out}.partial)\n")
+    assert text.out.startswith("2 turns of 61 tokens")
+    partial = (tmp_path / "out.jsonl.partial").read_text(encoding="utf-8")
+    assert [json.loads(line)["turn"] for line in partial.splitlines()] == [1, 2]
+    assert partial.endswith("\n") and out.read_text() == "older" and not table.exists()
+
+
+def test_a_turn_that_is_interrupted_shows_what_it_said(fake, questions, monkeypatch, capsys):
+    put = Printer.put
+
+    def stop(self, value):
+        put(self, value)
+        if value.tolist() == [ord("i")]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Printer, "put", stop)
+    assert run(questions) == 130
+    assert capsys.readouterr() == ("USER: Hi.\n\nASSISTANT: 22 sai\n", "interrupted\n")
+
+
+@given(records=st.lists(st.dictionaries(st.text(), st.text() | st.integers()), min_size=1,
+                        max_size=5),
+       at=st.integers(0, 4), wrote=st.integers(0, 40), csv_file=st.booleans())
+def test_files_have_whole_lines_after_an_interruption(tmp_path_factory, records, at, wrote,
+                                                      csv_file):
+    """A write that is cut anywhere, by a full disk, leaves what was there before it."""
+    path = tmp_path_factory.mktemp("files") / "out"
+    file = RowsFile(str(path), ("a",)) if csv_file else LinesFile(str(path))
+    rows = [{"a": json.dumps(record)} for record in records] if csv_file else records
+    with pytest.MonkeyPatch.context() as patch:
+        for number, row in enumerate(rows):
+            if number == at:
+                patch.setattr("builtins.open", _full_disk(wrote))
+                with pytest.raises(OSError, match="No space left"):
+                    file.write(row)
+                patch.undo()
+                break
+            file.write(row)
+    done = rows[:at]
+    if not file.partial.exists() or not done:
+        assert not done and (not file.partial.exists() or file.partial.read_bytes() == b"")
+        return
+    with open(file.partial, encoding="utf-8", newline="") as found:
+        if csv_file:
+            assert list(csv.DictReader(found)) == done
+        else:
+            assert [json.loads(line) for line in found.read().split("\n")[:-1]] == done
+
+
+def _full_disk(wrote: int):
+    """`open`, of files that have room for so many bytes more, and fewer than what comes."""
+    class Full(io.FileIO):
+        def write(self, data):
+            return super().write(data[: min(wrote, len(data) - 1)])
+
+    def opened(path, mode, **options):
+        assert options == {"buffering": 0}
+        return Full(path, mode.replace("b", ""))
+
+    return opened
+
+
+def test_what_a_terminal_cannot_show_is_printed_as_an_escape(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    printer = Printer(FakeTokenizer())
+    for word in ("caf\u00e9 ", "end"):
+        printer.put(np.array([[ord(letter) for letter in word]]))
+    printer.end()
+    assert raw.getvalue() == b"caf\\xe9 end\n"

@@ -1,0 +1,683 @@
+"""The summarisation task: its input, ROUGE, figures, files, command, and the engine beneath it."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import random
+import sys
+import types
+
+import pytest
+import yaml
+from error_cases import command_refused
+from fake_llm import FakeLLM
+from hypothesis import given
+from hypothesis import strategies as st
+from read_back import read_jsonl
+from tiny_tokenizers import WORDS, with_words
+
+from flexgen_h2o import LLM, H2OConfig, Policy
+from flexgen_h2o.cli.launch import llm_arguments
+from flexgen_h2o.cli.parser import own_fields
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.commands import summarize
+from flexgen_h2o.commands.summarize import summaries
+from flexgen_h2o.commands.summarize import summaries as summary_plot
+from flexgen_h2o.commands.summarize import summaries as summary_rows
+from flexgen_h2o.commands.summarize.flags import SummarizeOptions, parse_args
+from flexgen_h2o.commands.summarize.summaries import Rouge
+from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.engine.detokenization import until
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files import articles as article_files
+from flexgen_h2o.files.articles import Article, first_sentence
+from flexgen_h2o.files.line_file import LineFile
+from flexgen_h2o.metrics import statistics
+from flexgen_h2o.metrics.run_stats import RunStats
+
+STOP = "###"
+
+
+def article(number: int, words: int = 20, **more) -> dict:
+    text = f"Text {number} has {'many ' * words}words. It goes on."
+    return {"article": f"###\nArticle: {text}\n\nSummarize the above article in 1 sentence.\n",
+            "summary_gt": f"Text {number} has words", "stop": [STOP], "temperature": 0.3,
+            "max_tokens": 8, **more}
+
+
+def write(path, records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+# --- input
+
+
+def test_articles_are_read_as_they_are(tmp_path):
+    bare = {"article": " A b. C ", "summary_gt": "s"}
+    path = write(tmp_path / "a.jsonl", [article(1), bare, article(2, stop="x", max_tokens=3)])
+    found = article_files.read_article_prompts(path)
+    assert found[0] == Article(article(1)["article"], "Text 1 has words", (STOP,), 8)
+    assert found[0].lead == f"Text 1 has {'many ' * 20}words."
+    assert found[1] == Article(" A b. C ", "s", (), 64) and found[1].lead == "A b."
+    assert (found[2].stop, found[2].max_tokens) == (("x",), 3)
+    few = article_files.read_article_prompts(path, most=2, max_tokens=5)
+    assert [one.max_tokens for one in few] == [5, 5]
+
+
+@pytest.mark.parametrize(("record", "message"), [
+    ("{", "line 2 is not JSON"),
+    ("[1]", "line 2 has no text under the key `article`"),
+    ('{"article": "a"}', "line 2 has no text under the key `summary_gt`"),
+    ('{"article": "a", "summary_gt": " "}', "line 2 has no text under the key `summary_gt`"),
+    ('{"article": "a", "summary_gt": "b", "stop": [1]}', "line 2: `stop` must be a text or"),
+    ('{"article": "a", "summary_gt": "b", "stop": ["a", ""]}', "line 2: `stop` must be a text or"),
+    ('{"article": "a", "summary_gt": "b", "max_tokens": 0}', "line 2: `max_tokens` must be a"),
+    ('{"article": "a", "summary_gt": "b", "max_tokens": true}', "line 2: `max_tokens` must be a"),
+])
+def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(article(1)) + "\n" + record + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        article_files.read_article_prompts(str(path))
+    assert len(article_files.read_article_prompts(str(path), most=1)) == 1 or "JSON" in message
+
+
+@pytest.mark.parametrize(("text", "first"), [
+    ("One is. Two is.", "One is."),
+    ("Mr. Smith met Dr. Jones. They spoke.", "Mr. Smith met Dr. Jones."),
+    ("The U.S. Senate met J. Doe at 5.30 p.m. on Monday. Then it left.",
+     "The U.S. Senate met J. Doe at 5.30 p.m. on Monday."),
+    ('He said: "Stop!" She did.', 'He said: "Stop!"'),
+    ("Why? 12 said so.", "Why?"),
+    ("no end here", "no end here"),
+    ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million."),
+    (" All of it.\n", "All of it."),
+])
+def test_the_first_sentence(text, first):
+    assert first_sentence(text) == first
+
+
+@given(st.text(st.sampled_from("aB. #\n"), max_size=30),
+       st.lists(st.text(st.sampled_from("a#\n"), min_size=1, max_size=3), max_size=3))
+def test_a_summary_ends_before_the_first_stop(text, stops):
+    found = until(text, stops)
+    assert text.startswith(found)
+    assert not any(stop in found for stop in stops)
+    assert found == text or any(text[len(found):].startswith(stop) for stop in stops)
+
+
+# --- scores
+
+
+def test_rouge_by_hand():
+    """"a cat sat" and "the cats sat on it": cat (stemmed) and sat; of pairs cat-sat."""
+    found = Rouge()("A cat sat.", "The cats sat on it")
+    assert found == {"rouge1": pytest.approx(2 * 2 / 8), "rouge2": pytest.approx(2 * 1 / 6),
+                     "rougeL": pytest.approx(2 * 2 / 8)}
+    assert Rouge()("", "The cats") == {"rouge1": 0, "rouge2": 0, "rougeL": 0}
+    swapped = Rouge()("sat cat", "cat sat")
+    assert swapped == {"rouge1": 1, "rouge2": 0, "rougeL": 0.5}
+
+
+def test_scores_by_hand():
+    rows = [dict.fromkeys(summaries.ROUGES, value) for value in (0.1, 0.2, 0.6)]
+    full = [dict.fromkeys(summaries.ROUGES, value) for value in (0.2, 0.3, 0.7)]
+    found = summary_rows.scores(rows, full)
+    assert found["rouge1"] == found["rougeL"] == pytest.approx(0.3)
+    assert 0.1 <= found["rouge2_low"] < 0.3 < found["rouge2_high"] <= 0.6
+    # Each article loses the same: of pairs there is no doubt, though the intervals overlap.
+    assert [found[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
+        pytest.approx(-0.1)] * 3
+    assert summary_rows.scores(rows, None)["delta_rouge2"] is None
+    low, high = statistics.bootstrap([0.1, 0.2, 0.6], [1, 1, 1])
+    assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
+
+
+def row(number: int, summary: str | None, new: int = 4) -> dict:
+    """A row of `summaries`, of one that was too long if there is no summary."""
+    scored = (dict.fromkeys(summaries.ROUGES) if summary is None
+              else Rouge()(summary, f"text {number}"))
+    return {"index": number, "summary": summary, **scored, "prompt_tokens": 10 * number,
+            "generated_tokens": new, "finish_reason": "stop" if new < 5 else "length",
+            "seconds": 2.0, "kv_cache_bytes": 100 * number, "device": "cpu", "dtype": "float32"}
+
+
+def test_only_articles_that_every_cache_has_summarised_count():
+    """Numbers 1 and 3 of four: the full cache lacks 0, the other 2."""
+    articles = [Article("Text. More.", f"text {number}") for number in range(4)]
+    h2o = H2OConfig(heavy_tokens=3, recent_tokens=4, sink_tokens=1, positions="rolling")
+    runs = {summary_rows.SummaryCache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
+                                                       row(3, "none", 6)],
+            summary_rows.SummaryCache("full", None): [row(0, None), row(1, "text 1"),
+                                                      row(2, "text 2"),
+                                                      row(3, "text 3")]}
+    small, full, lead = summary_rows.all_rows(runs, articles, model="m", chat=True, score=Rouge())
+    assert [(one["articles"], one["too_long"]) for one in (small, full, lead)] == [(2, 2)] * 3
+    assert [one["rouge2"] for one in (small, full, lead)] == [0.5, 1, 0]
+    assert [one["delta_rouge2"] for one in (small, full, lead)] == [-0.5, 0, -1]
+    assert (small["delta_rouge2_low"], small["delta_rouge2_high"]) == (-1, 0)
+    assert lead["rouge1"] == pytest.approx(2 / 3) and lead["budget_tokens"] is None
+    assert {name: small[name] for name in (
+        "policy", "budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens", "positions",
+        "cache_bits", "prompt_tokens_mean", "generated_tokens_mean", "stopped_share",
+        "kv_cache_bytes_per_sequence", "seconds", "generated_tokens_per_second")} == {
+        "policy": "h2o", "budget_tokens": 8, "heavy_tokens": 3, "recent_tokens": 4,
+        "sink_tokens": 1, "positions": "rolling", "cache_bits": 8, "prompt_tokens_mean": 20,
+        "generated_tokens_mean": 5, "stopped_share": 0.5, "kv_cache_bytes_per_sequence": 200,
+        "seconds": 4, "generated_tokens_per_second": 2.5}
+    assert {small["chat_template"], full["positions"]} == {"true", "original"}
+
+
+# --- the file of lines
+
+
+def lines(tmp_path, **options) -> LineFile:
+    return LineFile("--output-path", str(tmp_path / "o.jsonl"),
+                    {"model": "m", "batch": 1} | options, ["model"])
+
+
+def test_lines_are_gone_on_with_and_a_torn_one_is_cut(tmp_path):
+    path = tmp_path / "o.jsonl"
+    file = lines(tmp_path)
+    assert file.read() == [] and list(tmp_path.iterdir()) == []
+    file.add([{"i": 0}, {"i": 1}])
+    with open(path, "a", encoding="utf-8") as torn:
+        torn.write('{"i": 2, "te')
+    again = lines(tmp_path, batch=7)  # the batch decides nothing
+    assert again.read() == [{"i": 0}, {"i": 1}] and again.count == 2
+    assert path.read_text().endswith('"te'), "nothing is cut before there is something to write"
+    again.add([{"i": "é\n"}])
+    assert path.read_text() == '{"i": 0}\n{"i": 1}\n{"i": "\\u00e9\\n"}\n'
+    assert lines(tmp_path).read()[2] == {"i": "é\n"}
+    saved = yaml.safe_load((tmp_path / "o.jsonl.config.yaml").read_text())
+    assert saved == {"model": "m", "batch": 1}
+
+
+@given(cut=st.integers(0, 200))
+def test_whatever_is_left_of_a_file_it_comes_out_the_same(cut, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lines")
+    rows = [{"i": i, "text": "é" * i} for i in range(6)]
+    lines(folder).add(rows)
+    path = folder / "o.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:cut])
+    file = lines(folder)
+    found = file.read()
+    assert found == rows[: len(found)]
+    file.add(rows[len(found):])
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda folder: (folder / "o.jsonl.config.yaml").unlink(), "is there without"),
+    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("model: other"),
+     "was made with model 'other', now it is 'm'"),
+    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("[]"), "was made with model None"),
+    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("{"), "is not valid YAML"),
+    (lambda folder: (folder / "o.jsonl").write_text("{}\n[1]\n"), "line 2 is not a line of"),
+    (lambda folder: (folder / "o.jsonl").write_bytes(b"\xff\n"), "line 1 is not a line of"),
+])
+def test_lines_that_cannot_be_gone_on_with(tmp_path, damage, message):
+    lines(tmp_path).add([{"i": 0}])
+    damage(tmp_path)
+    before = (tmp_path / "o.jsonl").read_bytes()
+    with pytest.raises(UserError, match=message):
+        lines(tmp_path).read()
+    assert (tmp_path / "o.jsonl").read_bytes() == before
+
+
+# --- the command, with the engine replaced
+
+
+class FakeTokenizer:
+    """A token for each word."""
+
+    chat_template = None
+
+    def __call__(self, text: str, verbose: bool = True) -> dict:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+class FakeLLM(FakeLLM):
+    """Says what the article is, and less of it the smaller the cache is. `fail` is raised by the
+    call of that number."""
+
+    calls: list[dict] = []
+    fail: tuple[int, BaseException] | None = None
+
+    def __init__(self, model: str, **options):
+        FakeLLM.opened.append({"model": model, **options})
+        self.h2o, self.policy = options["h2o"], options["policy"]
+        self.tokenizer = FakeTokenizer()
+        self.model_config = types.SimpleNamespace(
+            num_layers=2, max_positions=60, plain_positions=60, rope="rotary", attention=())
+
+    def generate(self, prompts, **options):
+        if FakeLLM.fail is not None and FakeLLM.fail[0] == len(FakeLLM.calls):
+            raise FakeLLM.fail[1]
+        FakeLLM.calls.append({"lengths": [len(prompt) for prompt in prompts], **options})
+        self.stats = RunStats(
+            model="m", num_parameters=1, dtype="float32", device="cpu", num_prompts=len(prompts),
+            prompt_tokens=0, generated_tokens=0, gpu_batch_size=1, num_gpu_batches=1,
+            prefill_seconds=0.5 * len(prompts), decode_seconds=1.5 * len(prompts),
+            kv_bytes_per_token=100)
+        text = " Text has words ### more" if self.h2o is None else " Text of ### more"
+        return [types.SimpleNamespace(prompt_token_ids=prompt, token_ids=[1] * 5, text=text,
+                                      finish_reason="stop") for prompt in prompts]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(FakeLLM, "calls", [])
+    monkeypatch.setattr(FakeLLM, "fail", None)
+    return FakeLLM.replace(monkeypatch)
+
+
+@pytest.fixture
+def articles(tmp_path) -> str:
+    """Eleven articles, of which number 2 is too long for the model."""
+    return write(tmp_path / "in.jsonl", [article(i, 80 if i == 2 else 20) for i in range(11)])
+
+
+def run(articles, out, *extra) -> int:
+    return summarize.main(["--input-path", str(articles), "--output-path", str(out),
+                           *map(str, extra)])
+
+
+def test_a_whole_run(fake, articles, tmp_path, capsys):
+    out = tmp_path / "o.jsonl"
+    assert run(articles, out, "--batch_size", 1, "--csv", tmp_path / "r.csv") == 0
+    rows = read_jsonl(out)
+    assert [row["index"] for row in rows] == list(range(11))
+    length = len(article(0)["article"].split())
+    assert rows[0] == {
+        "index": 0, "summary": "Text has words", "reference": "Text 0 has words",
+        "rouge1": pytest.approx(6 / 7), "rouge2": pytest.approx(2 / 5),
+        "rougeL": pytest.approx(6 / 7), "prompt_tokens": length, "generated_tokens": 5,
+        "finish_reason": "stop", "seconds": 2.0, "kv_cache_bytes": 100 * (length + 4),
+        "device": "cpu", "dtype": "float32"}
+    assert (rows[2]["summary"], rows[2]["finish_reason"]) == (None, "too_long")
+    assert rows[2]["rouge1"] is None and rows[2]["prompt_tokens"] > 60
+    # Groups of 4 batches of 1; the one that is too long never runs.
+    assert [call["lengths"] for call in fake.calls] == [[length] * n for n in (3, 4, 3)]
+    assert all((call["max_new_tokens"], call["stop_strings"]) == (8, (STOP,))
+               for call in fake.calls)
+    assert [one["h2o"] for one in fake.opened] == [None]
+    text = capsys.readouterr()
+    assert text.err == ""
+    assert [line.split("  ")[0] for line in text.out.splitlines()] == [
+        "cache", "full", "lead-1", "articles: 10; too long for the model and left out: 1"]
+    with open(tmp_path / "r.csv", newline="", encoding="utf-8") as file:
+        full, lead = csv.DictReader(file)
+    assert tuple(full) == summary_rows.COLUMNS
+    assert [full[name] for name in ("policy", "budget_tokens", "articles", "too_long", "rouge2",
+                                    "delta_rouge2", "seconds", "generated_tokens_per_second",
+                                    "stopped_share", "chat_template", "positions")] == [
+        "full", "", "10", "1", "0.4", "0", "20", "2.5", "1", "false", "original"]
+    # "Text 0 has many ... words." beside "Text 0 has words": of 23 and 3 pairs, 2.
+    assert float(lead["rouge2"]) == pytest.approx(2 * 2 / (23 + 3), abs=1e-5)
+    assert (lead["policy"], lead["device"], lead["seconds"]) == ("lead-1", "", "")
+    assert summarize.main(["--from-csv", str(tmp_path / "r.csv")]) == 0
+    assert capsys.readouterr().out == text.out
+
+
+def test_lines_with_other_limits_run_apart_and_come_out_in_order(fake, tmp_path):
+    records = [article(0), article(1, max_tokens=3), article(2, stop=None), article(3, 9)]
+    out = tmp_path / "o.jsonl"
+    assert run(write(tmp_path / "in.jsonl", records), out) == 0
+    assert [(len(c["lengths"]), c["max_new_tokens"], c["stop_strings"]) for c in fake.calls] == [
+        (2, 8, (STOP,)), (1, 3, (STOP,)), (1, 8, None)]
+    assert [row["index"] for row in read_jsonl(out)] == [0, 1, 2, 3]
+    assert read_jsonl(out)[2]["summary"] == "Text has words ### more"
+
+
+@pytest.mark.parametrize("failure", [UserError("too small"), KeyboardInterrupt()])
+def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, failure):
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "o.jsonl"
+    assert run(articles, whole, "--batch-size", 1) == 0
+    text = capsys.readouterr().out
+    fake.calls.clear()
+    fake.fail = (2, failure)
+    status = 130 if isinstance(failure, KeyboardInterrupt) else 2
+    assert run(articles, out, "--batch-size", 1) == status
+    error = capsys.readouterr().err
+    assert f"(8 of 11 lines are in {out}; the same command goes on)" in error
+    assert error.count("\n") == 1 and len(read_jsonl(out)) == 8
+    with open(out, "ab") as file:
+        file.write(b'{"index": 8, "summ')
+    fake.fail = None
+    fake.calls.clear()
+    assert run(articles, out, "--batch-size", 2, "--num-gpu-batches", 2) == 0
+    assert [len(call["lengths"]) for call in fake.calls] == [3]
+    assert out.read_bytes() == whole.read_bytes()
+    assert capsys.readouterr().out == text
+    opened = len(fake.opened)
+    assert run(articles, out, "--sample-num", 5) == 0  # all there: no model is loaded
+    assert len(fake.opened) == opened and len(read_jsonl(out)) == 11
+    assert "articles: 4; too long" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [
+    ["--dtype", "float32"], ["--enable-h2o-generation"], ["--gen-len", "4"], ["--cache-bits", "8"],
+    ["--model-name", "m"], ["--path", "p"], ["--chat-template"]])
+def test_other_options_are_refused_and_nothing_is_lost(fake, articles, tmp_path, more, capsys):
+    out = tmp_path / "o.jsonl"
+    assert run(articles, out, "--sample-num", 3) == 0
+    before, opened = out.read_bytes(), len(fake.opened)
+    assert run(articles, out, *more) == 2
+    assert "was made with" in capsys.readouterr().err
+    assert out.read_bytes() == before and len(fake.opened) == opened
+
+
+def test_another_input_is_refused(fake, articles, tmp_path, capsys):
+    out = tmp_path / "o.jsonl"
+    assert run(articles, out) == 0
+    other = write(tmp_path / "other.jsonl", [article(i) for i in (0, 7)])
+    assert run(other, out) == 2
+    assert "line 2 is not of the article of that line" in capsys.readouterr().err
+
+
+def test_a_failure_before_the_first_line_leaves_nothing(fake, articles, tmp_path, capsys):
+    fake.fail = (0, UserError("too small"))
+    assert run(articles, tmp_path / "o.jsonl", "--csv", tmp_path / "r.csv") == 2
+    assert capsys.readouterr().err == "error: too small\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_nothing_fits(fake, tmp_path, capsys):
+    path = write(tmp_path / "in.jsonl", [article(0, 99)])
+    assert run(path, tmp_path / "o.jsonl") == 2
+    assert "no prompt and its new tokens fit" in capsys.readouterr().err
+
+
+def test_no_tokenizer_and_no_chat_template(fake, articles, tmp_path, monkeypatch, capsys):
+    assert run(articles, tmp_path / "o.jsonl", "--chat-template") == 2
+    assert "--chat-template: the model's tokenizer has none" in capsys.readouterr().err
+    monkeypatch.setattr(FakeTokenizer, "__new__", lambda _: None)
+    assert run(articles, tmp_path / "o.jsonl") == 2
+    assert "has no tokenizer here" in capsys.readouterr().err
+
+
+def test_a_sweep(fake, articles, tmp_path, capsys):
+    out, table, plot = (tmp_path / name for name in ("o.jsonl", "r.csv", "p.svg"))
+    command = ("--sweep", "16", "full", "8", "16", "--csv", table)
+    assert run(articles, out, *command, "--plot", plot) == 0
+    names = ["h2o 8", "h2o 16", "window 8", "window 16", "full", "lead-1"]
+    text = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in text.splitlines()][1:-1] == names
+    files = [f"o.{name.replace(' ', '-')}.jsonl" for name in names[:-1]]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "in.jsonl", "r.csv", "p.svg", *files, *(f"{name}.config.yaml" for name in files)}
+    rows = summary_rows.read_rows(str(table))
+    assert [(row["heavy_tokens"], row["recent_tokens"]) for row in rows] == [
+        (4, 4), (8, 8), (0, 8), (0, 16), (None, None), (None, None)]
+    assert [one["h2o"] for one in fake.opened] == [
+        H2OConfig(heavy_tokens=4, recent_tokens=4), H2OConfig(heavy_tokens=8, recent_tokens=8),
+        H2OConfig(heavy_tokens=0, recent_tokens=8), H2OConfig(heavy_tokens=0, recent_tokens=16),
+        None]
+    # "Text of" has no pair of the reference's; "Text has words" has one of its 2, of 3.
+    assert [row["rouge2"] for row in rows[:5]] == [0, 0, 0, 0, 0.4]
+    assert [row["delta_rouge2_high"] for row in rows[:5]] == [-0.4] * 4 + [0]
+    assert [row["kv_cache_bytes_per_sequence"] for row in rows[:2]] == [800, 1600]
+    assert plot.read_bytes().startswith(b"<?xml")
+    opened = len(fake.opened)
+    plot.unlink()
+    assert run(articles, out, *command) == 0 and len(fake.opened) == opened
+    capsys.readouterr()
+    assert summarize.main(["--from-csv", str(table), "--plot", str(plot)]) == 0
+    assert capsys.readouterr().out == text and plot.exists()
+
+
+def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
+    for size in ("8", "full"):
+        table, plot = tmp_path / f"{size}.csv", tmp_path / f"{size}.png"
+        assert run(articles, tmp_path / "o.jsonl", "--sweep", size, "--csv", table,
+                   "--plot", plot) == 0
+        assert plot.read_bytes().startswith(b"\x89PNG")
+    zero = [{**row, **dict.fromkeys(("rouge2", "rouge2_low", "rouge2_high"), 0.0)}
+            for row in summary_rows.read_rows(str(tmp_path / "8.csv"))]
+    summary_plot.draw(zero, str(tmp_path / "zero.png"))
+    assert (tmp_path / "zero.png").exists()
+
+
+def test_every_flag_has_both_spellings_and_its_help(capsys):
+    with pytest.raises(SystemExit) as done:
+        summarize.main(["--help"])
+    assert done.value.code == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    for spec in own_fields(SummarizeOptions):
+        assert {f"--{spec.name}", f"--{spec.name.replace('_', '-')}"} <= set(words)
+    one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
+                  for mark in "-_")
+    assert one == other and (one.sample_num, one.gen_len) == (3, 5)
+
+
+@pytest.mark.parametrize(("flags", "sizes"), [
+    ([], None),
+    (["--enable-h2o-generation"], (128, 128, 0)),
+    (["--enable_h2o_generation", "--num_window_length", "100"], (50, 50, 0)),
+    (["--enable-h2o-generation", "--num-heavy-hitter-tokens", "10"], (10, 10, 0)),
+    (["--enable-h2o-generation", "--num_heavy_hitter_tokens", "10", "--num-window-length", "64"],
+     (10, 54, 0)),
+    (["--enable-h2o-generation", "--eviction", "window"], (0, 256, 0)),
+    (["--enable-h2o-generation", "--eviction", "sink-window", "--num-window-length", "64"],
+     (0, 60, 4)),
+])
+def test_what_the_flags_keep(fake, articles, tmp_path, flags, sizes):
+    assert run(articles, tmp_path / "o.jsonl", "--sample-num", 1, *flags) == 0
+    h2o = fake.opened[0]["h2o"]
+    assert sizes == (h2o and (h2o.heavy_tokens, h2o.recent_tokens, h2o.sink_tokens))
+
+
+def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
+    assert run(articles, tmp_path / "o.jsonl", "--model_name", "m", "--path", "p", "--device",
+               "cpu", "--dtype", "bfloat16", "--batch-size", 7, "--num-gpu-batches", 3,
+               "--percent", 0, 100, 50, 50, "--offload-dir", "d", "--cache-bits", 4,
+               "--enable-h2o-generation", "--enable-position-rolling", "--sample_num", 1) == 0
+    assert fake.opened == [llm_arguments(RunConfig()) | {
+        "model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
+        "offload_dir": "d", "cache_bits": 4,
+        "policy": Policy(gpu_batch_size=7, num_gpu_batches=3, weights=Placement(0, 100, 0),
+                         cache=Placement(50, 50, 0)),
+        "h2o": H2OConfig(heavy_tokens=128, recent_tokens=128, positions="rolling")}]
+
+
+GIVEN = ["--input-path", "a", "--output-path", "b"]
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ([], "give --input-path"),
+    (["--input-path", "a"], "give --input-path, a .jsonl file of articles, and --output-path"),
+    (GIVEN, "cannot read --input-path a"),
+    ([*GIVEN[:3], " "], "--output-path must be text that is not empty"),
+    ([*GIVEN[:3], "no/such.jsonl"], "cannot read --input-path a"),
+    ([*GIVEN[:3], "./a"], "name the same file"),
+    ([*GIVEN, "--csv", "b"], "name the same file"),
+    ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
+    ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
+    ([*GIVEN, "--nonsense"], "unknown flag"),
+    ([*GIVEN, "--model-name", " "], "--model must be text that is not empty"),
+    ([*GIVEN, "--sample-num", "0"], "--sample-num must be at least 1"),
+    ([*GIVEN, "--sample-num", "x"], "invalid int value"),
+    ([*GIVEN, "--gen-len", "0"], "--gen-len must be at least 1"),
+    ([*GIVEN, "--batch-size", "0"], "--gpu-batch-size must be at least 1"),
+    ([*GIVEN, "--num-gpu-batches", "0"], "--num-gpu-batches must be at least 1"),
+    ([*GIVEN, "--percent", "60", "60", "100", "0"], "sum"),
+    ([*GIVEN, "--dtype", "int4"], "--dtype must be one of"),
+    ([*GIVEN, "--device", "tpu"], "--device must be"),
+    ([*GIVEN, "--cache-bits", "3"], "--cache-bits must be one of"),
+    ([*GIVEN, "--num-window-length", "8"],
+     "--num-window-length has no effect on the full cache: add --enable-h2o-generation"),
+    ([*GIVEN, "--num-heavy-hitter-tokens", "8"], "--num-heavy-hitter-tokens has no effect"),
+    ([*GIVEN, "--eviction", "window"], "--eviction has no effect on the full cache"),
+    ([*GIVEN, "--enable-position-rolling"], "--enable-position-rolling has no effect"),
+    ([*GIVEN, "--evict-while-prefilling"], "--evict-while-prefilling has no effect"),
+    ([*GIVEN, "--enable-h2o-generation", "--evict-while-prefilling"], "such as --prefill-chunk"),
+    ([*GIVEN, "--prefill-chunk", "0"], "--prefill-chunk must be at least 1"),
+    ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
+    ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
+    ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "leave --eviction full out"),
+    ([*GIVEN, "--percent", "auto"], "--percent auto plans for batches"),
+    ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "0"],
+     "--num-window-length must be at least 1"),
+    ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "8",
+      "--num-heavy-hitter-tokens", "8"], "leaves no recent tokens"),
+    ([*GIVEN, "--enable-h2o-generation", "--eviction", "window", "--num-window-length", "8",
+      "--num-heavy-hitter-tokens", "4"], "--num-heavy-hitter-tokens has no effect with --eviction"),
+    ([*GIVEN, "--sweep", "8", "--num-window-length", "8"],
+     "--num-window-length has no effect with --sweep"),
+    ([*GIVEN, "--sweep", "8", "--enable-h2o-generation"], "--enable-h2o-generation has no effect"),
+    ([*GIVEN, "--sweep", "full", "--enable-position-rolling"],
+     "--enable-position-rolling has no effect on the full cache: add a budget to --sweep"),
+    ([*GIVEN, "--sweep", "full", "--policies", "h2o"], "--policies has no effect on the full"),
+    ([*GIVEN, "--sweep", "8", "some"], "each of --sweep must be a number of tokens or full"),
+    ([*GIVEN, "--sweep", "0"], "each of --sweep must be a number of tokens or full"),
+    ([*GIVEN, "--sweep", "8", "--policies", "full"], "each of --policies must be one of h2o"),
+    ([*GIVEN, "--sweep", "8", "--plot", "p.txt"], "--plot must name a .png"),
+    (["--from-csv", "a", "--batch-size", "3"], "--gpu-batch-size has no effect with --from-csv"),
+    (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
+])
+def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
+    refuses_flags(summarize.main, flags, message)
+
+
+def test_results_that_cannot_be_written_are_refused_first(articles, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)
+    for flags in (["--csv", tmp_path / "no" / "r.csv"], ["--csv", tmp_path]):
+        assert run(articles, tmp_path / "o.jsonl", *flags) == 2
+        assert "--csv" in capsys.readouterr().err
+    assert run(articles, tmp_path / "no" / "o.jsonl") == 2
+    assert "cannot write --output-path into the folder" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(("name", "flags", "message"), [
+    ("rouge_score", [], "ROUGE needs rouge-score: pip install 'flexgen_h2o[summarize]'"),
+    ("matplotlib", ["--sweep", "8", "--plot", "p.png"],
+     "--plot needs matplotlib: pip install 'flexgen_h2o[plot]'"),
+])
+def test_an_extra_that_is_missing_is_named(monkeypatch, name, flags, message):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec",
+                        lambda module: None if module == name else find(module))
+    with pytest.raises(UserError) as error:
+        parse_args([*GIVEN, *flags])
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda text: "", "has other columns"),
+    (lambda text: text.splitlines()[0] + "\n", "has no rows"),
+    (lambda text: text.replace("rouge2_low,", "low,", 1), "has other columns"),
+    (lambda text: text.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not a row"),
+])
+def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message, capsys):
+    table = tmp_path / "r.csv"
+    assert run(articles, tmp_path / "o.jsonl", "--csv", table) == 0
+    table.write_text(change(table.read_text(encoding="utf-8")), encoding="utf-8")
+    command_refused(summarize.main, capsys, ["--from-csv", str(table)], message)
+
+
+# --- the engine itself
+
+
+CHAT = "{% for m in messages %}w1 w2 {{ m.content }} w3{% endfor %}"
+
+
+def word_articles(path, count: int = 9) -> str:
+    """Articles of words that the tiny model's tokenizer has."""
+    draw = random.Random(0)
+    return write(path, [
+        {"article": " ".join(draw.choices(WORDS[1:119], k=draw.randrange(20, 60))),
+         "summary_gt": " ".join(draw.choices(WORDS[1:119], k=8)), "stop": [STOP],
+         "max_tokens": 6 + number % 2} for number in range(count)])
+
+
+def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
+    folder = with_words(tiny_model("llama").folder, tmp_path / "m", chat_template=CHAT)
+    path = tmp_path / "in.jsonl"
+    word_articles(path)
+    command = ["--model-name", folder, "--device", "cpu", "--dtype", "float32", "--sweep", 16,
+               "full", "--policies", "h2o", "window", "sink-window"]
+    assert run(path, tmp_path / "o.jsonl", *command, "--batch-size", 1) == 0
+    assert run(path, tmp_path / "p.jsonl", *command, "--batch-size", 3,
+               "--num-gpu-batches", 2) == 0
+    capsys.readouterr()
+    texts = {}
+    for name in ("h2o-16", "window-16", "sink-window-16", "full"):
+        rows, others = ([{**row, "seconds": None}
+                         for row in read_jsonl(tmp_path / f"{one}.{name}.jsonl")] for one in "op")
+        assert rows == others
+        texts[name] = [row["summary"] for row in rows]
+        for row in rows:
+            assert row["generated_tokens"] == len(row["summary"].split()) + (
+                row["finish_reason"] == "stop")
+            if name != "full":  # 3 layers, 2 KV heads of 8, keys and values, float32
+                assert row["kv_cache_bytes"] == 16 * 3 * 2 * 2 * 8 * 4
+    assert len(set(map(tuple, texts.values()))) == 4, "the policy must show"
+
+    assert run(path, tmp_path / "chat.jsonl", "--model-name", folder, "--device", "cpu", "--dtype",
+               "float32", "--chat-template", "--sample-num", 2) == 0
+    plain = read_jsonl(tmp_path / "o.full.jsonl")
+    chat = read_jsonl(tmp_path / "chat.jsonl")
+    assert [row["prompt_tokens"] for row in chat] == [row["prompt_tokens"] + 3 for row in plain[:2]]
+    record = read_jsonl(path)[0]
+    with LLM(folder, device="cpu", dtype="float32") as llm:
+        [out] = llm.generate([f"w1 w2 {record['article']} w3"], max_new_tokens=6,
+                             stop_strings=STOP)
+    assert chat[0]["summary"] == until(out.text, [STOP]).strip()
+
+
+def test_past_the_context_with_rolling_positions_only(tiny_model, tmp_path):
+    """256 positions: a prompt of 255 leaves no room for its 6 new tokens, unless they roll."""
+    folder = with_words(tiny_model("llama").folder, tmp_path / "m")
+    path = write(tmp_path / "in.jsonl", [
+        {"article": "w5 " * length, "summary_gt": "w5", "max_tokens": 6} for length in (20, 255)])
+    base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
+            "--enable-h2o-generation", "--num-window-length", 16]
+    assert run(path, tmp_path / "o.jsonl", *base) == 0
+    assert run(path, tmp_path / "r.jsonl", *base, "--enable-position-rolling") == 0
+    for name, ends in (("o", ["length", "too_long"]), ("r", ["length", "length"])):
+        assert [row["finish_reason"] for row in read_jsonl(tmp_path / f"{name}.jsonl")] == ends
+
+
+def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_path, capsys):
+    folder = with_words(tiny_model("llama").folder, tmp_path / "m")
+    path = write(tmp_path / "in.jsonl", [
+        {"article": "w5 w6 w7 w9 " * (length // 4), "summary_gt": "w5", "max_tokens": 6}
+        for length in (120, 600)])
+    base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
+            "--enable-h2o-generation", "--num-window-length", 16, "--enable-position-rolling",
+            "--prefill-chunk", 8]
+    within, usual = tmp_path / "w.jsonl", tmp_path / "u.jsonl"
+    csv = tmp_path / "r.csv"
+    assert run(path, within, *base, "--evict-while-prefilling", "--csv", csv) == 0
+    assert run(path, usual, *base) == 0
+    assert [row["finish_reason"] for row in read_jsonl(usual)] == ["length", "too_long"]
+    assert [row["finish_reason"] for row in read_jsonl(within)] == ["length", "length"]
+    assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
+    assert summary_rows.read_rows(str(csv))[0]["prompt_chunk"] == 8
+    # It decides what is made: the other's file is not gone on with.
+    capsys.readouterr()
+    assert run(path, usual, *base, "--evict-while-prefilling") == 2
+    assert "prompt_chunk" in capsys.readouterr().err
+
+
+def test_smollm2_in_its_chat_template(tmp_path, capsys):
+    record = {"article": "The old bridge over the river Wye was closed on Monday after an engineer "
+                         "found cracks in it. It will open again in spring, the council said.\n\n"
+                         "Summarize the above article in 1 sentence.\n",
+              "summary_gt": "The bridge over the Wye is closed until spring because of cracks",
+              "stop": ["."], "max_tokens": 40}
+    path = write(tmp_path / "in.jsonl", [record])
+    assert run(path, tmp_path / "o.jsonl", "--chat-template", "--device", "cpu", "--dtype",
+               "float32") == 0
+    [row] = read_jsonl(tmp_path / "o.jsonl")
+    assert "bridge" in row["summary"] and "." not in row["summary"]
+    assert row["finish_reason"] == "stop" and row["rouge1"] > 0.2
+    assert math.isclose(row["kv_cache_bytes"],
+                        (row["prompt_tokens"] + row["generated_tokens"] - 1) * 30 * 2 * 3 * 64 * 4)

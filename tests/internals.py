@@ -1,0 +1,326 @@
+"""What tests reach inside the package for, where nothing that is public shows or does it.
+
+All of it stands here, and that of the kernels in kernel_internals.py: a test that needs more of the
+inside adds it here, so that what a change of the package breaks is found in one place.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+from flexgen_h2o import LLM
+from flexgen_h2o.cache.kv_cache import KVCache
+from flexgen_h2o.commands import analyze, stream_segments
+from flexgen_h2o.engine import loading
+from flexgen_h2o.engine import source as loader
+from flexgen_h2o.engine.decoder import DecoderLayers
+from flexgen_h2o.engine.executor import Executor
+from flexgen_h2o.engine.schedule import Kind
+from flexgen_h2o.models import quantized
+from flexgen_h2o.models.gguf import architectures as gguf_architectures
+from flexgen_h2o.models.gguf import conversion as gguf_conversion
+from flexgen_h2o.planning import memory_rows
+from flexgen_h2o.storage.disk import Disk
+
+# Functions that are tested by themselves.
+own_attention = memory_rows._own_attention
+sparse_attention = memory_rows._sparse_attention
+run_dtype = loader._dtype
+stream_failure, save_analysis = stream_segments._failure, analyze._save
+LLAMA3_ROPE = gguf_architectures.LLAMA3_ROPE
+
+# Where a run can be made to fail, as "module:path" below the package.
+READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
+
+
+# What is held
+
+
+def _workspace_of(session):
+    """That of a `Stream`, or the last of an `LLM`."""
+    return session._runs._spares[-1] if isinstance(session, LLM) else session._workspace
+
+
+def cache_of(session):
+    """The cache in which an `LLM` or a `Stream` has generated."""
+    return _workspace_of(session).cache
+
+
+def rows_of(session) -> int:
+    """Rows of hidden states that there is room for."""
+    return _workspace_of(session).size.rows
+
+
+def scratch_bytes(session) -> int:
+    """Bytes of the workspace."""
+    return _workspace_of(session).operations.nbytes
+
+
+def buffer_bytes(part) -> int:
+    """Bytes that a part of a cache has taken, with what is lost to alignment."""
+    return part._buffer.nbytes
+
+
+def gathers_prompts_in_place(cache) -> bool:
+    """Whether prompts have no buffers beside the cache's own."""
+    return cache._prompts is cache.parts
+
+
+def slots_of(layer):
+    """Keys and values of a layer of transformers' cache."""
+    return layer._slots
+
+
+def stage_of(llm):
+    """The layers that a rank has."""
+    return llm._runtime.stage
+
+
+def source_of(llm):
+    """The model that an LLM has loaded, before it is read."""
+    return llm._runtime.source
+
+
+def weights_of(llm):
+    """Where the weights are kept: `units`, and the tier of each by name."""
+    return llm._runtime.weights
+
+
+def slots_of_experts(llm) -> list:
+    """The staging buffers of a mixture's experts."""
+    return llm._runtime._experts._buffers
+
+
+def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
+    """Record the groups in which the experts of each layer step come.
+
+    Returns the list to which they are added: the keys of each group, for each step.
+    """
+    slots, steps = llm._runtime._experts, []
+    arrivals = slots.arrivals
+
+    def watched():
+        steps.append([])
+        for group, table in arrivals():
+            steps[-1].append([key for key, _ in group])
+            yield group, table
+
+    monkeypatch.setattr(slots, "arrivals", watched)
+    return steps
+
+
+def weight_sizes(llm) -> dict[str, int]:
+    """Bytes of each weight, by name."""
+    store = weights_of(llm)
+    return {spec.name: store._bytes(spec) for spec in store._specs()}
+
+
+def extents_of(llm) -> dict:
+    """Where each weight that is read from disk again and again lies, by name."""
+    store = weights_of(llm)
+    return {spec.name: store.files.extent(spec) for spec in store._specs()
+            if store.tiers[spec.name] == "disk"}
+
+
+def staging_bytes(llm) -> list[int]:
+    """Bytes on the device of each buffer for fetched weights."""
+    store = weights_of(llm)
+    chunks = () if store._stream is None else store._stream.buffers
+    return [buffer.device.nbytes for buffer in (*store._ring.buffers, *chunks)]
+
+
+def chunks_out_of_turn(llm) -> int:
+    """How often a chunk of weights was asked for that was not the next one."""
+    return weights_of(llm)._stream.misses
+
+
+def kept_intervals(links, link: str) -> int:
+    """Intervals of a link that are kept one by one."""
+    return len(links._busy[link].intervals)
+
+
+def origin_of(trace) -> float:
+    """The moment that a trace counts from."""
+    return trace._origin
+
+
+def count_from(trace, origin: float) -> None:
+    """Let a trace count from another moment."""
+    trace._origin = origin
+
+
+# What is done in another way
+
+
+def render_with(renderer, template: str, messages, arguments=None) -> str:
+    """A chat by another template than the renderer's, in the process that it has."""
+    kept, renderer._always["template"] = renderer._always["template"], template
+    try:
+        return renderer.render(messages, arguments)
+    finally:
+        renderer._always["template"] = kept
+
+
+def before(monkeypatch, owner: type, name: str, look) -> None:
+    """Call ``look(self, *arguments)`` before a method does its work; what it raises ends it."""
+    work = getattr(owner, name)
+
+    def watched(self, *arguments, **options):
+        look(self, *arguments)
+        return work(self, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, watched)
+
+
+def before_logits(monkeypatch, look) -> None:
+    """Call ``look(step)`` before each step of a model's head."""
+    before(monkeypatch, Executor, "_head", lambda self, step, *_: look(step))
+
+
+def before_token_layers(monkeypatch, look) -> None:
+    """Call ``look(attentions)`` before each layer of a decode step, with how many have started."""
+    before(monkeypatch, DecoderLayers, "_token_layer", lambda self, *_: look(len(self._started)))
+
+
+def before_early_attention(monkeypatch, look) -> None:
+    """Call ``look()`` before attention starts ahead of its layer, on the CPU beside a GPU."""
+    attend = Executor._ACTIONS[Kind.ATTEND]
+
+    def watched(*arguments):
+        look()
+        attend(*arguments)
+
+    monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
+
+
+def before_carried(monkeypatch, look) -> None:
+    """Call ``look(moved)`` before a layer of a batch takes what is carried into a block."""
+    before(monkeypatch, KVCache, "_put", lambda self, layer, batch, moved: look(moved))
+
+
+def attend_with(monkeypatch, **weights) -> None:
+    """Let the attention of every decoder layer find these beside its own weights, on its device."""
+    def with_more(method):
+        def wrapped(self, step, *rest):
+            held, here = self._weights, self._transfers.device.torch
+            more = {name: weight.to(here) for name, weight in weights.items()}
+            self._weights = SimpleNamespace(get=lambda layer: {**held.get(layer), **more})
+            try:
+                return method(self, step, *rest)
+            finally:
+                self._weights = held
+
+        return wrapped
+
+    for name in ("_prompt_layer", "_start"):
+        monkeypatch.setattr(DecoderLayers, name, with_more(getattr(DecoderLayers, name)))
+
+
+def open_devices(monkeypatch, make) -> None:
+    """Let each `LLM` compute on a device of ``make()`` in place of the machine's."""
+    monkeypatch.setattr(loading, "open_device", lambda name: make())
+
+
+def change_configs(monkeypatch, change) -> None:
+    """Let each `LLM` take what ``change(config)`` makes of its model's config."""
+    find = loading.find
+
+    def changed(*arguments, **options):
+        source = find(*arguments, **options)
+        source.config = change(source.config)
+        return source
+
+    monkeypatch.setattr(loading, "find", changed)
+
+
+def before_blocks(monkeypatch, look) -> None:
+    """Call ``look()`` when a block begins."""
+    before(monkeypatch, Executor, "run", lambda *_: look())
+
+
+def before_reads(monkeypatch, look) -> None:
+    """Call ``look()`` before each read of the disk, in the thread that does it."""
+    before(monkeypatch, Disk, "_read_chunk", lambda *_: look())
+
+
+def lanes_with(transfers, pool) -> list:
+    """Let each lane's jobs run in a ``pool()``; these pools."""
+    for lane in transfers._lanes.values():
+        lane._pool = pool()
+    return [lane._pool for lane in transfers._lanes.values()]
+
+
+def flush(transfers, lane: str) -> None:
+    """Wait until the copies that a lane has queued are done."""
+    transfers._lanes[lane].flush()
+
+
+def under_lock(transfers) -> bool:
+    """Whether somebody holds the lock of the latest jobs."""
+    return transfers._lock.locked()
+
+
+def keep_latest_in(monkeypatch, transfers, latest: dict) -> None:
+    """Let this mapping keep the latest job of each lane."""
+    monkeypatch.setattr(transfers, "_latest", latest)
+
+
+def hold_first_expert(monkeypatch, llm) -> list:
+    """Let the first expert that is loaded come only when another one has been computed.
+
+    Returns the list to which the experts are added as they are computed, the first ones of which
+    are a layer's first.
+    """
+    slots, go, order = llm._runtime._experts, threading.Event(), []
+    bring, arrivals = slots._weights.bring, slots.arrivals
+
+    def late(lane, buffer, *, unit):
+        if unit is slots._weights.experts[0, 0]:
+            assert go.wait(60)
+        bring(lane, buffer, unit=unit)
+
+    def watched():
+        if not order:  # by then the second one is there
+            second = [key for key in slots._wanted if key != (0, 0)][0]
+            slots._buffers[slots._policy.slot(second)].loaded.event()
+        for group, table in arrivals():
+            order.extend(key for key, _ in group)
+            yield group, table
+            go.set()
+
+    monkeypatch.setattr(slots._weights, "bring", late)
+    monkeypatch.setattr(slots, "arrivals", watched)
+    return order
+
+
+def before_conversions(monkeypatch, look) -> None:
+    """Call ``look()`` before a GGUF file is opened to be converted."""
+    convert = gguf_conversion.read_gguf
+
+    def watched(source):
+        look()
+        return convert(source)
+
+    monkeypatch.setattr(gguf_conversion, "read_gguf", watched)
+
+
+def quantize_in_a_new_way(monkeypatch) -> None:
+    """Let quantized weights be another version than those that are kept."""
+    monkeypatch.setattr(quantized, "_VERSION", quantized._VERSION + 1)
+
+
+def draw_at(monkeypatch, choose, point: float) -> None:
+    """Let a sampler draw this number, from 0 to 1, for each request."""
+    monkeypatch.setattr(choose, "_draw", lambda key: point)
+
+
+def plan_with(llm, change) -> None:
+    """Let an `LLM` plan with the limits that ``change(workload, limits)`` makes of what is free."""
+    plan = llm._memory._planned
+
+    def planned(policy, cache, workload, loaded_bytes):
+        found, limits = plan(policy, cache, workload, loaded_bytes)
+        return found, change(workload, limits)
+
+    llm._memory._planned = planned

@@ -1,0 +1,70 @@
+"""What tests reach inside of the kernels for: their library, its calls and its threads."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu import recall as native_recall
+
+UNPACKED_PRODUCT = ops._unpacked_product.__name__
+
+
+def is_asleep(spinning) -> bool:
+    """Whether OpenMP's threads are kept from spinning."""
+    return spinning._team is not None
+
+
+def is_running(team) -> bool:
+    """Whether an idle team's threads are there."""
+    return team._thread.is_alive()
+
+
+def calls(program) -> list[str]:
+    """The calls of the C++ library that a `Program` has noted since its last other part."""
+    return [name for name, _ in program._calls]
+
+
+def forget_kernels() -> None:
+    """Let the next operation look for the library of kernels afresh."""
+    for cached in (cpu_library._library, ops._fused):
+        cached.cache_clear()
+
+
+def load_library(monkeypatch, library) -> None:
+    """Let ``library()`` be the library of kernels."""
+    monkeypatch.setattr(cpu_library, "_library", library)
+
+
+def hide_library(monkeypatch) -> None:
+    """Let there be no file of kernels."""
+    monkeypatch.setattr(cpu_library, "_file", lambda: None)
+
+
+def refuse_calls(monkeypatch) -> None:
+    """Let each call of the library of kernels fail."""
+    def refuse(*args, **fields):
+        raise AssertionError("the library was called")
+
+    monkeypatch.setattr(native, "call", refuse)
+
+
+def before_calls(monkeypatch, look) -> None:
+    """Let ``look(call, name, kind, **fields)`` make each call of the library, by ``call``."""
+    call = partial(look, cpu_library.call)
+    for module in (native, native_recall, cpu_library):
+        monkeypatch.setattr(module, "call", call)
+
+
+def before_arrays(monkeypatch, look) -> None:
+    """Call ``look(array)`` with each array of integers that is made for the library."""
+    make = native.integers
+
+    def watched(values):
+        made = make(values)
+        look(made)
+        return made
+
+    monkeypatch.setattr(native, "integers", watched)
