@@ -53,8 +53,9 @@ from kernel_timing.rows import (
 )
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops

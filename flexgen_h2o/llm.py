@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flexgen_h2o.config.formats import AUTO, CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams, params_of_each
 from flexgen_h2o.config.validation import check_bool, check_int, typed
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.conversation import CHUNK, Stream
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import Request

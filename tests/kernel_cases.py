@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import CacheLayout, split_slots
+from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import PLACED, parse_percent
 from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.models.spec import published
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates

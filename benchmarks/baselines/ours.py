@@ -9,10 +9,10 @@ from typing import Any
 from baselines.base import Baseline, BaselineSettings, Timings, installed
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, percent_text
 from flexgen_h2o.config.validation import check_number
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.models.spec import ModelConfig, published_quantization
 from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.planning.planned_run import part_bytes, record_bytes

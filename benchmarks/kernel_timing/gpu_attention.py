@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference

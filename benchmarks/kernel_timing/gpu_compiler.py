@@ -28,7 +28,7 @@ from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.kernels.gpus import pretending
 
 REGISTERS = re.compile(r"Used (\d+) registers")

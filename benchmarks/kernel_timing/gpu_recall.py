@@ -14,8 +14,7 @@ from kernel_timing.gpu_matrices import BRAIN, FULL, GPU, HALF
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
-from flexgen_h2o.config.formats import CacheLayout, split_slots
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
 from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference

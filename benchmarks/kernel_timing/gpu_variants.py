@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.ops import flat

@@ -7,7 +7,7 @@ import itertools
 import torch
 from kernel_timing.rows import DTYPE, TimedRows, check, copies, engine_memory, error
 
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import native

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.config.formats import GROUP, GroupLayout
-from flexgen_h2o.config.limits import INDEX_TILE
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout
+from flexgen_h2o.config.limits import GROUP_SIZE, INDEX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.figures import COLOURS, new_figure
 from plotting.looks import beside, entitle, log_numbers
@@ -83,14 +82,14 @@ def _shares(row: Row, full: Row) -> tuple[float, float]:
     if bits < 16:
         # Exact caches of the run were of its dtype, packed ones have their size.
         held *= _WIDE.get(row["dtype"], _HALF) / _HALF
-        return held, tokens * GroupLayout(GROUP, bits).nbytes / (_HALF * GROUP)
+        return held, tokens * GroupLayout(GROUP_SIZE, bits).nbytes / (_HALF * GROUP_SIZE)
     budget = positive(row, "budget_percent") / 100
     if row["policy"] == "sparse-values":
         return held, (1 + budget) / 2
     if row["policy"] != "recall":
         return held, tokens
-    index = IndexLayout(GROUP, 2 if row["variant"] == "2-bit index" else 4)
-    part = index.tile_bytes / INDEX_TILE / (2 * GROUP * _HALF)
+    index = IndexLayout(GROUP_SIZE, 2 if row["variant"] == "2-bit index" else 4)
+    part = index.tile_bytes / INDEX_TILE / (2 * GROUP_SIZE * _HALF)
     if row["variant"] != "of the text":
         budget *= positive(row, "prompt_tokens_mean") / positive(full, "cached_tokens_mean")
     return held + part, part + budget

@@ -24,8 +24,8 @@ import torch
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.files.articles import choose, read_articles
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.files.writing import check_writable

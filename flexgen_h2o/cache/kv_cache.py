@@ -84,10 +84,10 @@ class StepMetadata:
 # The KV cache of a block: fixed slots over tiers; append, attend, evict, write back.
 #
 # The cache of a GPU batch is ``[kinds, sequences, kv_heads, slots, width]`` for each decoder layer,
-# contiguous: the kinds are keys and values, or one that holds both (`config.formats.CacheLayout`).
-# A
-# step shifts and concatenates nothing. A percentage of the cache is a share of each batch's
-# sequences. With an eviction policy (arXiv 2306.14048) there are as many
+# contiguous: the kinds are keys and values, or one that holds both
+# (`config.cache_layout.CacheLayout`). A step shifts and concatenates nothing.
+# A percentage of the cache is a share of each batch's sequences.
+# With an eviction policy (arXiv 2306.14048) there are as many
 # slots as the budget has tokens, and a new token takes its victim's slot; the slots' order means
 # nothing then. Prompts that come in chunks are held whole until they are cut, unless chunks are to
 # be

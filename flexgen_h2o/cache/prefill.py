@@ -18,7 +18,7 @@ from flexgen_h2o.cache.retrieval import Recall
 from flexgen_h2o.cache.shape import CacheShape
 from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.formats import CacheLayout, split_slots
+from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.attention_weights import attention_weights

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flexgen_h2o.cache.hot_set import FastSet, MappedPart, RecallCounts
 from flexgen_h2o.cache.tiers import CachePart, Chosen, FetchedPart, Grid, Records, ResidentPart
+from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import TURNS
-from flexgen_h2o.config.recall_layout import PageLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from flexgen_h2o.cache.shape import CacheShape, CacheSize
 from flexgen_h2o.cache.tiers import CachePart, Chosen, picked
-from flexgen_h2o.config.formats import GroupLayout, split_slots
+from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.kernels import ops

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.config.formats import AUTO, DTYPES, WEIGHT_BITS
 from flexgen_h2o.config.h2o import (
     BUDGETS_OF,
     EVICTIONS,
@@ -19,6 +18,7 @@ from flexgen_h2o.config.h2o import (
     H2OConfig,
 )
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
+from flexgen_h2o.config.weight_layout import AUTO, DTYPES, WEIGHT_BITS
 
 WARM_UP = ("generate from the first GPU batch before what is measured: two tokens, or all on a "
            "GPU, where kernels are compiled for the lengths that they meet")

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from flexgen_h2o.cli.flags import GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import checked, flag_name, load_yaml
-from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.version import VERSION
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError, did_you_mean
 
 SCRIPT = "flexgen-h2o"

@@ -14,9 +14,10 @@ from flexgen_h2o.cli.flags import GOALS
 from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.formats import AUTO, WEIGHT_BITS, CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.launch import launched
 from flexgen_h2o.config.policy import DUMMY, Workload
+from flexgen_h2o.config.weight_layout import AUTO, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.files.terminal import tell

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flexgen_h2o.config.formats import AUTO, CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.report import sizes
 from flexgen_h2o.planning.memory_plan import memory_plan

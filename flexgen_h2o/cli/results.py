@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli.run_config import RunConfig, write_expert_counts
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.version import VERSION
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import writing as atomic
 from flexgen_h2o.files.rows import append_row, check_header, csv_cell, one_line

@@ -16,13 +16,14 @@ from msgspec import Meta
 from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.flags import GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.experts import ExpertChoices
-from flexgen_h2o.config.formats import AUTO, CODED_BITS, WEIGHT_BITS, CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, Entries, Text, validated
+from flexgen_h2o.config.weight_layout import AUTO, CODED_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.chat_template import check_arguments
 from flexgen_h2o.files.readers import json_object, json_value, read_text

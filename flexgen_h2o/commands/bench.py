@@ -20,7 +20,7 @@ from flexgen_h2o.cli.parser import check_own, own_fields
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_counts
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.files.writing import writing

@@ -21,7 +21,7 @@ from flexgen_h2o.cli.launch import (
 )
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting
-from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.trace import Trace

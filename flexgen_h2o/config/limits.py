@@ -81,6 +81,9 @@ UNPACKED_BYTES = 64 << 20
 EMPTY = 2**31 - 1
 """The position of a slot that holds no token: later than all, so it is never a victim."""
 
+GROUP_SIZE = 64
+"""Default group size of quantization: elements that share a scale and a zero point."""
+
 MATRIX_TILE = 16
 """Outputs of a quantized matrix that lie together: the lanes of a vector."""
 

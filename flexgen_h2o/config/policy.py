@@ -11,7 +11,7 @@ from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
-    from flexgen_h2o.config.formats import CacheOptions
+    from flexgen_h2o.config.cache_layout import CacheOptions
 
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 DUMMY = "_DUMMY_"  # in place of a path: random weights

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.alternatives import UncachedAttention
-from flexgen_h2o.config.formats import CODED_BITS, CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.weight_layout import CODED_BITS, WeightOptions
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.sampling import Scoring

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.experts import COMING, ExpertChoices, ExpertsConfig, Key
-from flexgen_h2o.config.formats import WeightOptions
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.cpu.experts import ExpertTable

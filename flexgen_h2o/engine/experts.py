@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.experts import Key
-from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.config.stage import groups_of
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import windowed
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine.calibration import calibrate

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flexgen_h2o.config.formats import (
+from flexgen_h2o.config.imports import retry_imports
+from flexgen_h2o.config.policy import DUMMY
+from flexgen_h2o.config.weight_layout import (
     AUTO,
     CODED_BITS,
     DTYPES,
@@ -26,8 +28,6 @@ from flexgen_h2o.config.formats import (
     MatrixLayout,
     WeightOptions,
 )
-from flexgen_h2o.config.imports import retry_imports
-from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.engine.weight_files import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file

@@ -15,9 +15,9 @@ from itertools import chain
 import torch
 
 from flexgen_h2o.config.experts import ExpertChoices
-from flexgen_h2o.config.formats import WeightOptions
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import KeptWeights, Pack, Unit, Weight, WeightFiles
 from flexgen_h2o.engine.weight_streaming import ChunkedWeights, ChunkStream, CutRows, cut
 from flexgen_h2o.errors import UserError

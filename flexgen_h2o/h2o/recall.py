@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max

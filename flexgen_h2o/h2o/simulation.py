@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import EMPTY
-from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget, recalled

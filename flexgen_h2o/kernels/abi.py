@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 STRUCTS = MappingProxyType({
-    # A record of config/formats.py (GroupLayout); bits is 16 for plain vectors.
+    # A record of config/cache_layout.py (GroupLayout); bits is 16 for plain vectors.
     "Layout": "int64_t: bits groups group code_bytes nbytes",
-    # A matrix of config/formats.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
+    # A matrix of config/weight_layout.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
     # activation_bits is 8 where products round what they multiply it with, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
     # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
@@ -32,7 +32,7 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head scores_head threads;
         double: decay; Form: form""",
     # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
-    # null, cuts [sequences, 3], slots of config/formats.py (CacheLayout), whose values begin
+    # null, cuts [sequences, 3], slots of config/cache_layout.py (CacheLayout), whose values begin
     # slots_kind elements behind their keys; kept_scores, positions and ranks [sequences, kv_heads,
     # num_slots] are contiguous.
     "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;

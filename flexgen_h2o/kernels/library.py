@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     EvictionArguments,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MXFP4_GROUP
+from flexgen_h2o.config.weight_layout import MatrixLayout
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
-from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
+from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange

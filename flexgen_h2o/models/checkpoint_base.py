@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.extent import Extent
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock, Timeout
 
-from flexgen_h2o.config.formats import DTYPES
+from flexgen_h2o.config.weight_layout import DTYPES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_text
 from flexgen_h2o.metrics.report import sizes

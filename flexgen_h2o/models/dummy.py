@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import torch
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 
 # Elements generated at a time. Any multiple of 16 gives the same values (torch's normal_ turns

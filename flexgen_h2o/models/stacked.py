@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.storage.extent import Extent

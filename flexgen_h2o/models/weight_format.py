@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.storage.tiers import typed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.models.formats.settings import Quantization
 from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 

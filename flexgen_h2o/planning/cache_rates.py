@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from flexgen_h2o.cache.tiers import Changed, FetchedPart, Grid, Records
+from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
-from flexgen_h2o.config.recall_layout import IndexLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import Program

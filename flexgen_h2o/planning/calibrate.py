@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS
 from flexgen_h2o.config.version import VERSION
+from flexgen_h2o.config.weight_layout import CODED_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.metrics.provenance import cpu_model

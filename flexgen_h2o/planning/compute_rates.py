@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments

@@ -15,8 +15,8 @@ import yaml
 from msgspec import Meta, defstruct
 from msgspec.structs import asdict
 
-from flexgen_h2o.config.formats import CODED_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.config.validation import Entries, Share, Text, each_of, validated
+from flexgen_h2o.config.weight_layout import CODED_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy, Workload, percent_text
 from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files import terminal
 from flexgen_h2o.metrics.report import sizes

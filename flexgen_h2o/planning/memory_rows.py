@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from flexgen_h2o.config.cache_layout import IndexLayout, PageLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
     CHUNK_BUFFERS,
@@ -31,7 +32,6 @@ from flexgen_h2o.config.limits import (
     WRITE_BACK_TOKENS,
 )
 from flexgen_h2o.config.placement import TIERS
-from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
 from flexgen_h2o.h2o.budget import fast_slots, recalled
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.experts import ExpertChoices
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
 from flexgen_h2o.config.h2o import windowed
 from flexgen_h2o.config.limits import CHUNK_ROWS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.storage.placement import experts_apart
 

@@ -10,9 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout, PageLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
-from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
 from flexgen_h2o.h2o.budget import cached, fast_slots, recalled
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.experts import FEWEST_SLOTS
-from flexgen_h2o.config.formats import WEIGHT_BITS, CacheOptions, WeightOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.config.weight_layout import WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate

@@ -14,7 +14,7 @@ from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cache.prefill import CacheState, LayerAttention, append
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
 from flexgen_h2o.kernels.reference.attention import cache_records, cache_vectors

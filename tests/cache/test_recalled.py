@@ -13,7 +13,7 @@ from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import recalled_tiers
 from flexgen_h2o.cache.recalled_tiers import in_records, in_rows, page_layout
 from flexgen_h2o.cache.tiers import Records
-from flexgen_h2o.config.recall_layout import PageLayout
+from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
 from flexgen_h2o.kernels import ops

@@ -34,7 +34,7 @@ from flexgen_h2o import LLM
 from flexgen_h2o.cli import launch, parser
 from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.commands import generate
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import parse_percent
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine import runner, source

@@ -32,10 +32,11 @@ from flexgen_h2o.cli.plan_text import flags, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml, parse_size
 from flexgen_h2o.commands import generate
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.spec import published

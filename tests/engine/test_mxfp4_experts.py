@@ -14,7 +14,7 @@ from mixture_cases import MIXTURES, limit_as_configured
 from safetensors.torch import save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.formats.settings import quantization

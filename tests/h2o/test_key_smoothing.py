@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.engine import source
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing, block_size, hadamard
 from flexgen_h2o.h2o.policies import register_policy

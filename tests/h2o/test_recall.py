@@ -11,7 +11,7 @@ from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, transformers_tokens
 
 from flexgen_h2o import H2OConfig, Placement
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS, choose, indexed, rounded_queries
 

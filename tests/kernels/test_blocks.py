@@ -11,8 +11,7 @@ from gguf.quants import dequantize as reference
 from gguf_cases import SCALE_PLACES, random_blocks
 from kernel_cases import SETS
 
-from flexgen_h2o.config.block_types import KINDS, OTHERS
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import KINDS, OTHERS, MatrixLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import blocks as reference_blocks
 from flexgen_h2o.kernels.reference import matrix as reference_matrix

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.matrix import QuantizedMatrix

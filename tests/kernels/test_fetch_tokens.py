@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.recall_layout import PageLayout
+from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.reference import recall as reference_recall

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
 from flexgen_h2o.config.limits import TILED_OUTPUTS, TILED_ROWS
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, threads, using
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
 from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.cpu import native

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import copied, decode_case, of_form, prefill_case, select_case
 
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import library
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch, library, ops
 from flexgen_h2o.kernels.cpu import library as cpu_library

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, poisoned_memory, using
 
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import dispatch, library, ops
 from flexgen_h2o.kernels.cpu import native

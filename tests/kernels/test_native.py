@@ -34,7 +34,8 @@ from kernel_cases import (
     using,
 )
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout, MatrixLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, library, ops

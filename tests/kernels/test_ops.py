@@ -25,7 +25,7 @@ from kernel_cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import library, ops, torch_ops
 from flexgen_h2o.kernels.cpu import native

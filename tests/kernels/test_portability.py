@@ -26,8 +26,8 @@ from kernel_cases import (
     using,
 )
 
-from flexgen_h2o.config.formats import GroupLayout, MatrixLayout, split_slots
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 from flexgen_h2o.kernels import abi, library, ops
 from flexgen_h2o.kernels.cpu import experts as native_experts

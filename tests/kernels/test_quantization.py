@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.formats import GROUP, CacheLayout, GroupLayout, split_slots
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, split_slots
+from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
@@ -21,7 +22,7 @@ layouts = st.builds(GroupLayout, st.sampled_from(LENGTHS), st.sampled_from(BITS)
 @given(st.integers(1, 2000).map(lambda half: 2 * half), st.sampled_from(BITS))
 def test_a_layout_has_the_fewest_even_groups(length, bits):
     layout = GroupLayout(length, bits)
-    most = 32 if bits == 4 and length == 64 else GROUP
+    most = 32 if bits == 4 and length == 64 else GROUP_SIZE
     fits = [n for n in range(1, length + 1) if length % n == 0 and length // n % 2 == 0
             and length // n <= most]
     assert layout.groups == fits[0] and layout.group == length // fits[0]

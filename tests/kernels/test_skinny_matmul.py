@@ -5,7 +5,7 @@ import pytest
 import torch
 from kernel_cases import BUILT, SETS, check_linear, linear_case, using
 
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import library, ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache.tiers import picked
-from flexgen_h2o.config.formats import CacheOptions, GroupLayout
+from flexgen_h2o.config.cache_layout import CacheOptions, GroupLayout
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops

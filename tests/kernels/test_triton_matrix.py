@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels.gpus import pretending
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
 from flexgen_h2o.kernels.reference import matrix as reference_matrix

@@ -16,7 +16,7 @@ from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import windowed
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM, Policy
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine import calibration
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.calibration import calibrate

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.config.formats import GROUP, MatrixLayout, WeightOptions
+from flexgen_h2o.config.limits import GROUP_SIZE
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint import open_checkpoint
@@ -196,8 +197,8 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("size, bits, expected", [
-    (128, 4, 64), (64, 4, 64), (32, 4, 32), (16, 4, 16), (96, 8, 48), (40, 4, 40), (12, 4, GROUP),
-    (-1, 4, GROUP), (32, 16, GROUP), (32, 12, GROUP)])
+    (128, 4, 64), (64, 4, 64), (32, 4, 32), (16, 4, 16), (96, 8, 48), (40, 4, 40),
+    (12, 4, GROUP_SIZE), (-1, 4, GROUP_SIZE), (32, 16, GROUP_SIZE), (32, 12, GROUP_SIZE)])
 def test_groups_of_ours_are_parts_of_the_checkpoints(size, bits, expected):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": size}
     assert quantization({"quantization_config": settings}, "m").group(bits) == expected
@@ -252,7 +253,7 @@ def test_mxfp4_experts_one_by_one_and_kept(tmp_path):
         assert not checkpoint.keep("0.gate", MatrixLayout(rows // 2, columns, bits=4, group=32),
                                    out)
     assert quantization({"quantization_config": MXFP4}, "m").group(8) == 32
-    assert quantization({"quantization_config": MXFP4}, "m").group(4) == GROUP
+    assert quantization({"quantization_config": MXFP4}, "m").group(4) == GROUP_SIZE
 
 
 def test_mxfp4_as_transformers(tmp_path):

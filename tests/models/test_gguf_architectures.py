@@ -15,7 +15,7 @@ from gguf_cases import CASES, add_tokenizer, make
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
-from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.registry import FAMILIES

@@ -16,7 +16,7 @@ from gguf_cases import make
 from internals import before_conversions
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.config.formats import AUTO, MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint_base import Checkpoint

@@ -19,7 +19,7 @@ from internals import quantize_in_a_new_way, weight_sizes, weights_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.engine.weight_files import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops

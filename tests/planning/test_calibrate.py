@@ -9,7 +9,7 @@ import pytest
 import torch
 from fakes import LazyDevice
 
-from flexgen_h2o.config.formats import WEIGHT_BITS
+from flexgen_h2o.config.weight_layout import WEIGHT_BITS
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.metrics.trace import LINKS

@@ -21,8 +21,9 @@ from planning_cases import (
     planned,
 )
 
-from flexgen_h2o.config.formats import CacheOptions, WeightOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.metrics.trace import LINKS

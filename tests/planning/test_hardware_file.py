@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.formats import WEIGHT_BITS
+from flexgen_h2o.config.weight_layout import WEIGHT_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning.hardware import (

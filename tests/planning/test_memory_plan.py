@@ -14,15 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import own_attention
 
-from flexgen_h2o.config.formats import (
-    CacheOptions,
-    GroupLayout,
-    MatrixLayout,
-    WeightOptions,
-)
+from flexgen_h2o.config.cache_layout import CacheOptions, GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy, Workload
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import FREE
 
-from flexgen_h2o.config.formats import CacheOptions
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout
 from flexgen_h2o.kernels.reference.recall import runs_of
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 from flexgen_h2o.planning.recall_cost import (

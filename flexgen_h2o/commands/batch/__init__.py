@@ -35,7 +35,7 @@ from flexgen_h2o.commands.batch.preparation import (
 )
 from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.results import ResultsFile
-from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.window_queue import WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError

@@ -15,7 +15,7 @@ from flexgen_h2o.cli.parser import check_files, check_own, own_fields
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.commands.batch.requests import Defaults, check_defaults
-from flexgen_h2o.config.formats import AUTO
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import json_object, read_text
 from flexgen_h2o.metrics.figures import check_plot

@@ -11,9 +11,9 @@ from typing import Any
 
 from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.formats import AUTO
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.validation import Count, Entries, check_keys, validated
+from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 
 FLAGS = (

@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from flexgen_h2o.cache.prefill import LayerAttention
 from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.formats import CacheOptions
+from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.layer import H2OLayer

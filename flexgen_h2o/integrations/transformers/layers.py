@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from flexgen_h2o.cache.prefill import CacheState, append
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH
 from flexgen_h2o.h2o import budget as budgets

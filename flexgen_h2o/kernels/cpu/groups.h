@@ -1,4 +1,4 @@
-// Records of quantized vectors: see config/formats.py for the layout, kernels/reference/attention.py
+// Records of quantized vectors: see config/cache_layout.py for the layout, kernels/reference/attention.py
 // for the arithmetic, which the bytes here follow to the bit.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Tiles of the index of keys: see config/recall_layout.py.
+// Tiles of the index of keys: see config/cache_layout.py.
 #pragma once
 
 #include <cstdint>

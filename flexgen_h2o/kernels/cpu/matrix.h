@@ -1,4 +1,4 @@
-// Quantized matrices: see config/formats.py (MatrixLayout) for how they lie,
+// Quantized matrices: see config/weight_layout.py (MatrixLayout) for how they lie,
 // kernels/reference/matrix.py for the arithmetic.
 #pragma once
 

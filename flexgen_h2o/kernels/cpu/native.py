@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
+from flexgen_h2o.config.weight_layout import BlockType
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (

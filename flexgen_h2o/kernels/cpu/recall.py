@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout
-from flexgen_h2o.config.recall_layout import IndexLayout, PageLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,

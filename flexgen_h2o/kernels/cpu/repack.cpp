@@ -177,7 +177,7 @@ struct Mxfp4Block : Type<32, 17, 4, 32, 0> {
     }
 };
 
-// The codes of a block as words: see config/formats.py (MatrixLayout).
+// The codes of a block as words: see config/weight_layout.py (MatrixLayout).
 template <int BITS>
 INLINE void join(const uint8_t* codes, int elements, uint32_t* words) {
     if constexpr (BITS == 6) {
@@ -288,7 +288,7 @@ int repacked(const Repack& a) {
 }  // namespace
 
 int repack(const Repack& a) {
-    switch (a.kind) {  // their numbers in a file: config/block_types.py
+    switch (a.kind) {  // their numbers in a file: config/weight_layout.py
         case 2: return repacked<Q4_0>(a);
         case 3: return repacked<Q4_1>(a);
         case 6: return repacked<Q5_0>(a);

@@ -1,6 +1,6 @@
 """The specification of recall's operations, in plain PyTorch: slow, obvious, exact.
 
-`h2o.recall` says what is chosen, `config.recall_layout` how the index lies in memory.
+`h2o.recall` says what is chosen, `config.cache_layout` how the index lies in memory.
 """
 
 from __future__ import annotations

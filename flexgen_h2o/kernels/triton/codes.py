@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels.triton.common import configs, soft_capped
 
 LOG2_E = tl.constexpr(1.4426950408889634)

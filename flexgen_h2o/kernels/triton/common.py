@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from flexgen_h2o.config import limits
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.gpus import gpu_of
 

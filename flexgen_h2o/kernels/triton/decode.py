@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CacheLayout
+from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.triton.codes import LOG2_E, LOWEST
 from flexgen_h2o.kernels.triton.common import (

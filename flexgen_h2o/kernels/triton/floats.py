@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels.triton.common import ceil_div, configs, interpreted, power_of_2
 
 LANES = tl.constexpr(MATRIX_TILE)

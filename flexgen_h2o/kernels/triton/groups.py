@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import GroupLayout
+from flexgen_h2o.config.cache_layout import GroupLayout
 from flexgen_h2o.kernels.triton.common import (
     ceil_div,
     in_units,

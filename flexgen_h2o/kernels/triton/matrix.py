@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.gpus import gpu_of
 from flexgen_h2o.kernels.matrix import layout_of

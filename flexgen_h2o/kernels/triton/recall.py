@@ -19,8 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexgen_h2o.config import limits
-from flexgen_h2o.config.formats import CacheLayout, GroupLayout
-from flexgen_h2o.config.recall_layout import IndexLayout
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.triton import decode as triton_decode

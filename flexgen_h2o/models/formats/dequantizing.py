@@ -9,8 +9,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import CODED_BITS, MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.weight_layout import CODED_BITS, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
 from flexgen_h2o.models.formats import compressed_tensors, mxfp4, scaled

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.formats import MatrixLayout
 from flexgen_h2o.config.limits import MATRIX_TILE
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import assembled
 from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
-from flexgen_h2o.config.formats import CODED_BITS, GROUP, WeightOptions
+from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.validation import validated
+from flexgen_h2o.config.weight_layout import CODED_BITS, WeightOptions
 from flexgen_h2o.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -53,9 +54,9 @@ class Quantization:
         """Inputs of a group for weights of so many bits: such that the checkpoint's codes can be
         kept, where these have no more bits."""
         if bits not in CODED_BITS or not self._codes_fit(bits) or self.group_size is None:
-            return GROUP
-        fitting = (size for size in range(GROUP, 0, -8) if self.group_size % size == 0)
-        return next(fitting, GROUP)
+            return GROUP_SIZE
+        fitting = (size for size in range(GROUP_SIZE, 0, -8) if self.group_size % size == 0)
+        return next(fitting, GROUP_SIZE)
 
     def keeps(self, bits: int) -> bool:
         """Return True if any of the checkpoint's values are kept in so many bits."""

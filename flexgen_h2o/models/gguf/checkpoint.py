@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexgen_h2o.config.block_types import BlockType
-from flexgen_h2o.config.formats import MatrixLayout
+from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, in_pairs

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config.formats import MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
 from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.gguf.architectures import ARCHITECTURES, Architecture, variant

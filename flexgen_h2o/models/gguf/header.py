@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.config.block_types import KINDS, OTHERS, BlockType
+from flexgen_h2o.config.weight_layout import KINDS, OTHERS, BlockType
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.files.readers import whole_file
 

@@ -1,4 +1,4 @@
-"""Number formats, and storage formats of quantized vectors and matrices. No torch."""
+"""Storage layouts of weight matrices, and the block types of GGUF files. No torch."""
 
 from __future__ import annotations
 
@@ -8,151 +8,30 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 
-from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
-from flexgen_h2o.config.validation import check_number
+from flexgen_h2o.config.limits import GROUP_SIZE, MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.errors import UserError
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""Formats in which a run computes, by PyTorch's names."""
-
-GROUP = 64
-"""The most elements that share a scale and a zero point, unless said otherwise."""
-
-_LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
-
-WEIGHT_BITS = (16, 12, 8, 4)
-"""Of a number in matrices of weights: as a run's dtype is, `MatrixLayout`'s floats, its codes."""
+"""Compute dtypes, by PyTorch's names."""
 
 AUTO = "auto"
-"""Leaves a choice to the engine. As the bits of weights it keeps a GGUF file's own codes, and is 16
-for other checkpoints."""
+"""Value of an option that the engine chooses. As `weight_bits` it keeps the quantized values of a
+GGUF file, and means 16 for other checkpoints."""
+
+WEIGHT_BITS = (16, 12, 8, 4)
+"""Values of `weight_bits`: 16 is the run's dtype, 12 the floats of `MatrixLayout`, 8 and 4 are
+quantized."""
 
 CODED_BITS = (8, 4)
-"""Those of codes: products with these may round activations, and a checkpoint's own may be kept."""
+"""Values of `weight_bits` with quantized integers: these allow quantized activations, and keep the
+quantized values of a checkpoint."""
 
 MATRIX_BITS = (12, 8, 6, 4)
 """Bit widths of a `MatrixLayout`. 6 bits hold the 5- and 6-bit values of GGUF files."""
 
-CACHE_BITS = (16, 8, 4)
-"""Bits of a cached number: 16 as a run's dtype is, 8 and 4 in groups."""
-
-
-@dataclass(frozen=True)
-class GroupLayout:
-    """The record of one vector: its codes, then a scale and a zero point for each group.
-
-    A record is contiguous, so that storage may move, write and overwrite vectors without
-    knowing that they are quantized. Byte by byte:
-
-    ===================================  ===================================================
-    ``code_bytes``                       uint8 codes; with 4 bits, element i is the low half
-                                         of byte i and element i + length / 2 its high half
-    ``2 * groups``                       float16 scales
-    ``2 * groups``                       float16 zero points
-    ===================================  ===================================================
-
-    An element is ``zero + scale * code``.
-
-    Parameters
-    ----------
-    length : int
-        Elements of a vector; even.
-    bits : int
-        4 or 8.
-
-    Raises
-    ------
-    UserError
-        For any other length or number of bits.
-    """
-
-    length: int
-    bits: int
-
-    def __post_init__(self):
-        if self.bits not in (4, 8):
-            raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
-        if self.length < 2 or self.length % 2:
-            raise UserError(f"cannot quantize vectors of {self.length} elements: an even number "
-                            "is needed")
-
-    @property
-    def levels(self) -> int:
-        """The highest code."""
-        return 2**self.bits - 1
-
-    @property
-    def groups(self) -> int:
-        """The fewest equal groups of an even number of elements, at most `GROUP` each. Vectors of
-        64 elements in 4 bits have two, as one would double the error of small models."""
-        if self.bits == 4 and self.length == GROUP:
-            return 2
-        groups = -(-self.length // GROUP)
-        while self.length % (2 * groups):
-            groups += 1
-        return groups
-
-    @property
-    def group(self) -> int:
-        """Elements of a group."""
-        return self.length // self.groups
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the codes, rounded up so that the float16 part is aligned."""
-        used = self.length * self.bits // 8
-        return used + used % 2
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of a record."""
-        return self.code_bytes + 4 * self.groups
-
-
-@dataclass(frozen=True)
-class CacheLayout:
-    """The records of a compressed cache: those of its keys and those of its values.
-
-    Records of one layout lie in slots ``[keys and values, ..., slots, width]``, as plain vectors
-    do. Where keys and values differ in bits, a slot holds both in one record, the key's first:
-    ``[1, ..., slots, width]``. So whatever moves slots need not know what is in them.
-    """
-
-    keys: GroupLayout
-    values: GroupLayout
-
-    @classmethod
-    def of(cls, length: int, key_bits: int, value_bits: int | None = None) -> CacheLayout | None:
-        """Return the layout of vectors of `length` elements, whose values have the keys' bits
-        unless `value_bits` says otherwise; None for 16 bits."""
-        value_bits = key_bits if value_bits is None else value_bits
-        if key_bits == value_bits == 16:
-            return None
-        return cls(GroupLayout(length, key_bits), GroupLayout(length, value_bits))
-
-    @cached_property
-    def mixed(self) -> bool:
-        """True if a slot holds key and value in one record."""
-        return self.keys != self.values
-
-    @cached_property
-    def kinds(self) -> int:
-        """The leading size of slots."""
-        return 1 if self.mixed else 2
-
-    @cached_property
-    def width(self) -> int:
-        """Bytes of a record of a slot: the last size of slots."""
-        return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
-
-
-def split_slots(slots, layout: CacheLayout | None):
-    """Return views of the keys and of the values in slots; without a layout, of plain vectors."""
-    if layout is None or not layout.mixed:
-        return slots[0], slots[1]
-    return slots[0][..., : layout.keys.nbytes], slots[0][..., layout.keys.nbytes :]
+_LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -215,7 +94,7 @@ class MatrixLayout:
     outputs: int
     inputs: int
     bits: int
-    group: int = GROUP
+    group: int = GROUP_SIZE
     mxfp4: bool = False
     compact: bool = False
 
@@ -303,7 +182,7 @@ class WeightOptions:
     """
 
     bits: int = 16
-    group: int = GROUP
+    group: int = GROUP_SIZE
     mxfp4: frozenset[tuple[int, ...]] = frozenset()
     activation_bits: int = 16
     kept: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
@@ -408,98 +287,68 @@ class WeightOptions:
 
 
 @dataclass(frozen=True)
-class CacheOptions:
-    """Storage options of the cache.
+class BlockType:
+    """A type of tensor: consecutive elements of a row in blocks of one size.
 
     Attributes
     ----------
-    h2o : H2OConfig or None
-        None: the full cache.
-    bits : int
-        Of keys and values: 16 (the run's dtype), 8 or 4. Where `key_bits` and `value_bits` differ
-        it becomes their mean.
-    attn_sparsity : float
-        The share of the values that a new token reads.
-    key_bits, value_bits : int or None
-        None becomes `bits`.
-
-    Raises
-    ------
-    UserError
-        For values out of range, and for what cannot go together.
+    name : str
+        llama.cpp's name, such as "Q4_K".
+    elements, nbytes : int
+        Elements and bytes of a block.
+    bits, group : int
+        The narrowest `MatrixLayout` that holds the codes; 16 and 0 for types without codes.
+    number : int
+        The number of the type in a file.
     """
 
-    h2o: H2OConfig | None = None
+    name: str
+    elements: int
+    nbytes: int
     bits: int = 16
-    attn_sparsity: float = 1.0
-    key_bits: int | None = None
-    value_bits: int | None = None
+    group: int = 0
+    number: int = 0
 
-    def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            given = getattr(self, name)
-            bits = self.bits if given is None else given
-            if bits not in CACHE_BITS:
-                raise UserError(f"{'cache_bits' if given is None else name} must be 16, 8 or 4, "
-                                f"got {bits!r}")
-            object.__setattr__(self, name, bits)
-        keys, values = self.kind_bits
-        if keys != values and 16 in (keys, values):
-            raise UserError(f"key_bits {keys} with value_bits {values} is not supported: use 16 "
-                            "for both, or 8 or 4 for each")
-        object.__setattr__(self, "bits", (keys + values) // 2)
-        if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
-            raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-        check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
-        if self.attn_sparsity < 1 and keys != values:
-            raise UserError("attn_sparsity reads keys without their values: give key_bits and "
-                            "value_bits the same number, or leave it out")
-        if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
-            raise UserError("attn_sparsity chooses among all that came before, and layers of this "
-                            "model attend to a window: leave it out")
-        if self.attn_sparsity < 1 and self.recalls:
-            raise UserError("recall chooses what a new token reads: leave attn_sparsity out")
-        if self.attn_sparsity < 1 and (self.evicts or self.h2o is not None and self.h2o.simulate):
-            raise UserError("attn_sparsity chooses among all that came before, and so nothing may "
-                            "be evicted: leave it or h2o out")
+    def layout(self, outputs: int, inputs: int) -> MatrixLayout | None:
+        """Return the layout that keeps the codes of a matrix; None for a type without codes."""
+        if self.bits == 16:
+            return None
+        return MatrixLayout(outputs, inputs, self.bits, self.group, mxfp4=self.name == "MXFP4")
 
-    @property
-    def kind_bits(self) -> tuple[int, int]:
-        """Bits of keys and of values."""
-        assert self.key_bits is not None and self.value_bits is not None
-        return self.key_bits, self.value_bits
+    def fits(self, layout: MatrixLayout) -> bool:
+        """Return True if a layout holds the codes: no fewer bits, and groups that divide these."""
+        if self.bits == 16 or layout.bits == 12 or layout.mxfp4:
+            return layout.mxfp4 and self.name == "MXFP4"
+        bits = 8 if self.name == "MXFP4" else self.bits  # its numbers are evenly spaced codes then
+        return bits <= layout.bits and self.group % layout.group == 0
 
-    def layout(self, head_dim: int) -> CacheLayout | None:
-        """Return the layout of records; None with 16 bits."""
-        return CacheLayout.of(head_dim, *self.kind_bits)
 
-    @property
-    def evicts(self) -> bool:
-        """True if any token ever goes, if only behind the mask of a simulation."""
-        return self.h2o is not None and not self.h2o.is_full
+_TYPES = {
+    0: BlockType("F32", 1, 4),
+    1: BlockType("F16", 1, 2),
+    2: BlockType("Q4_0", 32, 18, 4, 32),
+    3: BlockType("Q4_1", 32, 20, 4, 32),
+    6: BlockType("Q5_0", 32, 22, 6, 32),
+    7: BlockType("Q5_1", 32, 24, 6, 32),
+    8: BlockType("Q8_0", 32, 34, 8, 32),
+    10: BlockType("Q2_K", 256, 84, 4, 16),
+    11: BlockType("Q3_K", 256, 110, 4, 16),
+    12: BlockType("Q4_K", 256, 144, 4, 32),
+    13: BlockType("Q5_K", 256, 176, 6, 32),
+    14: BlockType("Q6_K", 256, 210, 6, 16),
+    20: BlockType("IQ4_NL", 32, 18, 8, 32),
+    23: BlockType("IQ4_XS", 256, 136, 8, 32),
+    30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17, 4, 32),
+}
 
-    @property
-    def quantizes_keys(self) -> bool:
-        """True if keys are stored in fewer bits, in the cache or in the index of recall."""
-        return self.bits != 16 or self.recalls
+KINDS: Mapping[int, BlockType] = MappingProxyType(
+    {number: replace(kind, number=number) for number, kind in _TYPES.items()})
+"""The supported types by their number in a file."""
 
-    @property
-    def recalls(self) -> bool:
-        """True if everything stays, and a new token attends to what it chooses of it."""
-        return self.h2o is not None and self.h2o.recall
-
-    @property
-    def evicts_chunks(self) -> bool:
-        """True if prompts that come in chunks are evicted from after each of them."""
-        return self.h2o is not None and self.h2o.evicts_chunks(
-            compressed=self.bits != 16)
-
-    @property
-    def simulated(self) -> bool:
-        """True if eviction, or recall, masks a full cache."""
-        return (self.evicts or self.recalls) and self.h2o.simulate
-
-    @property
-    def plain(self) -> bool:
-        """True if it holds every token just as attention computed it."""
-        return not self.evicts and self.bits == 16
+OTHERS: Mapping[int, str] = MappingProxyType({
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
+})
+"""Names of the types that are not supported, for messages."""
