@@ -39,7 +39,7 @@ def _file() -> Path | None:
     if chosen := os.environ.get("FLEXGEN_H2O_NATIVE"):
         return Path(chosen)
     # Not sysconfig's: a second thread that asks while the first one has it read finds nothing.
-    path = Path(__file__).with_name(f"_cpu{EXTENSION_SUFFIXES[0]}")
+    path = Path(__file__).parents[1] / f"_cpu{EXTENSION_SUFFIXES[0]}"
     return path if path.exists() else None
 
 
