@@ -1,12 +1,14 @@
 """Figures for a slide, of what the benchmarks and the engine have written.
 
-    python benchmarks/plots.py systems --csv benchmarks/results/compare_cpu.csv --out systems.png
-    python benchmarks/plots.py batch --csv benchmarks/results/sweep_batch.csv --out batch.png
-    python benchmarks/plots.py budget --csv benchmarks/results/sweep_budget.csv --out budget.png
-    python benchmarks/plots.py quality --csv benchmarks/results/quality_smollm2.csv --out q.png
+RESULTS is the folder of a machine, such as benchmarks/results/epyc-avx512bf16:
+
+    python benchmarks/plots.py systems --csv RESULTS/compare_cpu.csv --out systems.png
+    python benchmarks/plots.py batch --csv RESULTS/sweep_batch.csv --out batch.png
+    python benchmarks/plots.py budget --csv RESULTS/sweep_budget.csv --out budget.png
+    python benchmarks/plots.py quality --csv benchmarks/results/quality/quality.csv --out q.png
     python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
     python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
-    python benchmarks/plots.py machines --csv benchmarks/results/machines.csv --out machines.png
+    python benchmarks/plots.py machines --csv RESULTS/machines.csv --out machines.png
 
 systems reads rows of `compare.py`, batch and budget those of `sweep.py` (or `flex_opt --csv`),
 machines those of `studies/machines.py`, quality those of `flexgen-h2o quality`, breakdown and

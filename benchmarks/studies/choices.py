@@ -95,7 +95,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
                         help="beside the full one")
     parser.add_argument("--presses", nargs="*", choices=PRESSES, default=[])
-    parser.add_argument("--csv", default="benchmarks/results/choices_smollm2.csv")
+    parser.add_argument("--csv", default="benchmarks/results/choices.csv")
     return parser.parse_args(argv)
 
 

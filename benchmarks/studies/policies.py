@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--settings", nargs="+", choices=[f"{s.percent}-{s.budget_of}"
                                                           for s in SETTINGS])
-    parser.add_argument("--csv", default="benchmarks/results/policies_smollm2.csv")
+    parser.add_argument("--csv", default="benchmarks/results/policies.csv")
     args = parser.parse_args()
     torch.set_grad_enabled(False)
     folder = str(checkpoint_folder(args.model))

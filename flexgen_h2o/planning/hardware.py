@@ -104,7 +104,7 @@ class RecallRates:
 
     `calibrate` measures the first three. The defaults hold where nothing else is known: they are
     fitted to measurements on one CPU in memory (an EPYC with AVX2) and of one model from one disk
-    (smollm2), and tests hold them to the rows in benchmarks/results.
+    (smollm2), and tests hold them to measured rows.
 
     Attributes
     ----------

@@ -110,8 +110,8 @@ def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["quality", "--from-csv", str(ROOT / "benchmarks/results/quality_smollm2.csv")],
-    ["summarize", "--from-csv", str(ROOT / "benchmarks/results/summarize_smollm2.csv")],
+    ["quality", "--from-csv", str(ROOT / "benchmarks/results/quality/quality.csv")],
+    ["summarize", "--from-csv", str(ROOT / "benchmarks/results/quality/summarize.csv")],
     ["--print-completion", "bash"]], ids=["quality", "summarize", "completion"])
 @pytest.mark.parametrize(("stdout", "status"), [("head", 0), ("full", 2)])
 def test_what_cannot_be_printed_is_told_in_a_line(argv, stdout, status, capsys, monkeypatch):

@@ -26,20 +26,24 @@ from flexgen_h2o.planning.recall_cost import (
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+EARLIER = Path(__file__).with_name("data") / "recall_attention.csv"
+"""Attention with recall by earlier kernels on a Zen 4."""
+FIT = Path(__file__).with_name("data") / "recall_disk_fit.csv"
+"""The rows that `RecallRates` is fitted to, of another text than those of `RESULTS`."""
 RECALL, PLAIN = RecallRates(), CacheOptions()
 HEADS, DIM = 32, 128
 """Sequences times KV heads, and numbers of a key, in the rows of attention."""
 
 
-def rows(name: str) -> list[dict[str, str]]:
-    with open(RESULTS / name, newline="") as file:
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
         return list(csv.DictReader(file))
 
 
-def attention(name: str) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens, int], float]]:
+def attention(path: Path) -> tuple[HostAttentionRates, dict[tuple[RecalledTokens, int], float]]:
     """Rates of the full cache in a file of rows, and seconds by tokens and bits of the index."""
     times = {}
-    for row in rows(name):
+    for row in rows(path):
         if row["operation"] == "recall":
             slots = int(re.search(r"(\d+) slots", row["shape"])[1])
             times[slots, row["contestant"]] = float(row["ms"]) / 1e3
@@ -65,23 +69,22 @@ def check(rates: HostAttentionRates, recall: RecallRates,
         assert 1 / bound < predicted / seconds < bound, (tokens, bits)
 
 
-@pytest.mark.parametrize(("name", "bound"), [
-    ("epyc-avx2/kernels_attention.csv", 1.1),
-    ("xeon-avx512/kernels_recall.csv", 1.3),  # of earlier kernels, and in no fit
-    ("epyc-zen4/kernels_recall.csv", 1.35),  # in no fit
+@pytest.mark.parametrize(("path", "bound"), [
+    (RESULTS / "epyc-avx2/kernels_attention.csv", 1.1),
+    (RESULTS / "xeon-avx512/kernels_attention.csv", 1.3),  # of earlier kernels, and in no fit
+    (EARLIER, 1.35),  # in no fit
 ])
-def test_attention_takes_as_long_as_was_measured(name, bound):
+def test_attention_takes_as_long_as_was_measured(path, bound):
     """By the default rates."""
-    rates, times = attention(name)
+    rates, times = attention(path)
     check(rates, RECALL, times, bound)
 
 
-@pytest.mark.parametrize("name", [
-    "epyc-avx2/kernels_attention.csv", "xeon-avx512/kernels_recall.csv",
-    "epyc-avx512bf16/kernels_recall.csv", "epyc-zen4/kernels_recall.csv",
-    "epyc-zen4/kernels_attention.csv"])
-def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(name):
-    rates, times = attention(name)
+@pytest.mark.parametrize("path", [EARLIER, *(
+    RESULTS / machine / "kernels_attention.csv"
+    for machine in ("epyc-avx2", "xeon-avx512", "epyc-avx512bf16", "epyc-zen4"))])
+def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(path):
+    rates, times = attention(path)
     by_size = {(tokens.cached, round(tokens.chosen / tokens.cached, 2)): tokens
                for tokens, bits in times if bits == 4}
     cases = [by_size[each] for each in ((2048, 0.2), (8192, 0.05), (8192, 0.2))]
@@ -105,14 +108,17 @@ def test_a_fit_finds_the_rates(index_work, apart, calls):
     assert (found.missed, found.fetching) == (RECALL.missed, RECALL.fetching)
 
 
-@pytest.mark.parametrize(("name", "bound"), [
-    ("recall_disk.csv", 1.15), ("recall_disk_2048.csv", 1.15), ("recall_disk_bound.csv", 1.15),
-    ("recall_disk_bound_2048.csv", 1.31)])  # of another text, and in no fit
-def test_a_disk_reads_as_much_as_was_measured(name, bound):
+@pytest.mark.parametrize(("path", "prompt_len", "bound"), [
+    (FIT, "4096", 1.15), (FIT, "2048", 1.15),
+    (RESULTS / "epyc-zen4/recall_disk.csv", "4096", 1.15),
+    (RESULTS / "epyc-zen4/recall_disk.csv", "2048", 1.31)])  # in no fit
+def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
     """In the steps after the first, which reads all; smollm2's tokens have 256 bytes in a head."""
     found = 0
-    for row in rows(f"epyc-zen4/{name}"):
-        if row["cache"] == "full" or row["overlap"] == "True":  # then some steps have guesses
+    for row in rows(path):
+        if row["prompt_len"] != prompt_len or row["cache"] == "full":
+            continue
+        if row["overlap"] == "True":  # then some steps have guesses
             continue
         steps = int(row["gen_len"]) - 1
         cached = int(row["prompt_len"])
