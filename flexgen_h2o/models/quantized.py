@@ -71,7 +71,7 @@ class QuantizingCheckpoint(Checkpoint):
         if layout is None:
             self._inner.read(own, out)
         elif not self._inner.keep(own, layout, out):
-            # The same size, and a perplexity closer to the original's: see benchmarks/results/quality.
+            # The same size, and a lower perplexity (benchmarks/results/quality).
             ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out,
                                 importance=self.importance.get(name))
 
