@@ -62,7 +62,7 @@ from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -130,13 +130,13 @@ def check_decode(kv_heads: int) -> None:
               and torch.equal(state.positions, other["state"].positions))
 
 
-def bound_decode(step: dict) -> Program:
+def bound_decode(step: dict) -> CapturedCalls:
     """The step as a run has it: arguments are checked, and structs made, once for a layer."""
-    program = Program()
+    program = CapturedCalls()
     native.decode_attention(
         step["q"], step["k"], step["v"], slots=step["slots"], metadata=step["metadata"],
         layout=step["layout"],
-        eviction=EvictionArguments.of(step["state"]), steps=program)
+        eviction=EvictionArguments.of(step["state"]), capture=program)
     return program
 
 
@@ -156,7 +156,7 @@ def decode(rows: TimedRows, quick: bool) -> None:
         functions = {name: function for name, (_, function) in DECODERS.items()}
         inputs = {name: rounds[bits] for name, (bits, _) in DECODERS.items()}
         for name in (OURS, OURS_8, OURS_4):
-            functions[name] = Program.run
+            functions[name] = CapturedCalls.replay
             inputs[name] = ({"self": programs[id(step)]} for step in inputs[name])
         rows.measure("decode", f"batch {sequences}, {kv_heads} KV heads, {n} slots", functions,
                      inputs,
@@ -336,7 +336,7 @@ def choices(rows: TimedRows, quick: bool) -> None:
 def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
               out: torch.Tensor) -> None:
     """A product by one of `IMPLEMENTATIONS`."""
-    with dispatch.measured({"linear": {16: {len(x): implementation}}}):
+    with dispatch.use_autotune_table({"linear": {16: {len(x): implementation}}}):
         layers.linear(x, weight, out=out)
 
 

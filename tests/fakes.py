@@ -12,7 +12,7 @@ from flexgen_h2o.kernels.gpus import GPU
 from flexgen_h2o.storage.tiers import CopyStream, Device, Event
 
 T4, A100 = GPU(architecture=75, multiprocessors=40), GPU(architecture=80, multiprocessors=108)
-"""What `pretending` takes: their choices run in Triton's interpreter, on the host."""
+"""What `assume_gpu` takes: their choices run in Triton's interpreter, on the host."""
 
 _lock = threading.RLock()
 

@@ -333,7 +333,7 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
     k = torch.randn(kv_heads, shape[0], dim).to(dtype).transpose(0, 1)
     v = torch.randn(*shape[:2], dim + 1).to(dtype)[..., 1:]
     held = torch.randn(2, *shape, dim).to(dtype)
-    held = reference.cache_records(held, layout)
+    held = reference.pack_slots(held, layout)
     filled = (torch.arange(n) < torch.tensor(cached)[:, None])[:, None]
     slots = torch.full((len(held), *shape[:2], n + 4, held.shape[-1]),
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
@@ -386,7 +386,7 @@ def decode64(*, q, k, v, slots, metadata, layout, state, form=DEFAULT_FORM, sink
     """Output and what each slot and, last, the new token received; float64, head by head."""
     _, sequences, kv_heads, n, _ = slots.shape
     group = q.shape[1] // kv_heads
-    slots = reference.cache_vectors(slots, layout)
+    slots = reference.unpack_slots(slots, layout)
     out, received = q.double(), torch.zeros(sequences, kv_heads, n + 1).double()
     for s, cached in enumerate(metadata[0].tolist()):
         for head in range(q.shape[1]):
@@ -462,7 +462,7 @@ def check_decode(functions, case, *, ties=False):
         if smoothing is None:
             assert same(mine["slots"], slots)
         else:  # sums in another order may be rounded to another code
-            got, wanted = (reference.cache_vectors(
+            got, wanted = (reference.unpack_slots(
                 x.gather(3, place[None, ..., None].expand(len(x), -1, -1, 1, x.shape[-1])), layout)
                 for x in (mine["slots"], slots))
             step = (wanted.amax() - wanted.amin()) / layout.keys.levels

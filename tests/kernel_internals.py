@@ -12,9 +12,9 @@ from flexgen_h2o.kernels.cpu import recall as native_recall
 UNPACKED_PRODUCT = ops._unpacked_product.__name__
 
 
-def is_asleep(spinning) -> bool:
-    """Whether OpenMP's threads are kept from spinning."""
-    return spinning._team is not None
+def is_asleep(policy) -> bool:
+    """Whether idle OpenMP threads sleep."""
+    return policy._team is not None
 
 
 def is_running(team) -> bool:
@@ -23,7 +23,7 @@ def is_running(team) -> bool:
 
 
 def calls(program) -> list[str]:
-    """The calls of the C++ library that a `Program` has noted since its last other part."""
+    """The captured calls of the C++ library since the last Python function."""
     return [name for name, _ in program._calls]
 
 

@@ -57,7 +57,7 @@ def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads
     layout = CacheLayout.of(dim, bits)
     shape = (sequences, kv_heads, slots)
     held = normal(2, *shape, dim, dtype=dtype)
-    held = reference.cache_records(held, layout)
+    held = reference.pack_slots(held, layout)
     cached = torch.tensor([slots - free * s for s in range(sequences)], device=GPU)
     empty = (torch.arange(slots, device=GPU) >= cached[:, None])[:, None]
     held.masked_fill_(empty[..., None], float("nan") if layout is None else 255)

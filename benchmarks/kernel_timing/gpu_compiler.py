@@ -29,7 +29,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from flexgen_h2o.config.cache_layout import GroupLayout
-from flexgen_h2o.kernels.gpus import pretending
+from flexgen_h2o.kernels.gpus import assume_gpu
 
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -108,7 +108,7 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
                                 functools.partial(_fresh, run, function, args, options),
                                 _digest(function))
 
-    with _caught(card.gpu.architecture, take), pretending(card.gpu):
+    with _caught(card.gpu.architecture, take), assume_gpu(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)
             variant.call()
     names = [(*identity(card, launch).values(),) for launch in found.values()]

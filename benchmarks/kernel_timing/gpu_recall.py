@@ -63,7 +63,7 @@ def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
 
     records = CacheLayout.of(case.dim, case.bits)
     slots = normal(2, sequences, kv_heads, case.tokens + 1, case.dim)
-    slots = reference.cache_records(slots, records)
+    slots = reference.pack_slots(slots, records)
     slots[:, :, :, -1] = float("nan") if records is None else 255
     layout = IndexLayout(case.dim, case.index_bits)
     index = torch.full((sequences, kv_heads, layout.tiles(case.tokens + 1), layout.tile_bytes),

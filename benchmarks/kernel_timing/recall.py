@@ -12,7 +12,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import recall as reference_recall
 
 HEADS, DIM = 32, 128
@@ -47,28 +47,28 @@ def wanted(step: dict, *, share: float, bits: int) -> torch.Tensor:
                                             metadata=metadata)[0]
 
 
-def bound_recall(step: dict, *, share: float, bits: int) -> tuple[Program, torch.Tensor]:
+def bound_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls, torch.Tensor]:
     """The same as a run has it, with checked arguments and structs made once for a layer; and the
     output that the program writes."""
-    program = Program()
+    program = CapturedCalls()
     q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
                              step["indexes"][bits])
     layout, tokens = IndexLayout(DIM, bits), told(step, share)
     metadata = tokens["metadata"]
     native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
-                             steps=program)
+                             capture=program)
     chosen = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                       most=int(metadata[1].max()), steps=program)
+                                       most=int(metadata[1].max()), capture=program)
     return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, layout=None,
-                                                  metadata=metadata, steps=program)[0]
+                                                  metadata=metadata, capture=program)[0]
 
 
-def bound_full(step: dict) -> Program:
+def bound_full(step: dict) -> CapturedCalls:
     """Attention over everything, which is not scored."""
-    program = Program()
+    program = CapturedCalls()
     native.decode_attention(
         *(step[name] for name in ("q", "k", "v")), slots=step["slots"], layout=None,
-        metadata=step["metadata"], eviction=EvictionArguments(), steps=program)
+        metadata=step["metadata"], eviction=EvictionArguments(), capture=program)
     return program
 
 
@@ -95,7 +95,7 @@ def recall(rows: TimedRows, quick: bool) -> None:
         right = wanted(small, share=share, bits=bits)
         program, found = bound_recall(small, share=share, bits=bits)
         found.fill_(torch.nan)
-        program.run()
+        program.replay()
         check(f"recall: {name}", error(found, right))
     for sequences, kv_heads, n in CASES:
         n = n // 16 if quick else n
@@ -112,7 +112,7 @@ def recall(rows: TimedRows, quick: bool) -> None:
         nbytes = {name: n * sequences * kv_heads * IndexLayout(DIM, bits).tile_bytes // 16
                   + int(share * n) * token for name, (share, bits) in CONTESTANTS.items()}
         rows.measure("recall", f"batch {sequences}, {kv_heads} KV heads, {n} slots",
-                     dict.fromkeys(inputs, Program.run), inputs,
+                     dict.fromkeys(inputs, CapturedCalls.replay), inputs,
                      nbytes={FULL: block.nbytes} | nbytes)
         full, *others = rows.rows[-len(inputs) :]
         for row in others:

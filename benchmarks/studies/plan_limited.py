@@ -37,7 +37,7 @@ from flexgen_h2o.config.policy import percent_text
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
 SHARE = 0.2
@@ -127,7 +127,7 @@ def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
     raise TooLittleMemory(f"the cache of {run.batch} sequences does not fit into --memory-limit")
 
 
-def measured(config: RunConfig, implementations: Winners) -> tuple[float, float]:
+def measured(config: RunConfig, implementations: AutotuneTable) -> tuple[float, float]:
     """Seconds of the prefill and of the median step, after a warm-up with a few tokens of each
     prompt, with the implementations that the plan goes by."""
     with open_llm(config, workload=workload(config, ()), implementations=implementations,

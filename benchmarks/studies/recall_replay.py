@@ -44,7 +44,7 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.kernels.cpu.library import Spinning
+from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.storage.disk import RunFolder
@@ -168,7 +168,7 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
         cache.begin([BatchLayout((args.prompt_len,) * args.batch, args.gen_len)])
         prefill(cache, recording, args.prompt_len)
         transfers.drain()
-        with Spinning().watched(asleep=h2o is not None):  # as the engine does
+        with OpenMPWaitPolicy().applied(sleep=h2o is not None):  # as the engine does
             first = decode(cache, recording, 1, transfers)
             transfers.drain()
             links.reset()

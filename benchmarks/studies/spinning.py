@@ -29,7 +29,7 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.files.writing import check_folder
-from flexgen_h2o.kernels.cpu.library import busy_seconds
+from flexgen_h2o.kernels.cpu.wait_policy import busy_seconds
 
 WAYS: dict[str, dict[str, str]] = {
     "as it comes": {},  # what kernels/cpu/library.py does

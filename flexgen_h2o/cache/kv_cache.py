@@ -428,7 +428,7 @@ class KVCache:
 
     def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                    sinks: torch.Tensor | None = None, out: torch.Tensor,
-                   steps: cpu_library.Steps) -> None:
+                   capture: cpu_library.CapturedCalls) -> None:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
         hold, writes to `out` (like q) and caches the token that `begin_token` named."""
         part, = self._here(batch)
@@ -436,17 +436,17 @@ class KVCache:
         offsets = self._offsets(layer, q, rotations[0][1])
         for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
             if tables is not None or change is not None:
-                native.rotate(x, *(tables or (None, None)), change, sums, steps=steps)
+                native.rotate(x, *(tables or (None, None)), change, sums, capture=capture)
         form = FormArguments.of(self.shape.form(layer), sinks, offsets)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
             self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,
-                              steps=steps)
+                              capture=capture)
             return
         assert self._evictions.eviction.policy is None, "see `binds`: the kernels don't know it"
         state = EvictionArguments.of(self._evictions.state(layer, batch, part))
         native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
-                                eviction=state, out=out, steps=steps, form=form)
+                                eviction=state, out=out, capture=capture, form=form)
 
     def begin_token(self, batch: int, token: int) -> None:
         """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""

@@ -104,7 +104,7 @@ def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Ten
         smoothed = k.clone()
         ops.rotate_(smoothed, None, smoothing.keys)
         packed = torch.stack((smoothed, v)).transpose(1, 2)
-    packed = ops.cache_records(packed, layout).to(held.device)
+    packed = ops.pack_slots(packed, layout).to(held.device)
     if state is None:
         return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
                                 layout=layout, attention=attention, smoothing=smoothing)
@@ -200,7 +200,7 @@ def _vectors(records: torch.Tensor, layout: CacheLayout | None, smoothing: KeySm
              like: torch.Tensor) -> torch.Tensor:
     """Return records as keys and values [2, kv_heads, tokens, head_dim] before smoothing, of the
     dtype and in the memory of `like`."""
-    keys, values = ops.cache_vectors(records, layout).to(like.device)
+    keys, values = ops.unpack_slots(records, layout).to(like.device)
     if smoothing is not None:
         keys = smoothing.restored(keys)
     return torch.stack((keys.to(like), values.to(like)))

@@ -374,7 +374,7 @@ class RecalledPart(FetchedPart):
 
 def recalls_in_place(device: Device) -> bool:
     """True if kernels of a GPU read in host memory what a step recalls."""
-    return device.zero_copy and not ops.plain_torch(device.torch.type)
+    return device.zero_copy and not ops.uses_reference(device.torch.type)
 
 
 def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,

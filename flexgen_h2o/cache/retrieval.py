@@ -231,7 +231,7 @@ class Recall:
         return torch.cat(out), torch.cat(taken)
 
     def bind(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
-             form: FormArguments, out: Tensor, steps: cpu_library.Steps) -> None:
+             form: FormArguments, out: Tensor, capture: cpu_library.CapturedCalls) -> None:
         """Note `attend` among the steps of a program: attention to what the newest `step` says.
 
         Parameters and shapes are those of `attend`, `out` is like q, and the part in the memory
@@ -246,11 +246,12 @@ class Recall:
         chosen = self._chosen.setdefault(
             (len(q), most), step.metadata.new_empty((len(q), self._shape.kv_heads, most)))
         native_recall.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
-                                  most=most, form=form, out=chosen, steps=steps)
+                                  most=most, form=form, out=chosen, capture=capture)
         native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=step.metadata,
-                                      layout=self._shape.layout, form=form, out=out, steps=steps)
+                                      layout=self._shape.layout, form=form, out=out,
+                                      capture=capture)
         native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,
-                                 records=self._records, steps=steps)
+                                 records=self._records, capture=capture)
 
 
 # Sparse attention of new tokens: all cached keys are read, and the values with large weights.

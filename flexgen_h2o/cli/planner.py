@@ -21,7 +21,7 @@ from flexgen_h2o.config.weight_layout import AUTO, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.files.terminal import tell
-from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.models.formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
@@ -134,7 +134,7 @@ class Plan:
 
     config: RunConfig
     best: Choice
-    implementations: Winners
+    implementations: AutotuneTable
     text: str
     bounds: tuple[int, ...] | None = None
     recall: RecallProposal | None = None

@@ -1,9 +1,10 @@
 """Decode steps of decoder layers that are in memory, each bound once for a block and then one call.
 
-A layer's norms, products, rotation, attention with eviction or recall, activation and residual (of
-a mixture what comes before the router) stand in a `Program`, which the family's own functions have
-noted; of a step only the rotations and the decode metadata are new. Where the cache does not bind
-(`KVCache.binds`), as it moves between tiers, its attention is a call of its own between two parts.
+A layer's norms, matmuls, rotation, attention with eviction or recall, activation and residual (of
+a mixture what comes before the router) are captured in `CapturedCalls` by the family's own
+functions; of a step only the rotations and the decode metadata are new. Where the cache does not
+bind (`KVCache.binds`), as it moves between tiers, its attention is a call of its own between two
+parts.
 Layers that cannot be bound go on operation by operation: `unbound_reason`.
 """
 
@@ -20,7 +21,7 @@ from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.models import family
 from flexgen_h2o.models.recording import Recording
 from flexgen_h2o.models.rope import RopeTables, all_tables
@@ -38,7 +39,7 @@ def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device
     reasons = (
         (device.type != "cpu", "compute is not on a CPU"),
         (dtype != torch.bfloat16, f"the operations of {dtype} are PyTorch's, bit by bit"),
-        (ops.plain_torch("cpu"), "the C++ kernels are missing or not wanted"),
+        (ops.uses_reference("cpu"), "the C++ kernels are missing or not wanted"),
         (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
         (not workspace.hidden.stays, "hidden states move between tiers"),
     )
@@ -51,19 +52,19 @@ class _BoundLayer:
 
     Attributes
     ----------
-    before : Program
+    before : CapturedCalls
         All of it; where the cache does not bind, what comes before attention.
     x, qkv, attended : Tensors
         The layer's input, and what attention is given and gives.
-    after : Program
+    after : CapturedCalls
         What comes after attention, where the cache does not bind.
     """
 
-    before: Program
+    before: CapturedCalls
     x: torch.Tensor
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     attended: torch.Tensor
-    after: Program
+    after: CapturedCalls
 
 
 class TokenLayers:
@@ -140,14 +141,14 @@ class TokenLayers:
         if layer is None:
             layer = self._bound(step.layer, step.batch, cached, rows)
             self._layers[step.layer, step.batch] = layer
-        layer.before.run()
+        layer.before.replay()
         if not self._binds:
             layer.attended.copy_(attend(step, layer.x, *layer.qkv))
-            layer.after.run()
+            layer.after.replay()
 
     def _bound(self, layer: int, batch: int, cached: int, rows: int) -> _BoundLayer:
         config, weights = self._config, self._weights.get(layer)
-        program = before = Program()
+        program = before = CapturedCalls()
         do = Recording(self._workspace.operations, program)
         x = self._workspace.hidden.get(batch, rows)
         q, k, v = self._family.attention_inputs(config, weights, x, do)
@@ -159,9 +160,9 @@ class TokenLayers:
             rope = ropes[config.rope_number(self._first + cached)] if ropes else None
             self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope,
                                              sinks=weights.get("sinks"), out=attended,
-                                             steps=program)
+                                             capture=program)
         else:
-            program = Program()
+            program = CapturedCalls()
             do = Recording(self._workspace.operations, program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual and config.experts is None:

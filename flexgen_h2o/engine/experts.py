@@ -20,7 +20,7 @@ from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
-from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, most_rows
+from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation
@@ -78,7 +78,7 @@ class ExpertProducts:
         same = isinstance(self._function, tuple) or self._family.expert is mixture.expert
         fit = same and x.is_cpu and x.dtype == torch.bfloat16
         options = self._options
-        self._most = min(most_rows(bits, options.activation_bits)
+        self._most = min(max_expert_rows(bits, options.activation_bits)
                          for bits in options.shares) if fit else 0
 
     def add(self, group: Mapping[int, Mapping[str, Weight]],

@@ -10,7 +10,7 @@ from typing import Any
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.validation import check_int, typed
 from flexgen_h2o.errors import UserError, did_you_mean
-from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.trace import Trace
 
 
@@ -86,7 +86,7 @@ class LoadOptions:
     device_memory_limit: int | None = None
     workload: Workload | None = None
     texts: Sequence[str] = ()
-    implementations: Winners | None = None
+    implementations: AutotuneTable | None = None
     pipeline: Any = None  # its class loads torch
     bounds: Sequence[int] | None = None
     progress: bool | None = None

@@ -32,8 +32,8 @@ from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, r
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.kernels import dispatch
-from flexgen_h2o.kernels.cpu.library import Spinning
-from flexgen_h2o.kernels.torch_ops import bound_shape_caches
+from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
+from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.metrics.provenance import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import PHASES, LinkStats, Trace
@@ -124,7 +124,7 @@ class Runner:
         self._device = device
         self._trace = settings.load.trace or Trace(enabled=False)
         self._links = LinkStats()
-        self._spinning = Spinning()
+        self._wait_policy = OpenMPWaitPolicy()
         self._transfers: Transfers | None = None
         self._experts: ExpertSlots | None = None
         self._smoothing: tuple[LayerSmoothing, ...] = ()
@@ -156,7 +156,7 @@ class Runner:
 
     def load(self, opened: contextlib.ExitStack) -> None:
         """Read the weights to where they live; `opened` gets what has to be closed."""
-        bound_shape_caches()
+        limit_shape_caches()
         settings, source, options = self.settings, self.source, self.settings.load
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
@@ -321,8 +321,8 @@ class Runner:
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         with (torch.inference_mode(), self.sampled_memory(),
-              self._spinning.watched(asleep=recalls is not None),
-              dispatch.measured(self.settings.load.implementations),
+              self._wait_policy.applied(sleep=recalls is not None),
+              dispatch.use_autotune_table(self.settings.load.implementations),
               contextlib.ExitStack() as opened):
             if bars is None:
                 bars = self.bars()
@@ -331,7 +331,7 @@ class Runner:
 
             def computed(step: LayerStep) -> None:
                 bars.show(block, step)
-                self._spinning.look()
+                self._wait_policy.update()
                 if self.seat is not None:
                     self.seat.pipeline.watch.advance()
 

@@ -13,7 +13,7 @@ from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.errors import NotFinite, UserError
-from flexgen_h2o.kernels.torch_ops import likeliest, on_host
+from flexgen_h2o.kernels.torch_ops import argmax, to_host
 from flexgen_h2o.outputs import Scored, TokenLogProb
 
 
@@ -79,7 +79,7 @@ class Sampler:
                 for row, request in zip(logits.float(), requests, strict=True)
             ])
         if not self._params.do_sample:
-            return _checked(*likeliest(logits), raw, requests)
+            return _checked(*argmax(logits), raw, requests)
         probabilities = _processed(self._warpers, logits.float()).softmax(-1)
         cumulative = probabilities.cumsum(-1)
         draws = torch.tensor([self._draw(request) for request in requests])
@@ -87,7 +87,7 @@ class Sampler:
         points = draws[:, None].to(cumulative) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, points, right=True)[:, 0]
         last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
-        chosen, sums = on_host(torch.minimum(tokens, last), cumulative[:, -1])
+        chosen, sums = to_host(torch.minimum(tokens, last), cumulative[:, -1])
         return _checked(chosen, sums, raw, requests)
 
     def restart(self, request: Request) -> None:

@@ -31,7 +31,7 @@ from flexgen_h2o.config.weight_layout import (
 from flexgen_h2o.engine.weight_files import KeptWeights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
-from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
+from flexgen_h2o.kernels.gpus import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
 from flexgen_h2o.models.convert import (
@@ -452,7 +452,7 @@ def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
     if name == "auto":
         gpu = gpu_of(device.torch)
         own = config.dtype in ("float16", "bfloat16") and (
-            gpu is None or has_matrix_units(gpu, torch.bfloat16))
+            gpu is None or has_tensor_cores(gpu, torch.bfloat16))
         name = "bfloat16" if gpu is None else config.dtype if own else "float16"
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")

@@ -4,7 +4,7 @@ Elsewhere nothing asks what the CPU has, but for what its caches are told (cpu/p
 result depends on. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels) that of another
 instruction set, so that each can be run and tested on a machine that would choose otherwise. Where
 calibration has timed the implementations on this machine, a run may go by what was measured
-(`measured`); else the table decides.
+(`use_autotune_table`); else the table decides.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.kernels.gpus import GPU, has_matrix_units
-from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+from flexgen_h2o.kernels.gpus import GPU, has_tensor_cores
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
 
 
 @dataclass(frozen=True)
@@ -113,17 +113,17 @@ GPU_TABLE = (
 """The same on a GPU: the first line that matches. What names no GPU that was timed is an estimate.
 """
 
-_winners: ContextVar[Winners | None] = ContextVar("winners", default=None)
+_autotune_table: ContextVar[AutotuneTable | None] = ContextVar("autotune_table", default=None)
 
 
 @contextmanager
-def measured(winners: Winners | None) -> Iterator[None]:
+def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
     """Within it, `choice` goes by these; None: by the table."""
-    token = _winners.set(winners)
+    token = _autotune_table.set(table)
     try:
         yield
     finally:
-        _winners.reset(token)
+        _autotune_table.reset(token)
 
 
 def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     possible = available(operation, rows, dtype)
     if len(possible) == 1:
         return possible[0]
-    table = (_winners.get() or {}).get(operation, {}).get(bits)
+    table = (_autotune_table.get() or {}).get(operation, {}).get(bits)
     if table:
         # The winner at the fewest rows measured that are no fewer; beyond, at the most.
         found = table[min((count for count in table if count >= rows), default=max(table))]
@@ -195,7 +195,7 @@ def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -
     """
     newest = gpu is None or gpu.architecture >= 90
     chosen = "float32" if dtype == torch.float32 else (
-        "sm_75" if not has_matrix_units(gpu, dtype) else "sm_90" if newest else "sm_80")
+        "sm_75" if not has_tensor_cores(gpu, dtype) else "sm_90" if newest else "sm_80")
     return next(line.implementation for line in GPU_TABLE
                 if line.operation == operation and chosen in line.sets
                 and line.least_rows <= rows <= line.most_rows)

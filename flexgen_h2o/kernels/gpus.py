@@ -30,7 +30,7 @@ _pretended: ContextVar[GPU | None] = ContextVar("pretended", default=None)
 
 
 @contextmanager
-def pretending(gpu: GPU | None) -> Iterator[None]:
+def assume_gpu(gpu: GPU | None) -> Iterator[None]:
     """Within it, every device counts as this GPU: its choices run, and compile, without one. None:
     each as what it is."""
     token = _pretended.set(gpu)
@@ -51,7 +51,7 @@ def _properties(device: torch.device) -> GPU:
     return GPU(10 * found.major + found.minor, found.multi_processor_count)
 
 
-def has_matrix_units(gpu: GPU | None, dtype: torch.dtype) -> bool:
+def has_tensor_cores(gpu: GPU | None, dtype: torch.dtype) -> bool:
     """True if Triton multiplies blocks of `dtype` on matrix units; None: its interpreter does.
 
     It has none for float32, as the kernels want its full precision, and dropped those before

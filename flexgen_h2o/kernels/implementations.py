@@ -28,5 +28,5 @@ GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
 }
 """The same on a GPU, where nothing is measured: `dispatch.GPU_TABLE` decides."""
 
-Winners = Mapping[str, Mapping[int, Mapping[int, str]]]
+AutotuneTable = Mapping[str, Mapping[int, Mapping[int, str]]]
 """The fastest implementation by operation, bits of the weights and rows, as it was measured."""

@@ -40,10 +40,10 @@ from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.reference import sparse as reference_sparse
 from flexgen_h2o.kernels.triton import ops as triton_ops
 
-__all__ = ["attend_chosen", "attend_recalled", "cache_records", "cache_vectors", "choose_keys",
+__all__ = ["attend_chosen", "attend_recalled", "pack_slots", "unpack_slots", "choose_keys",
            "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
            "fetch_tokens", "flat", "index_keys", "linear_choice",
-           "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "plain_torch",
+           "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "uses_reference",
            "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
            "select_heavy_hitters", "take_slots", "unpack_rows"]
 
@@ -60,7 +60,7 @@ def _forced() -> bool:
     return chosen == "reference"
 
 
-def plain_torch(device: str) -> bool:
+def uses_reference(device: str) -> bool:
     """True if the reference has to do, on a type of device."""
     return _forced() or not _fused(device)
 
@@ -108,11 +108,11 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
     """See `reference.prefill_attention`; memory linear in the tokens."""
     if form.window is not None and form.window >= max(key_lengths or lengths, default=0):
         form = replace(form, window=None)
-    whole = scores is None and key_lengths is None and torch_ops.sdpa_possible(form)
+    whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(form)
     if whole and not _forced() and (not _fused(q.device.type) or form.window is None and (
             q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
         return torch_ops.sdpa_prefill_attention(q, k, v, lengths, form=form)
-    if plain_torch(q.device.type):
+    if uses_reference(q.device.type):
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay, form=form, sinks=sinks)
     return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
@@ -123,7 +123,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                          slots: Tensor, state: EvictionState,
                          layout: CacheLayout | None = None) -> None:
     """See `reference.select_heavy_hitters`; no sort."""
-    if plain_torch(k.device.type) or _unknown(state):
+    if uses_reference(k.device.type) or _unknown(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
@@ -138,7 +138,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
     restores = state is not None and state.ranks is not None and state.smoothing is not None
-    if plain_torch(q.device.type) or _unknown(state) or q.is_cuda and restores:
+    if uses_reference(q.device.type) or _unknown(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks, offsets=offsets)
     return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
@@ -162,16 +162,16 @@ def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weight
                                           metadata=metadata, layout=layout)
 
 
-def natively(x: Tensor) -> bool:
+def uses_native(x: Tensor) -> bool:
     """True if the C++ of what has no custom op is called: where nothing is traced, on a CPU."""
-    return x.is_cpu and not plain_torch("cpu") and _backend(x) is native
+    return x.is_cpu and not uses_reference("cpu") and _backend(x) is native
 
 
 def _recall(x: Tensor, name: str):
     """The function `name` of recall's kernels for x's device; None where the reference runs."""
-    if natively(x):
+    if uses_native(x):
         return getattr(native_recall, name)
-    if x.is_cuda and not plain_torch("cuda"):
+    if x.is_cuda and not uses_reference("cuda"):
         return triton_ops.triton_function("recall", name)
     return None
 
@@ -216,7 +216,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """See `reference_recall.take_slots`; on a CPU alone."""
-    take = native_recall if natively(chosen) else reference_recall
+    take = native_recall if uses_native(chosen) else reference_recall
     return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
                            log_weights=log_weights, newest=newest)
 
@@ -224,7 +224,7 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference_recall.claim_slots`; for a GPU."""
-    claim = (triton_ops.triton_function("fast_set", "claim_slots") if chosen.is_cuda
+    claim = (triton_ops.triton_function("hot_set", "claim_slots") if chosen.is_cuda
              else reference_recall.claim_slots)
     return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
 
@@ -232,7 +232,7 @@ def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weight
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
     """See `reference_recall.copy_tokens`; for a GPU, and either side may be in page-locked host
     memory."""
-    copy = (triton_ops.triton_function("fast_set", "copy_tokens") if moves.is_cuda
+    copy = (triton_ops.triton_function("hot_set", "copy_tokens") if moves.is_cuda
             else reference_recall.copy_tokens)
     copy(source, target, moves, counts)
 
@@ -240,7 +240,7 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
                  layout: PageLayout, landing: Tensor) -> tuple[int, int]:
     """See `reference_recall.fetch_tokens`; on a CPU alone."""
-    fetch = native_recall if natively(missing) else reference_recall
+    fetch = native_recall if uses_native(missing) else reference_recall
     return fetch.fetch_tokens(missing, slots, file=file, direct=direct, offset=offset,
                               layout=layout, landing=landing)
 
@@ -254,7 +254,7 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     """
     if rope is None and change is None:
         return
-    if natively(x):
+    if uses_native(x):
         native.rotate(x, *(rope or (None, None)), change, offsets)
     elif change is None:
         rotary.apply_rope_(x, *rope)
@@ -269,7 +269,7 @@ def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.quantize_groups`."""
-    if plain_torch(x.device.type):
+    if uses_reference(x.device.type):
         return reference.quantize_groups(x, layout)
     x = x.float() if x.dtype == torch.float64 else x
     return _backend(x).quantize_groups(x, layout.bits)
@@ -277,26 +277,26 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
 
 def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
     """See `reference.dequantize_groups`."""
-    if plain_torch(records.device.type):
+    if uses_reference(records.device.type):
         return reference.dequantize_groups(records, layout)
     return _backend(records).dequantize_groups(records, layout.bits, layout.length)
 
 
-def cache_records(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
-    """See `reference.cache_records`."""
-    return reference.cache_records(vectors, layout, quantize=quantize_groups)
+def pack_slots(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.pack_slots`."""
+    return reference.pack_slots(vectors, layout, quantize=quantize_groups)
 
 
-def cache_vectors(records: Tensor, layout: CacheLayout | None) -> Tensor:
-    """See `reference.cache_vectors`."""
-    return reference.cache_vectors(records, layout, dequantize=dequantize_groups)
+def unpack_slots(records: Tensor, layout: CacheLayout | None) -> Tensor:
+    """See `reference.unpack_slots`."""
+    return reference.unpack_slots(records, layout, dequantize=dequantize_groups)
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:
     """The implementation of a product of x [rows, inputs] and weight [outputs, inputs]: the one
     that `dispatch` prefers, and "pytorch" where the kernels cannot do it."""
     if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
-            or not x.stride(1) == weight.stride(1) == 1 or plain_torch("cpu")):
+            or not x.stride(1) == weight.stride(1) == 1 or uses_reference("cpu")):
         return "pytorch"
     return dispatch.choice("linear", len(x), x.dtype)
 
@@ -330,7 +330,7 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
     """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`. For MXFP4
     that is what computes it."""
     out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
-    if plain_torch("cpu") or layout.mxfp4:
+    if uses_reference("cpu") or layout.mxfp4:
         return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search,
                                                           importance=importance))
     weight = weight.float() if weight.dtype == torch.float64 else weight
@@ -360,7 +360,7 @@ def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tenso
     bool
         False where a scale or a zero point is not finite in float16; `out` is then undefined.
     """
-    if not plain_torch("cpu") and layout == kind.layout(layout.outputs, layout.inputs):
+    if not uses_reference("cpu") and layout == kind.layout(layout.outputs, layout.inputs):
         return native.repack(blocks, order, kind, *flat(QuantizedMatrix(out, layout)))
     chosen = slice(None) if order is None else order.numpy()
     found = reference_blocks.repack(torch.from_numpy(np.array(blocks[chosen])), kind, layout)
@@ -371,7 +371,7 @@ def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tenso
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """See `reference_matrix.unpack_rows`."""
-    if plain_torch(matrix.data.device.type):
+    if uses_reference(matrix.data.device.type):
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
     return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
 
@@ -387,7 +387,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     weights are rounded so and the product is PyTorch's, which promises neither. A matrix that
     rounds activations goes by codes, too.
     """
-    if plain_torch(x.device.type):
+    if uses_reference(x.device.type):
         reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
         return
     if quantized_choice(x, matrix) == "unpacked":

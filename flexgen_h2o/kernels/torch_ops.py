@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
-from flexgen_h2o.kernels.gpus import gpu_of, has_matrix_units
+from flexgen_h2o.kernels.gpus import gpu_of, has_tensor_cores
 
 # Such temporaries also stay in the heap that malloc reuses: an RMS norm of 2048 x 2048 in bf16
 # takes a quarter of the time.
@@ -36,7 +36,7 @@ PRODUCTS = 64
 """A model's matrices with a few numbers of rows each: all that repeats from step to step."""
 
 
-def bound_shape_caches() -> None:
+def limit_shape_caches() -> None:
     """Let PyTorch keep at most `PRODUCTS` products prepared, unless the environment says else.
 
     One in bfloat16 takes about half a megabyte, and 1,024 are kept by default. Prompts come with
@@ -50,7 +50,7 @@ def bound_shape_caches() -> None:
 # The choice of a next token, and its way to the host.
 
 
-def likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
+def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
     """The likeliest token of each row, of equals the first, and its logit.
 
     Parameters
@@ -65,10 +65,10 @@ def likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
         is left minus infinity is the highest.
     """
     tops, tokens = logits.max(-1)  # argmax() takes far longer on a CPU
-    return on_host(tokens, tops)
+    return to_host(tokens, tops)
 
 
-def on_host(tokens: Tensor, values: Tensor) -> tuple[list[int], list[float]]:
+def to_host(tokens: Tensor, values: Tensor) -> tuple[list[int], list[float]]:
     """Token ids [rows] and a number for each, in one copy: the device is waited for once."""
     chosen, found = torch.stack([tokens.double(), values.double()]).tolist()
     return [int(token) for token in chosen], found
@@ -97,7 +97,7 @@ def sdpa_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[in
                       for one in zip(*parts, strict=True)])
 
 
-def sdpa_possible(form: AttentionForm) -> bool:
+def sdpa_supports(form: AttentionForm) -> bool:
     """True if PyTorch's kernels can do it: they have no soft caps, and no sinks."""
     return not (form.softcap or form.sinks)
 
@@ -107,7 +107,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, form: AttentionForm) -> Tensor:
     length = q.shape[2]
     grouped = q.shape[1] != k.shape[1]
     gpu = gpu_of(q.device) if grouped else None
-    if gpu is not None and not has_matrix_units(gpu, q.dtype):
+    if gpu is not None and not has_tensor_cores(gpu, q.dtype):
         # No flash kernel: the one that is linear in memory takes no groups.
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         grouped = False

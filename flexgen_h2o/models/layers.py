@@ -98,7 +98,7 @@ class Operations(Scratch):
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int,
               normalise: bool) -> tuple[Tensor, Tensor]:
         """See `reference_experts.route`."""
-        ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.plain_torch("cpu")
+        ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
         if ours:
             return native_experts.route(x, router, bias, each=each, normalise=normalise)
         logits = x.float() @ router.float().t()
@@ -195,7 +195,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
 def _normalised_natively(x: Tensor) -> bool:
     """True where ours is faster: PyTorch's RMS norm is several operations, and its layer norm of
     2,048 rows takes 1.6 times as long on a Xeon, and as long without AVX-512."""
-    return x.dtype == torch.bfloat16 and ops.natively(x)
+    return x.dtype == torch.bfloat16 and ops.uses_native(x)
 
 
 def _native_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None, *,
@@ -245,7 +245,7 @@ def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
     name = activation(name)
     # PyTorch has the faster erf. On a Xeon it takes 2.4 times as long for relu and gelu_tanh, and
     # 1.3 times for silu with a factor.
-    if name != "gelu" and x.dtype == torch.bfloat16 and ops.natively(x):
+    if name != "gelu" and x.dtype == torch.bfloat16 and ops.uses_native(x):
         native.activate(x, name, factor)
         return x
     ACTIVATE[name](x)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.layers import Operations, activation, rms_norm
 
@@ -28,10 +28,10 @@ class Recording(Operations):
     ----------
     operations : Operations
         Whose buffers are used. What they hold is undefined between runs of the program.
-    program : Program
+    program : CapturedCalls
     """
 
-    def __init__(self, operations: Operations, program: Program):
+    def __init__(self, operations: Operations, program: CapturedCalls):
         super().__init__(operations.device)
         self.get = operations.get
         self._program = program
@@ -41,17 +41,17 @@ class Recording(Operations):
         if self._own_product(x, weight, bias, out, add=False):
             return
         if bias is None:
-            self._program.then(partial(torch.mm, x, weight.t(), out=out))
+            self._program.append(partial(torch.mm, x, weight.t(), out=out))
         else:
-            self._program.then(partial(torch.addmm, bias, x, weight.t(), out=out))
+            self._program.append(partial(torch.addmm, bias, x, weight.t(), out=out))
 
     def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
                     bias: Tensor | None) -> None:
         if self._own_product(x, weight, bias, residual, add=True):
             return
         if bias is not None:
-            self._program.then(partial(residual.add_, bias))
-        self._program.then(partial(residual.addmm_, x, weight.t()))
+            self._program.append(partial(residual.add_, bias))
+        self._program.append(partial(residual.addmm_, x, weight.t()))
 
     def _own_product(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None,
                      out: Tensor, *, add: bool) -> bool:
@@ -59,36 +59,36 @@ class Recording(Operations):
         if isinstance(weight, QuantizedMatrix):
             if ops.quantized_choice(x, weight) == "codes":
                 native.linear_quantized(x, *ops.flat(weight), bias, out, add,
-                                        weight.activation_bits, steps=self._program)
+                                        weight.activation_bits, capture=self._program)
             else:
-                self._program.then(partial(ops.linear_quantized, x, weight, bias, out, add=add))
+                self._program.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True
         name = ops.linear_choice(x, weight)
         if name == "pytorch":
             return False
         function = getattr(native, f"linear_{name}")
-        function(x, weight, bias, out, add, steps=self._program)
+        function(x, weight, bias, out, add, capture=self._program)
         return True
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                    out: Tensor) -> Tensor:
-        native.norm(x, weight, bias, out, eps=eps, centred=True, steps=self._program)
+        native.norm(x, weight, bias, out, eps=eps, centred=True, capture=self._program)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
                  offset: float = 0.0) -> Tensor:
         if offset:
-            self._program.then(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
+            self._program.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
             return out
-        native.norm(x, weight, None, out, eps=eps, centred=False, steps=self._program)
+        native.norm(x, weight, None, out, eps=eps, centred=False, capture=self._program)
         return out
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        self._program.then(partial(x.add_, y, alpha=scale))
+        self._program.append(partial(x.add_, y, alpha=scale))
 
     def clamp_(self, x: Tensor, limit: float) -> None:
-        self._program.then(partial(x.clamp_, -limit, limit))
+        self._program.append(partial(x.clamp_, -limit, limit))
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
-        native.activate(x, activation(name), factor, steps=self._program)
+        native.activate(x, activation(name), factor, capture=self._program)
         return x

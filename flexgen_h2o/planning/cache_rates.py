@@ -15,7 +15,7 @@ from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.planning.compute_rates import LEAST_SECONDS, Clock, Sizes
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
@@ -105,19 +105,19 @@ class _RandomCache:
                                  records=None)
         return cls(slots, index)
 
-    def bound(self, cached: int, chosen: int) -> Program:
+    def bound(self, cached: int, chosen: int) -> CapturedCalls:
         """A step's choice of so many of the first `cached` tokens, its attention, and its index."""
         _, sequences, kv_heads, _, head_dim = self.slots.shape
-        layout, program = IndexLayout(head_dim, INDEX_BITS), Program()
+        layout, program = IndexLayout(head_dim, INDEX_BITS), CapturedCalls()
         q, k, v = (torch.randn(sequences, heads, head_dim, dtype=self.slots.dtype)
                    for heads in (GROUP * kv_heads, kv_heads, kv_heads))
         metadata = torch.tensor([[cached], [chosen]], dtype=torch.int32).repeat(1, sequences)
         slots = native_recall.choose_keys(q, k, index=self.index, metadata=metadata, layout=layout,
-                                          most=chosen, steps=program)
+                                          most=chosen, capture=program)
         native_recall.attend_recalled(q, k, v, slots=self.slots, chosen=slots, metadata=metadata,
-                                      layout=None, steps=program)
+                                      layout=None, capture=program)
         native_recall.index_keys(self.slots[0], self.index, _spans(sequences, cached, 1),
-                                 layout=layout, records=None, steps=program)
+                                 layout=layout, records=None, capture=program)
         return program
 
 
@@ -142,7 +142,7 @@ def recall_rates(rates: Compute | HostAttentionRates, dtype: torch.dtype, sizes:
     RecallRates
         The default where the C++ kernels are missing.
     """
-    if ops.plain_torch("cpu"):
+    if ops.uses_reference("cpu"):
         return RecallRates()
     few, many = sizes.recalled
     kv_heads = max(1, sizes.heads // GROUP)

@@ -20,9 +20,9 @@ from flexgen_h2o.h2o.eviction import Cut, Eviction, EvictionState
 from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.torch_ops import likeliest
+from flexgen_h2o.kernels.torch_ops import argmax
 from flexgen_h2o.models.families import opt
 from flexgen_h2o.models.layers import Operations, add_linear_, linear
 from flexgen_h2o.models.recording import Recording
@@ -122,10 +122,10 @@ class DecodeStep:
         return ops.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
                                     layout=self._layout, state=self._state)[0]
 
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, steps: Program) -> Tensor:
+    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, capture: CapturedCalls) -> Tensor:
         """Note a call among the steps of a program; the result is what these write."""
         return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
-                                       layout=self._layout, steps=steps,
+                                       layout=self._layout, capture=capture,
                                        eviction=EvictionArguments.of(self._state))[0]
 
 
@@ -284,7 +284,7 @@ class Rates:
             return self._clock.seconds(work)
         seconds = {}
         for name in possible:
-            with dispatch.measured({operation: {bits: {rows: name}}}):
+            with dispatch.use_autotune_table({operation: {bits: {rows: name}}}):
                 seconds[name] = self._clock.seconds(
                     work, hopeless=HOPELESS * min(seconds.values(), default=math.inf))
         best = min(seconds, key=seconds.__getitem__)
@@ -319,7 +319,7 @@ class Rates:
         took = (self._clock.seconds(partial(attend, tokens)) if scored
                 else self._fastest("prefill_attention", 16, rows, partial(attend, tokens)))
         winners = None if scored else self.implementations
-        with dispatch.measured(winners):
+        with dispatch.use_autotune_table(winners):
             short = self._clock.seconds(partial(attend, few))
         flops, fewer = (4 * sizes.head_dim * sizes.heads * rows * (each + 1) / 2
                         for each in (tokens, few))
@@ -385,13 +385,13 @@ class Rates:
 
     def bound_layer_seconds(self) -> float | None:
         """`Compute.bound_layer_seconds`, of the same layer."""
-        if self._device.separate or self._dtype != torch.bfloat16 or ops.plain_torch("cpu"):
+        if self._device.separate or self._dtype != torch.bfloat16 or ops.uses_reference("cpu"):
             return None
         config, weights, step, x = self._small_layer()
-        program = Program()
+        program = CapturedCalls()
         run_layer(config, weights, x, Recording(Operations(self._device.torch), program),
-                  attend=partial(step.bind, steps=program))
-        return self._clock.seconds(program.run)
+                  attend=partial(step.bind, capture=program))
+        return self._clock.seconds(program.replay)
 
     def _small_layer(self) -> tuple[ModelConfig, dict[str, Tensor], DecodeStep, Tensor]:
         """A layer, its weights, its attention and its input [1, hidden]."""
@@ -415,7 +415,7 @@ class Rates:
     def logit_seconds(self) -> float:
         """`Compute.logit_seconds`, for the likeliest token."""
         logits = self._random(*self.sizes.logits)
-        return BILLION * self._clock.seconds(lambda: likeliest(logits)) / logits.numel()
+        return BILLION * self._clock.seconds(lambda: argmax(logits)) / logits.numel()
 
     def _layer(self, hidden: int, heads: int) -> tuple[ModelConfig, dict[str, Tensor]]:
         """An OPT of one layer, and the layer's weights."""

@@ -19,7 +19,7 @@ from flexgen_h2o.config.validation import Entries, Share, Text, each_of, validat
 from flexgen_h2o.config.weight_layout import CODED_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.writing import open_atomic
-from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, Winners
+from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
 from flexgen_h2o.metrics.trace import GB, LINKS
 
 
@@ -73,7 +73,7 @@ class Compute:
     elementwise: float
     layer_seconds: float
     logit_seconds: float
-    implementations: Winners = field(default_factory=dict)
+    implementations: AutotuneTable = field(default_factory=dict)
     rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
     bound_layer_seconds: float | None = None
     query_seconds: Mapping[str, float] = field(default_factory=dict)

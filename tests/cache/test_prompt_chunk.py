@@ -17,7 +17,7 @@ from flexgen_h2o.cache.prefill import CacheState, LayerAttention, append
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
-from flexgen_h2o.kernels.reference.attention import cache_records, cache_vectors
+from flexgen_h2o.kernels.reference.attention import pack_slots, unpack_slots
 
 # The operation
 
@@ -76,7 +76,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
         scores = torch.cat((scores, torch.zeros(kv_heads, rows)), dim=1) + received
         if heavy == 0:
             scores.zero_()
-        new_k, new_v = cache_vectors(cache_records(torch.stack((new_k, new_v)), layout), layout)
+        new_k, new_v = unpack_slots(pack_slots(torch.stack((new_k, new_v)), layout), layout)
         k, v = torch.cat((k, new_k)), torch.cat((v, new_v))
         total = len(k)
         for head in range(kv_heads):
@@ -89,7 +89,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
             stay = [p for p in range(total) if alive[p, head]]
             assert state.positions[0, head, : len(stay)].tolist() == stay
             assert torch.allclose(state.scores[0, head, : len(stay)], scores[head, stay], atol=1e-5)
-            found = cache_vectors(held, layout)
+            found = unpack_slots(held, layout)
             assert torch.equal(found[0, head, : len(stay)], k[stay, head])
             assert torch.equal(found[1, head, : len(stay)], v[stay, head])
 

@@ -10,7 +10,7 @@ from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.engine import captured_step
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 
 pytestmark = [BUILT, pytest.mark.usefixtures("on_cpu")]
 
@@ -49,13 +49,13 @@ OPTIONS = {
 def programs(monkeypatch):
     """Counts the runs of programs."""
     counted = SimpleNamespace(runs=0)
-    run = Program.run
+    run = CapturedCalls.replay
 
     def counts(self):
         counted.runs += 1
         run(self)
 
-    monkeypatch.setattr(Program, "run", counts)
+    monkeypatch.setattr(CapturedCalls, "replay", counts)
     return counted
 
 

@@ -68,7 +68,7 @@ class Heads:
 
     def hold_to(self, definitions: list[list[Definition]], keys: torch.Tensor) -> None:
         """keys [sequences, HEADS, tokens, DIM]: each slot has the key of the position it says."""
-        found = reference.cache_vectors(self.slots, self.layout)[0]
+        found = reference.unpack_slots(self.slots, self.layout)[0]
         for s, heads in enumerate(definitions):
             for head, one in enumerate(heads):
                 positions, count = self.state.positions[s, head], len(one.held)

@@ -81,8 +81,8 @@ def test_sdpa(lengths, window):
     out = torch_ops.sdpa_prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
     wanted = reference.prefill_attention(case["q"], case["k"], case["v"], lengths, form=form)
     torch.testing.assert_close(out, wanted, rtol=0, atol=2e-5)
-    assert not torch_ops.sdpa_possible(AttentionForm(softcap=1.0))
-    assert not torch_ops.sdpa_possible(AttentionForm(sinks=True))
+    assert not torch_ops.sdpa_supports(AttentionForm(softcap=1.0))
+    assert not torch_ops.sdpa_supports(AttentionForm(sinks=True))
 
 
 @pytest.mark.source("decode")

@@ -62,24 +62,24 @@ def test_what_was_measured_decides_where_it_can(operation, rows, bits, name, by_
     winners = {operation: {bits: names_by_rows}}
     with using(name):
         table = dispatch.choice(operation, rows, torch.bfloat16, bits)
-        with dispatch.measured(winners):
+        with dispatch.use_autotune_table(winners):
             chosen = dispatch.choice(operation, rows, torch.bfloat16, bits)
             assert dispatch.choice(operation, rows, torch.float32, bits) == names[0]
             others = {16, 8, 4} - {bits}
-            with dispatch.measured(None):
+            with dispatch.use_autotune_table(None):
                 assert dispatch.choice(operation, rows, torch.bfloat16, bits) == table
         nearest = min((count for count in by_rows if count >= rows), default=max(by_rows))
         wanted = winners[operation][bits][nearest]
         possible = dispatch.available(operation, rows, torch.bfloat16)
         assert chosen == (wanted if wanted in possible else table)
-        with dispatch.measured(winners):
+        with dispatch.use_autotune_table(winners):
             for other in others:
                 assert dispatch.choice(operation, rows, torch.bfloat16, other) == (
                     table_of(operation, rows, other))
 
 
 def table_of(operation, rows, bits):
-    with dispatch.measured(None):
+    with dispatch.use_autotune_table(None):
         return dispatch.choice(operation, rows, torch.bfloat16, bits)
 
 
@@ -115,7 +115,7 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
         results = []
         for name in dispatch.available(operation, 9, torch.bfloat16):
             taken.clear()
-            with dispatch.measured({operation: {bits: {9: name}}}):
+            with dispatch.use_autotune_table({operation: {bits: {9: name}}}):
                 results.append(call())
             assert taken == ([] if name == "pytorch" else [name])
         taken.clear()

@@ -131,10 +131,10 @@ def test_what_does_not_hold_together_is_refused():
 
 def test_how_many_rows_are_few(monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
-    assert native_experts.most_rows(4) == native_experts.most_rows(4, 8) == 64
-    assert native_experts.most_rows(16) == 0, "PyTorch's products"
+    assert native_experts.max_expert_rows(4) == native_experts.max_expert_rows(4, 8) == 64
+    assert native_experts.max_expert_rows(16) == 0, "PyTorch's products"
     if "avx2" in SETS:
         monkeypatch.setenv("FLEXGEN_H2O_ISA", "avx2")
-        assert native_experts.most_rows(16) == 16, "then float32"
+        assert native_experts.max_expert_rows(16) == 16, "then float32"
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
-    assert native_experts.most_rows(4) == 0
+    assert native_experts.max_expert_rows(4) == 0

@@ -138,7 +138,7 @@ def test_products_of_any_size(name, rows, outputs, inputs, group, dtype, add, se
 @pytest.mark.parametrize("name", SETS)
 def test_products_of_few_and_many_rows(name):
     layout = MatrixLayout(161, 1100, 12)
-    with using(name), dispatch.measured({"linear_quantized": {12: {1: "codes"}}}):
+    with using(name), dispatch.use_autotune_table({"linear_quantized": {12: {1: "codes"}}}):
         for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300):
             check_product(layout, rows, dtype=torch.bfloat16, add=rows % 2 == 1)
         for dtype in (torch.float32, torch.float16):
@@ -160,7 +160,7 @@ def test_products_of_unpacked_slices():
     weight = torch.randn(300, 70).bfloat16()
     matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
     x, out = torch.randn(40, 70).bfloat16(), torch.zeros(40, 300).bfloat16()
-    with dispatch.measured({"linear_quantized": {12: {1: "unpacked"}}}):
+    with dispatch.use_autotune_table({"linear_quantized": {12: {1: "unpacked"}}}):
         ops.linear_quantized(x, matrix, None, out)
     torch.testing.assert_close(out.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.05)
 

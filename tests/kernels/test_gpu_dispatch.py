@@ -15,7 +15,7 @@ from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixtur
 
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, torch_ops
-from flexgen_h2o.kernels.gpus import GPU, gpu_of, pretending
+from flexgen_h2o.kernels.gpus import GPU, assume_gpu, gpu_of
 from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.triton import prefill as triton_prefill
@@ -53,7 +53,7 @@ def test_every_gpu_has_a_choice_for_any_rows(gpu, dtype):
     (T4, "float16", HALF), (A100, "float16", HALF), (H100, "float32", HALF),
     (None, "float16", BRAIN)])
 def test_the_dtype_of_a_gpu_is_one_that_it_multiplies(gpu, name, chosen):
-    with pretending(gpu):
+    with assume_gpu(gpu):
         assert internals.run_dtype("auto", SimpleNamespace(dtype=name), Device()) == chosen
         assert internals.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
 
@@ -61,9 +61,9 @@ def test_the_dtype_of_a_gpu_is_one_that_it_multiplies(gpu, name, chosen):
 def test_only_what_is_pretended_is_a_gpu():
     host = torch.device("cpu")
     assert gpu_of(host) is None
-    with pretending(T4):
+    with assume_gpu(T4):
         assert gpu_of(host) == T4
-        with pretending(H100):
+        with assume_gpu(H100):
             assert gpu_of(host) == H100
         assert gpu_of(host) == T4
     assert gpu_of(host) is None
@@ -72,7 +72,7 @@ def test_only_what_is_pretended_is_a_gpu():
 @pytest.mark.parametrize(("form", "group", "rotary"), [
     (HALF, 1, 16), (HALF, 8, 16), (BRAIN, 3, 0), (8, 4, 8), (8, 1, 0), (4, 8, 16), (4, 3, 8)])
 def test_decode_of_heads_one_by_one(form, group, rotary):
-    with pretending(T4):
+    with assume_gpu(T4):
         check_decode(cached=[0, 33, 1, 50], full=(1, 3), form=form, group=group, kv_heads=2,
                      eviction=Eviction(), rotary=rotary)
 
@@ -99,7 +99,7 @@ def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens
     expected = reference.prefill_attention(
         q.float(), k.float(), v.float(), rows, key_lengths=tokens, scores=wanted[:, :-5],
         decay=decay)
-    with pretending(T4):
+    with assume_gpu(T4):
         out = triton_prefill.prefill_attention(q, k, v, rows, tokens, scores[:, :-5], decay)
         alone = triton_prefill.prefill_attention(q, k, v, rows, tokens, None, 1.0)
     assert len(taken) == 2 and out.dtype == dtype and torch.equal(alone, out)
@@ -120,7 +120,7 @@ def test_prefill_without_scores_of_groups(monkeypatch, gpu, dtype):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
     q, k, v = (torch.randn(30, count, 16).to(dtype) for count in (6, 2, 2))
     wanted = reference.prefill_attention(q.float(), k.float(), v.float(), [30])
-    with pretending(gpu):
+    with assume_gpu(gpu):
         out = torch_ops.sdpa_prefill_attention(q, k, v, [30])
     assert (out.float() - wanted).abs().max() < BOUND[dtype]
     assert heads == [6 if gpu is not None and (gpu == T4 or dtype == FULL) else 2]

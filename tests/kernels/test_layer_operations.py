@@ -13,7 +13,7 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size
 from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import layers as reference_layers
 
@@ -184,15 +184,15 @@ def test_what_does_not_hold_together_writes_nothing():
     assert (out == 3).all()
 
 
-def operations(x, matrix, out, tables, *, steps=None):
+def operations(x, matrix, out, tables, *, capture=None):
     """Some operations on x [rows, 32], each of which needs what the one before wrote."""
-    named = {} if steps is None else {"steps": steps}
+    named = {} if capture is None else {"capture": capture}
     native.norm(x, None, None, out, eps=1e-6, centred=False, **named)
     native.rotate(out.view(len(x), 2, 16), *tables, **named)
-    if steps is None:
+    if capture is None:
         x.mul_(2)
     else:
-        steps.then(lambda: x.mul_(2))
+        capture.append(lambda: x.mul_(2))
     native.linear_quantized(out, *ops.flat(matrix), None, x, True, **named)
     native.activate(x, "silu", out, **named)
 
@@ -206,13 +206,13 @@ def test_a_program_does_what_its_calls_do_one_by_one_and_sees_what_changes(way):
     x, out = torch.empty(3, 32), torch.full((3, 32), float("nan"))
     tables = torch.empty(2, 3, 8)
     with using(way):
-        program = Program()
-        operations(x, matrix, out, tables, steps=program)
+        program = CapturedCalls()
+        operations(x, matrix, out, tables, capture=program)
         for _ in range(3):
             fresh = torch.randn(3, 32, generator=generator)
             tables.uniform_(generator=generator)
             x.copy_(fresh)
-            program.run()
+            program.replay()
             expected, between = fresh.clone(), torch.empty(3, 32)
             operations(expected, matrix, between, tables)
             assert torch.equal(x, expected)
@@ -220,25 +220,25 @@ def test_a_program_does_what_its_calls_do_one_by_one_and_sees_what_changes(way):
 
 
 def test_a_program_keeps_its_tensors_and_ends_where_a_step_fails():
-    program = Program()
+    program = CapturedCalls()
 
     def note():
         x = torch.full((1, 64), -1.0)
-        native.activate(x, "relu", steps=program)
+        native.activate(x, "relu", capture=program)
         return x.data_ptr()
 
     address = note()
     others = [torch.full((1, 64), 5.0) for _ in range(100)]
-    program.run()
+    program.replay()
     assert all((x == 5).all() for x in others)
     assert (ctypes.c_float * 64).from_address(address)[:] == [0.0] * 64
 
     x, q = torch.full((1, 8), -1.0), torch.ones(1, 1, 8)
     metadata = torch.tensor([[3], [4], [1], [0]], dtype=torch.int32)  # of slots there are two
-    failing = Program()
+    failing = CapturedCalls()
     native.decode_attention(q, q, q, slots=torch.zeros(2, 1, 1, 2, 8), metadata=metadata,
-                            layout=None, eviction=native.EvictionArguments(), steps=failing)
-    native.activate(x, "relu", steps=failing)
+                            layout=None, eviction=native.EvictionArguments(), capture=failing)
+    native.activate(x, "relu", capture=failing)
     with pytest.raises(ValueError, match="decode_attention"):
-        failing.run()
+        failing.replay()
     assert (x == -1).all()

@@ -418,7 +418,7 @@ def test_slices_are_unpacked_one_by_one(monkeypatch):
     monkeypatch.setattr(ops, "UNPACKED_OUTPUTS", 32)
     monkeypatch.setattr(ops, "unpack_rows", lambda *a: unpacked.append(len(a[1])) or unpack(*a))
     for add in (False, True):
-        with dispatch.measured({"linear_quantized": {4: {1: "codes", 40: "unpacked"}}}):
+        with dispatch.use_autotune_table({"linear_quantized": {4: {1: "codes", 40: "unpacked"}}}):
             for rows in (1, 2, 70):
                 check_product(MatrixLayout(70, 130, 4), rows, dtype=torch.bfloat16, bias=True,
                               add=add)

@@ -88,7 +88,7 @@ def test_products_of_any_size(name, rows, outputs, inputs, dtype, add, seed):
 @BUILT
 @pytest.mark.parametrize("name", SETS)
 def test_products_of_few_and_many_rows(name):
-    with using(name), dispatch.measured({"linear_quantized": {4: {1: "codes"}}}):
+    with using(name), dispatch.use_autotune_table({"linear_quantized": {4: {1: "codes"}}}):
         for rows in (1, 2, 3, 4, 5, 16, 33, 64, 65, 300):
             check_product(rows, 161, 1100, dtype=torch.bfloat16, add=rows % 2 == 1)
         for dtype in (torch.float32, torch.float16):
@@ -99,7 +99,7 @@ def test_products_of_few_and_many_rows(name):
 def test_products_of_unpacked_slices():
     matrix, values = case(300, 70, low=120, high=127)
     x, out = torch.randn(40, 70).bfloat16(), torch.zeros(40, 300).bfloat16()
-    with dispatch.measured({"linear_quantized": {4: {1: "unpacked"}}}):
+    with dispatch.use_autotune_table({"linear_quantized": {4: {1: "unpacked"}}}):
         ops.linear_quantized(x, matrix, None, out)
     torch.testing.assert_close(out.double(), x.double() @ values.T, rtol=0.02, atol=0.02)
 

@@ -344,7 +344,7 @@ def make_recall_calls() -> None:
         dtype, records = of_form(form, dim)
         q, k, v = (torch.randn(2, heads, dim).to(dtype) for heads in (6, 2, 2))
         slots = torch.randn(2, 2, 2, tokens + 1, dim).to(dtype)
-        slots = ops.cache_records(slots, records)
+        slots = ops.pack_slots(slots, records)
         layout = IndexLayout(dim, bits)
         index = torch.zeros(2, 2, layout.tiles(tokens), layout.tile_bytes, dtype=torch.uint8)
         ops.index_keys(split_slots(slots, records)[0], index, spans, layout=layout,

@@ -165,14 +165,14 @@ def test_keys_and_values_of_different_bits_share_a_record(module, bits, length):
     layout, x = CacheLayout.of(length, *bits), torch.randn(2, 3, 5, length)
     parts = [module.quantize_groups(each, GroupLayout(length, one))
              for each, one in zip(x, bits, strict=True)]
-    records = module.cache_records(x, layout)
+    records = module.pack_slots(x, layout)
     expected = torch.stack(parts) if bits[0] == bits[1] else torch.cat(parts, -1)[None]
     assert torch.equal(records, expected)
     assert records.shape == (layout.kinds, 3, 5, layout.width)
     assert all(map(torch.equal, split_slots(records, layout), parts))
     vectors = [module.dequantize_groups(each, GroupLayout(length, one))
                for each, one in zip(parts, bits, strict=True)]
-    assert torch.equal(module.cache_vectors(records, layout), torch.stack(vectors))
+    assert torch.equal(module.unpack_slots(records, layout), torch.stack(vectors))
 
 
 @pytest.mark.parametrize("module", [ops, reference])

@@ -12,7 +12,7 @@ from flexgen_h2o.h2o.recall import choose, index_weights
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import recall as reference_recall
 
@@ -29,7 +29,7 @@ def case(*, sequences=3, kv_heads=2, group=4, dim=64, bits=4, tokens=77, form=to
     cached[0] = tokens
     counts = (cached * 0.3).long().clamp(min=1)
     slots = torch.randn(2, sequences, kv_heads, tokens + 2, dim).to(dtype)
-    slots = reference.cache_records(slots, records)
+    slots = reference.pack_slots(slots, records)
     for held, n in zip(slots.unbind(1), cached.tolist(), strict=True):
         held[:, :, n:] = float("nan") if records is None else 255
     layout = IndexLayout(dim, bits)
@@ -127,9 +127,9 @@ def test_kernels_do_what_the_reference_does(isa):
         assert all(map(same, others, more))
 
 
-def recall(some, *, steps=None):
+def recall(some, *, capture=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
-    noted = {} if steps is None else {"steps": steps}
+    noted = {} if capture is None else {"capture": capture}
     form = FormArguments.of(*some["options"].values())
     told = {"metadata": some["metadata"], "form": form}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
@@ -147,14 +147,14 @@ def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
     for options in CASES:
         some, other = case(**options), case(**options)
         with using(isa):
-            program = Program()
-            found = recall(some, steps=program)
+            program = CapturedCalls()
+            found = recall(some, capture=program)
             for attended in (some["metadata"][1].clone(), some["metadata"][1] * 0 + 1):
                 for mine in (some, other):
                     mine["metadata"][1] = attended
                 for poisoned in found:
                     poisoned.fill_(-9)
-                program.run()
+                program.replay()
                 assert all(map(same, found, recall(other)))
                 assert same(some["slots"], other["slots"]) and same(some["index"], other["index"])
 

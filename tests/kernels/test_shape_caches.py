@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from flexgen_h2o.kernels.torch_ops import PRODUCTS, SETTINGS, bound_shape_caches
+from flexgen_h2o.kernels.torch_ops import PRODUCTS, SETTINGS, limit_shape_caches
 
 # 500 numbers of rows. Unbounded, they take some 250 MB with oneDNN; 64 of them are 32.
 GROWN = """
 import sys
 import torch
-from flexgen_h2o.kernels.torch_ops import bound_shape_caches
+from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.storage.free_memory import resident_bytes
-bound_shape_caches()
+limit_shape_caches()
 torch.set_num_threads(1)
 weight = torch.randn(80, 48).bfloat16()
 for rows in range(100, 600):
@@ -38,5 +38,5 @@ def test_what_the_environment_says_stays(monkeypatch):
     for name in SETTINGS:
         monkeypatch.setenv(name, "7")  # so that it is put back
     monkeypatch.delenv(second)
-    bound_shape_caches()
+    limit_shape_caches()
     assert (os.environ[first], os.environ[second]) == ("7", str(PRODUCTS))

@@ -9,7 +9,7 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import library, ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.models import layers
@@ -80,14 +80,14 @@ def test_products_that_share_their_input_are_one_call(rows, function):
     """Weights of other heights, with a bias and without, and one whose input is another."""
     torch.default_generator.manual_seed(rows)
     x, other = torch.randn(2, rows, 70).bfloat16()
-    program, wanted, found = Program(), [], []
+    program, wanted, found = CapturedCalls(), [], []
     for source, outputs, add in ((x, 40, False), (x, 7, False), (x, 33, True), (other, 20, False)):
         weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()
         out = torch.randn(rows, outputs).bfloat16()
         wanted.append(out.clone())
         found.append(out)
         getattr(ops, function)(source, weight, bias, wanted[-1], add=add)
-        getattr(native, function)(source, weight, bias, out, add, steps=program)
+        getattr(native, function)(source, weight, bias, out, add, capture=program)
     for width, bits in ((64, 4), (50, 4), (30, 4), (30, 8)):
         layout = MatrixLayout(width, 70, bits)
         matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(width, 70), layout), layout)
@@ -95,9 +95,9 @@ def test_products_that_share_their_input_are_one_call(rows, function):
         wanted.append(out.clone())
         found.append(out)
         native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
-        native.linear_quantized(x, *ops.flat(matrix), None, out, False, steps=program)
+        native.linear_quantized(x, *ops.flat(matrix), None, out, False, capture=program)
     assert kernel_internals.calls(program) == [function] * 2 + ["linear_quantized"] * 2
-    program.run()
+    program.replay()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)
 

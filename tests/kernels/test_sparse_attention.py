@@ -29,7 +29,7 @@ NEW = 20  # more than the write-back log of a cache on disk
 
 
 def floats(x, layout=None) -> np.ndarray:
-    return reference.cache_vectors(x, layout).float().numpy()
+    return reference.unpack_slots(x, layout).float().numpy()
 
 
 def chosen_by_hand(weights: np.ndarray, sparsity: float) -> list[int]:

@@ -8,7 +8,7 @@ from kernel_cases import SETS, check_linear, linear_case, threads, using
 from flexgen_h2o.config.limits import TILED_INPUTS, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.kernels import library, ops
 from flexgen_h2o.kernels.cpu import native
-from flexgen_h2o.kernels.cpu.library import Program
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 
 TILED = [name for name in SETS if name.startswith("amx")]
 
@@ -54,15 +54,15 @@ def test_threads_change_nothing(tiles):
 
 def test_products_that_share_their_input_are_one_call(tiles):
     torch.default_generator.manual_seed(0)
-    x, program, wanted, found = torch.randn(140, 70).bfloat16(), Program(), [], []
+    x, program, wanted, found = torch.randn(140, 70).bfloat16(), CapturedCalls(), [], []
     for outputs, add in ((40, False), (7, True), (160, False)):
         weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()
         found.append(torch.randn(140, outputs).bfloat16())
         wanted.append(found[-1].clone())
         ops.linear_tiled(x, weight, bias, wanted[-1], add=add)
-        native.linear_tiled(x, weight, bias, found[-1], add, steps=program)
+        native.linear_tiled(x, weight, bias, found[-1], add, capture=program)
     assert kernel_internals.calls(program) == ["linear_tiled"]
-    program.run()
+    program.replay()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)
 

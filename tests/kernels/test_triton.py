@@ -27,7 +27,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noq
 from flexgen_h2o.config.cache_layout import GroupLayout  # noqa: E402
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
-from flexgen_h2o.kernels.gpus import pretending  # noqa: E402
+from flexgen_h2o.kernels.gpus import assume_gpu  # noqa: E402
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import finish as triton_finish
@@ -117,7 +117,7 @@ def decode_case(cached, *, form=torch.float32, group=1, kv_heads=2, dim=16, n=No
     q = random(sequences, kv_heads * group, dim + 2, dtype=dtype)[..., :dim]
     k, v = random(2, sequences, kv_heads, dim, dtype=dtype)
     held = random(2, sequences, kv_heads, n, dim, dtype=dtype)
-    held = reference.cache_records(held, layout)
+    held = reference.pack_slots(held, layout)
     filled = torch.arange(n) < torch.tensor(cached)[:, None]
     slots = torch.full((len(held), sequences, kv_heads, n + 4, held.shape[-1]),
                        float("nan") if layout is None else 255, dtype=held.dtype)[:, :, :, :n]
@@ -299,7 +299,7 @@ def test_decode_of_codes_as_they_lie(monkeypatch, bits, dim, attention):
     monkeypatch.setattr(triton_decode, "_read", None)
     options = {"form": bits, "dim": dim, "attention": attention}
     check_decode(cached=[0, 33, 1], kv_heads=2, **options)
-    with pretending(T4):
+    with assume_gpu(T4):
         check_decode(cached=[70], full=(0,), kv_heads=2, group=3, **options,
                      eviction=Eviction(window=attention.window or 0))
 

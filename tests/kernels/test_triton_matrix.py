@@ -11,7 +11,7 @@ from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixtu
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.kernels.gpus import pretending
+from flexgen_h2o.kernels.gpus import assume_gpu
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.triton import matrix as triton_matrix
@@ -114,7 +114,7 @@ def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
                                 (A100, 4, True)):
         monkeypatch.setattr(triton_matrix_units, "ADJACENT", adjacent)
         shape = (150, 3 * group) if wide else (20, 5 * group - 9)
-        with pretending(gpu):
+        with assume_gpu(gpu):
             check_linear(rows, shape, (bits, group), bias=wide, add=not wide, dtype=dtype)
 
 
@@ -152,7 +152,7 @@ def test_linear_options(monkeypatch, rows, dtype, bias, add):
     """9 are unpacked on a T4, and their weights do not fit into the buffer at once."""
     monkeypatch.setattr(triton_matrix, "UNPACKED_BYTES", 40 * 136 * dtype.itemsize)
     for gpu in (None, T4):
-        with pretending(gpu):
+        with assume_gpu(gpu):
             check_linear(rows, (70, 129), (4, 64), bias=bias, add=add, dtype=dtype)
             check_linear(rows, (33, 72), (8, 32), bias=bias, add=add, dtype=dtype)
 

@@ -17,7 +17,7 @@ from flexgen_h2o.config.h2o import INDEX_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
-from flexgen_h2o.kernels.gpus import pretending
+from flexgen_h2o.kernels.gpus import assume_gpu
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import hot_set as triton_hot_set
@@ -155,7 +155,7 @@ def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form
                               for cached in some["metadata"][0].tolist()]).int()
         some["metadata"][1] *= chosen[:, 0, 0] >= 0
         ours, theirs = some["slots"].clone(), some["slots"].clone()
-        with pretending(gpu):
+        with assume_gpu(gpu):
             out, _ = triton_recall.attend_recalled(
                 some["q"], some["k"], some["v"], slots=ours, chosen=chosen,
                 metadata=some["metadata"], layout=some["records"],

@@ -42,7 +42,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.line_file import SettingsBeside
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.files.writing import check_writable, writing
-from flexgen_h2o.kernels.implementations import Winners
+from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.run_stats import RunStats
 
@@ -194,7 +194,7 @@ def _source(options: BatchOptions) -> JobInput:
 
 
 def _planned(options: BatchOptions, source: JobInput
-             ) -> tuple[RunConfig, Winners | None, Sequence[int] | None]:
+             ) -> tuple[RunConfig, AutotuneTable | None, Sequence[int] | None]:
     """The configuration to run; if it was planned, what was measured and the ranks' layers.
 
     ``--percent auto`` takes a look at all requests; as does ``--strict``, which raises `UserError`

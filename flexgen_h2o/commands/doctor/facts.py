@@ -154,7 +154,7 @@ def measured_choices(offload_dir: str) -> dict[str, str] | None:
         hardware = kept(Device(), offload_dir)
         if hardware is not None:
             winners = hardware.compute.implementations
-            with dispatch.measured(winners):
+            with dispatch.use_autotune_table(winners):
                 return {f"{operation}, {bits} bits": by_rows(partial(
                     dispatch.choice, operation, dtype=torch.bfloat16, bits=bits))
                     for operation, by_bits in winners.items() for bits in by_bits}

@@ -75,7 +75,7 @@ class SlotLayer(H2OLayer):
         for held, keys, values in zip(self._slots.unbind(1), k.split(step.new), v.split(step.new),
                                       strict=True):
             fresh = torch.stack((keys, values)).transpose(1, 2)
-            held[:, :, : len(keys)] = ops.cache_records(fresh, self._layout)
+            held[:, :, : len(keys)] = ops.pack_slots(fresh, self._layout)
         return out
 
     def _extend(self, step: ForwardPass, sequence: int, past: int, q, k, v) -> torch.Tensor:

@@ -19,7 +19,7 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 
-def most_rows(bits: int, activation_bits: int = 16) -> int:
+def max_expert_rows(bits: int, activation_bits: int = 16) -> int:
     """The most tokens of an expert that `experts` is for; 0: it is not to be used.
 
     Beyond, or where dispatch prefers another product, experts are computed one by one.
@@ -31,7 +31,7 @@ def most_rows(bits: int, activation_bits: int = 16) -> int:
     activation_bits : int
         Of what meets weights of 8 or 4 bits.
     """
-    if ops.plain_torch("cpu"):
+    if ops.uses_reference("cpu"):
         return 0
     if bits != 16 and activation_bits != 16:
         return EXPERT_ROWS  # such products always go by codes

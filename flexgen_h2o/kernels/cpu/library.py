@@ -1,7 +1,7 @@
-"""The library of the CPU's kernels: found, loaded, and called through ctypes.
+"""The shared library of the CPU kernels: loading it, and calling or capturing its functions.
 
-It is built by setup.py. ``FLEXGEN_H2O_ISA`` in the environment (`SETS`) picks another instruction
-set than the best that the CPU has; ``FLEXGEN_H2O_NATIVE`` another library.
+setup.py builds it. Environment variables: ``FLEXGEN_H2O_ISA`` selects an instruction set of `SETS`
+(default: the best that the CPU has), ``FLEXGEN_H2O_NATIVE`` the path of another library.
 """
 
 from __future__ import annotations
@@ -9,13 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,33 +21,33 @@ from flexgen_h2o.kernels import abi
 
 EMULATED = "amx_emulated"
 SETS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", EMULATED)
-"""Instruction sets, each with what the one before it has (but for avxvnni, which many CPUs with
-AVX-512 lack), and last the kernels of AMX and AVX-VNNI with both in plain C++ (cpu/amx.h,
-cpu/simd.h), which any CPU with AVX2 runs, slowly: to test them. A CPU with AMX whose system does
-not let the process use it counts as avx512bf16."""
+"""Instruction sets in ascending order. Each includes the one before it, except that many CPUs with
+AVX-512 lack AVX-VNNI. The last one emulates AMX and AVX-VNNI in plain C++ (cpu/amx.h, cpu/simd.h):
+it runs, slowly, on any CPU with AVX2, for tests. A CPU with AMX that the operating system does not
+let the process use counts as avx512bf16."""
 _EMULATED_BIT = 1 << SETS.index(EMULATED)
 
 STRUCTS = abi.structs()
-"""Ctypes' mirrors of abi.STRUCTS, by name."""
+"""ctypes structures of abi.STRUCTS, by name."""
 
 
 def _file() -> Path | None:
-    if chosen := os.environ.get("FLEXGEN_H2O_NATIVE"):
-        return Path(chosen)
-    # Not sysconfig's: a second thread that asks while the first one has it read finds nothing.
-    path = Path(__file__).parents[1] / f"_cpu{EXTENSION_SUFFIXES[0]}"
-    return path if path.exists() else None
+    if path := os.environ.get("FLEXGEN_H2O_NATIVE"):
+        return Path(path)
+    # Not sysconfig's suffix: it is not thread-safe while a first thread loads the variables.
+    file = Path(__file__).parents[1] / f"_cpu{EXTENSION_SUFFIXES[0]}"
+    return file if file.exists() else None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or the reason why there is none."""
     path = _file()
     if path is None:
         return "the C++ kernels were not built (pip install found no g++ 11 or newer that works)"
     try:
-        # PyTorch's OpenMP is loaded by now and is the one that this library finds: one pool of
-        # threads, of the size that torch.set_num_threads says.
+        # PyTorch has loaded its OpenMP, and the library links to the same one: there is one thread
+        # pool, of the size that torch.set_num_threads sets.
         library = ctypes.CDLL(str(path))
         for text in (library.h2o_abi, library.h2o_build):
             text.restype = ctypes.c_char_p
@@ -64,122 +60,77 @@ def _library() -> ctypes.CDLL | str:
 
 
 def missing() -> str | None:
-    """Why the kernels cannot be used; None if they can."""
+    """Return why the kernels cannot be used; None if they can."""
     library = _library()
     return library if isinstance(library, str) else None
 
 
 def build() -> str:
-    """Tells builds of the kernels apart: a digest of sources and flags, and the compiler."""
+    """Return an identifier of the build: a digest of sources and flags, and the compiler."""
     return _library().h2o_build().decode()
 
 
 def available_sets() -> tuple[str, ...]:
-    """The instruction sets of `SETS` that this machine can run."""
-    found = _library().h2o_isa_available()
-    return tuple(name for number, name in enumerate(SETS) if found >> number & 1)
+    """Return the instruction sets of `SETS` that this machine can run."""
+    bits = _library().h2o_isa_available()
+    return tuple(name for number, name in enumerate(SETS) if bits >> number & 1)
 
 
 def instruction_set() -> str:
-    """The one of `SETS` that is used.
+    """Return the instruction set of `SETS` that the kernels use.
 
     Raises
     ------
     UserError
         `FLEXGEN_H2O_ISA` names one that the kernels or the CPU do not have.
     """
-    chosen = os.environ.get("FLEXGEN_H2O_ISA")
-    if not chosen:
+    name = os.environ.get("FLEXGEN_H2O_ISA")
+    if not name:
         return SETS[(_library().h2o_isa_available() & ~_EMULATED_BIT).bit_length() - 1]
-    if chosen not in (available := available_sets()):
-        raise UserError(f"FLEXGEN_H2O_ISA={chosen}: this machine has {', '.join(available)}")
-    return chosen
+    if name not in (available := available_sets()):
+        raise UserError(f"FLEXGEN_H2O_ISA={name}: this machine has {', '.join(available)}")
+    return name
 
 
 def has_tiles() -> bool:
-    """True if the one that is used has AMX tiles, or their twin."""
+    """Return True if the kernels use AMX tiles, real or emulated."""
     return instruction_set() in ("amx", EMULATED)
 
 
-class Steps(Protocol):
-    """Takes calls that are to be made later."""
+def call(name: str, struct: str, *, capture: CapturedCalls | None = None,
+         tensors: Sequence[Tensor | None] = (), **fields: object) -> None:
+    """Call a function of the library, or capture the call.
 
-    def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """Note a call of an operation; the tensors are those that its arguments point to."""
-
-
-def call(name: str, struct: str, *, steps: Steps | None = None,
-          tensors: Sequence[Tensor | None] = (), **fields: object) -> None:
-    """Call a function of the library with the fields of its struct, which the caller has checked,
-    by PyTorch's number of `threads` unless these are told.
-
-    With `steps`, one of abi.OPERATIONS is noted there in place of the call; `tensors` are those
-    that the fields point to.
+    Parameters
+    ----------
+    name : str
+        The function, without its prefix ``h2o_``.
+    struct : str
+        The key of `STRUCTS` of its argument.
+    capture : CapturedCalls, optional
+        The call is added to it instead of being made; `name` is then a key of abi.OPERATIONS.
+    tensors : sequence of Tensor or None
+        The tensors that the fields point to. A capture keeps them alive.
+    **fields
+        Fields of the struct, which the caller has checked. `threads` defaults to PyTorch's number.
 
     Raises
     ------
     MemoryError
-        There is none for the function's workspace.
+        The function's workspace cannot be allocated.
     ValueError
-        A tensor of indices points outside of what it indexes.
+        A tensor of indices is out of range.
     """
     arguments = STRUCTS[struct](**{"threads": torch.get_num_threads()} | fields)
-    if steps is not None:
-        steps.add(name, arguments, tensors)
+    if capture is not None:
+        capture.add(name, arguments, tensors)
         return
     function = getattr(_library(), f"h2o_{name}")
-    _check(name, function(SETS.index(instruction_set()), ctypes.byref(arguments)))
+    _check_status(name, function(SETS.index(instruction_set()), ctypes.byref(arguments)))
 
 
-def bound(calls: Sequence[tuple[str, ctypes.Structure]]) -> Callable[[], None]:
-    """A function that makes these calls of abi.OPERATIONS in order, on the instruction set of now.
-
-    The caller keeps what the arguments point to. What the function raises: see `call`.
-    """
-    numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
-    steps = (STRUCTS["Step"] * len(calls))(*(
-        (numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
-    program = ctypes.byref(STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
-    function, chosen = _library().h2o_program, SETS.index(instruction_set())
-    held = steps, list(calls)  # the structs live as long as the function
-
-    def run() -> None:
-        status = function(chosen, program)
-        if status:
-            _check(f"one of {', '.join(dict(held[1]))}", status)
-
-    return run
-
-
-_SHARED = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
-           "linear_tiled": ("x", "rows", "inputs", "x_row", "threads"),
-           "linear_float32": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
-           "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
-"""Products that may be joined, and the fields that are alike then."""
-_SHARED_MATRIX = ("inputs", "bits", "group")
-
-
-def joined(first: tuple[str, ctypes.Structure], second: tuple[str, ctypes.Structure]) -> bool:
-    """Have a product's call do another one too, if both have the same input; False if not.
-
-    It goes to the end of what the first one does. The caller keeps both structs.
-    """
-    (name, mine), (other, more) = first, second
-    if name != other or name not in _SHARED or any(
-            getattr(mine, field) != getattr(more, field) for field in _SHARED[name]):
-        return False
-    if name == "linear_quantized" and any(
-            getattr(mine.matrix, field) != getattr(more.matrix, field)
-            for field in _SHARED_MATRIX):
-        return False
-    while mine.next:
-        mine = type(mine).from_address(mine.next)
-    mine.next = ctypes.addressof(more)
-    return True
-
-
-def _check(name: str, status: int) -> None:
-    """Raise what a status other than 0 says (Status of cpu/kernels.h)."""
+def _check_status(name: str, status: int) -> None:
+    """Raise the exception of a status other than 0 (Status of cpu/kernels.h)."""
     if status == 1:
         raise MemoryError(f"no memory for the workspace of {name}")
     if status:
@@ -187,173 +138,99 @@ def _check(name: str, status: int) -> None:
 
 
 def idle_team(threads: int) -> None:
-    """Give the calling thread a team of OpenMP threads that do nothing. It ends with the thread."""
+    """Start a team of idle OpenMP threads for the calling thread. It ends with that thread."""
     _library().h2o_idle_team(ctypes.c_int64(threads))
 
 
-# Operations on tensors that stay where they are, noted once and then carried out by one call.
-#
-# A decode step of a small model is thousands of operations of some microseconds each. Called one by
-# one from Python they take longer to ask for than to do: arguments are checked, views and structs
-# are
-# made. A program does that once.
+_SHARED_FIELDS = {"linear_skinny": ("x", "rows", "inputs", "x_row", "threads"),
+                  "linear_tiled": ("x", "rows", "inputs", "x_row", "threads"),
+                  "linear_float32": ("x", "rows", "inputs", "x_row", "dtype", "threads"),
+                  "linear_quantized": ("x", "rows", "x_row", "dtype", "threads")}
+"""Matmuls that can be fused into one call, and the fields that must be equal."""
+_SHARED_MATRIX_FIELDS = ("inputs", "bits", "group")
+
+_Call = tuple[str, ctypes.Structure]
 
 
-class Program:
-    """A list of operations.
+class CapturedCalls:
+    """Kernel calls that are captured once and then replayed, as a CUDA graph does on a GPU.
 
-    The functions of `native` that take `steps` add themselves; `then` adds anything else. Between
-    two of the latter all is one call of the C++ library. Values of tensors may change from run to
-    run; the tensors are kept.
+    A decode step of a small model has thousands of operations of a few microseconds. The checks and
+    argument structs of a call take longer than that in Python; a capture makes them once. The
+    functions of `native` with a `capture` argument add themselves; `append` adds a Python function.
+    Between two Python functions everything is one call of the library. Replays read and write the
+    tensors of the capture, which are kept alive; their values may change between replays.
     """
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
-        self._calls: list[tuple[str, ctypes.Structure]] = []
-        self._linked: list[ctypes.Structure] = []
+        self._calls: list[_Call] = []
+        self._fused: list[ctypes.Structure] = []
         self._tensors: list[Tensor] = []
 
     def add(self, name: str, arguments: ctypes.Structure, tensors: Sequence[Tensor | None]) -> None:
-        """See `cpu_library.Steps`. Products in a row that share their input become one call."""
-        if self._calls and joined(self._calls[-1], (name, arguments)):
-            self._linked.append(arguments)
+        """Add a call of an operation. Consecutive matmuls of the same input become one call."""
+        if self._calls and _fuse(self._calls[-1], (name, arguments)):
+            self._fused.append(arguments)
         else:
             self._calls.append((name, arguments))
         self._tensors += [x for x in tensors if x is not None]
 
-    def then(self, function: Callable[[], object]) -> None:
-        """Add a call of Python, which keeps what it needs."""
+    def append(self, function: Callable[[], object]) -> None:
+        """Add a Python function."""
         self._end_part()
         self._parts.append(function)
 
     def _end_part(self) -> None:
         if self._calls:
-            self._parts.append(bound(self._calls))
+            self._parts.append(_replay_function(self._calls))
             self._calls = []
 
-    def run(self) -> None:
-        """Carry out everything in order.
+    def replay(self) -> None:
+        """Run everything in order.
 
-        Raises what `cpu_library.call` raises. What the operations before wrote stays.
+        Raises what `call` raises. What the operations before the error wrote remains.
         """
         self._end_part()
         for part in self._parts:
             part()
 
 
-# The waiting of idle OpenMP threads: spinning where the CPUs are theirs, asleep where others want
-# them.
-#
-# Between parallel regions libgomp's threads spin for milliseconds, so that the next region starts
-# at
-# once. Beside other processes that is time taken from the threads they wait for, and a decode step
-# takes ten times as long. How long they spin is fixed when libgomp is loaded, but for one case:
-# they
-# sleep almost at once while there are more OpenMP threads than CPUs (libgomp's manual,
-# ``GOMP_SPINCOUNT``). So as long as other processes want the CPUs, or other threads of a run do, a
-# team that does nothing is kept.
+def _fuse(first: _Call, second: _Call) -> bool:
+    """Append a matmul to the call of another one if both have the same input; return if it did.
 
-
-SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""In the environment, these say how threads wait, and nothing here changes it."""
-
-WINDOW = 0.5
-"""Seconds over which the use of the CPUs is measured: it is counted in 0.01 s."""
-
-WANTED = 0.25
-"""CPUs that others use beyond those that are left to them, from which on threads should sleep."""
-
-
-class IdleTeam:
-    """More OpenMP threads than CPUs, which do nothing, from making it to `close`."""
-
-    def __init__(self) -> None:
-        self._end, made = threading.Event(), threading.Event()
-
-        def keep() -> None:
-            try:
-                idle_team(len(os.sched_getaffinity(0)) + 1)
-            finally:
-                made.set()
-            self._end.wait()  # the team ends with its thread
-
-        self._thread = threading.Thread(target=keep, name="idle-team", daemon=True)
-        self._thread.start()
-        made.wait()
-
-    def close(self) -> None:
-        self._end.set()
-        self._thread.join()
-
-
-def busy_seconds(stat: Path = Path("/proc/stat")) -> float | None:
-    """Seconds that the CPUs of this process have worked, for all processes; None where none says
-    so."""
-    try:
-        lines = [line.split() for line in stat.read_text().splitlines()]
-        mine = {f"cpu{cpu}" for cpu in os.sched_getaffinity(0)}
-        # user, nice, system; past idle and iowait, irq, softirq, steal
-        ticks = [sum(map(int, values[:3] + values[5:8])) for name, *values in lines
-                 if name in mine]
-    except (OSError, AttributeError, ValueError):
-        return None
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") if len(ticks) == len(mine) else None
-
-
-class Spinning:
-    """Has idle OpenMP threads sleep during runs while other processes want the CPUs.
-
-    It does nothing where the environment says how threads wait (`SETTINGS`), without the C++
-    kernels, with one thread, and where the system does not say how busy the CPUs are. No result
-    depends on it.
+    The caller keeps both structs alive.
     """
+    (name, arguments), (other_name, others) = first, second
+    if name != other_name or name not in _SHARED_FIELDS or any(
+            getattr(arguments, field) != getattr(others, field)
+            for field in _SHARED_FIELDS[name]):
+        return False
+    if name == "linear_quantized" and any(
+            getattr(arguments.matrix, field) != getattr(others.matrix, field)
+            for field in _SHARED_MATRIX_FIELDS):
+        return False
+    while arguments.next:
+        arguments = type(arguments).from_address(arguments.next)
+    arguments.next = ctypes.addressof(others)
+    return True
 
-    def __init__(self) -> None:
-        self._team: IdleTeam | None = None
-        self._asleep = False
-        self._left_alone = (any(name in os.environ for name in SETTINGS)
-                            or missing() is not None)
-        self._before = None if self._left_alone else self._now()
 
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """Seconds by the clock, of the CPUs for all processes, and for this one."""
-        busy = busy_seconds()
-        return None if busy is None else (time.monotonic(), busy, time.process_time())
+def _replay_function(calls: Sequence[_Call]) -> Callable[[], None]:
+    """Return a function that makes the calls in order, on the current instruction set.
 
-    @contextmanager
-    def watched(self, *, asleep: bool = False) -> Iterator[None]:
-        """Look at once, and end with threads waiting as they did before. `asleep`: threads of this
-        process want the CPUs between parallel regions, and so the others sleep all the time."""
-        try:
-            self._asleep = asleep
-            self.look()
-            yield
-        finally:
-            if self._team is not None:
-                self._team.close()
-                self._team = None
+    The caller keeps what the arguments point to.
+    """
+    numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
+    steps = (STRUCTS["Step"] * len(calls))(*(
+        (numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
+    program = ctypes.byref(STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
+    function, isa = _library().h2o_program, SETS.index(instruction_set())
+    kept = steps, list(calls)  # the structs live as long as the function
 
-    def look(self) -> None:
-        """See who has used the CPUs since the last look, unless that was just now."""
-        if self._before is None:
-            return
-        if self._asleep:
-            if self._team is None and torch.get_num_threads() > 1:
-                self._team = IdleTeam()
-            return
-        if time.monotonic() < self._before[0] + WINDOW:
-            return
-        now = self._now()
-        if now is None:
-            return
-        clock, busy, own = (after - before for after, before in zip(now, self._before, strict=True))
-        self._before = now
-        threads = torch.get_num_threads()
-        left = max(len(os.sched_getaffinity(0)) - threads, 0)
-        wanted = threads > 1 and (busy - own) / clock > left + WANTED
-        if wanted and self._team is None:
-            self._team = IdleTeam()
-        elif not wanted and self._team is not None:
-            self._team.close()
-            self._team = None
+    def replay() -> None:
+        status = function(isa, program)
+        if status:
+            _check_status(f"one of {', '.join(dict(kept[1]))}", status)
+
+    return replay

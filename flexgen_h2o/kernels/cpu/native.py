@@ -31,7 +31,7 @@ from flexgen_h2o.kernels.arguments import (
     need,
     product_shapes,
 )
-from flexgen_h2o.kernels.cpu.library import STRUCTS, Steps, call, has_tiles
+from flexgen_h2o.kernels.cpu.library import STRUCTS, CapturedCalls, call, has_tiles
 from flexgen_h2o.kernels.matrix import layout_of
 
 
@@ -150,7 +150,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
-                     steps: Steps | None = None) -> tuple[Tensor, Tensor]:
+                     capture: CapturedCalls | None = None) -> tuple[Tensor, Tensor]:
     """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
     name = "decode_attention"
     dtype, sequences = head_shapes(name, q, k, v), len(q)
@@ -176,11 +176,11 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
     contiguous(name, metadata=metadata, cos=cos, sin=sin, factor=factor, shift=shift, out=out)
-    if steps is not None:
+    if capture is not None:
         lines(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    call(name, "Decode", steps=steps,
+    call(name, "Decode", capture=capture,
          tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, taken,
                   form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
@@ -225,39 +225,39 @@ def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
 
 
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                  steps: Steps | None = None) -> None:
+                  capture: CapturedCalls | None = None) -> None:
     """See `library.linear_skinny`."""
     name = "linear_skinny"
     need(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
          f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
-    _linear(name, x, weight, bias, out, add, steps)
+    _linear(name, x, weight, bias, out, add, capture)
 
 
 def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                 steps: Steps | None = None) -> None:
+                 capture: CapturedCalls | None = None) -> None:
     """See `library.linear_tiled`."""
     name = "linear_tiled"
     need(x.dtype == torch.bfloat16 and has_tiles(), name,
          f"takes bfloat16 where there is AMX, got {x.dtype}")
-    _linear(name, x, weight, bias, out, add, steps)
+    _linear(name, x, weight, bias, out, add, capture)
 
 
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                   steps: Steps | None = None) -> None:
+                   capture: CapturedCalls | None = None) -> None:
     """See `library.linear_float32`."""
     name = "linear_float32"
     need(x.dtype in (torch.bfloat16, torch.float16), name,
          f"takes bfloat16 or float16, got {x.dtype}")
-    _linear(name, x, weight, bias, out, add, steps)
+    _linear(name, x, weight, bias, out, add, capture)
 
 
 def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool,
-            steps: Steps | None) -> None:
+            capture: CapturedCalls | None) -> None:
     outputs = len(weight)
     dtype = product_shapes(name, x, outputs, bias, out)
     expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
     lines(name, x=x, weight=weight)
-    call(name, "Linear", steps=steps, tensors=(x, weight, bias, out),
+    call(name, "Linear", capture=capture, tensors=(x, weight, bias, out),
          x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias), out=out.data_ptr(),
          dtype=DTYPES[dtype], rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
          weight_row=weight.stride(0), out_row=out.stride(0), add=add)
@@ -329,35 +329,35 @@ def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, 
 
 def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
                      bias: Tensor | None, out: Tensor, add: bool, activation_bits: int = 16, *,
-                     steps: Steps | None = None) -> None:
+                     capture: CapturedCalls | None = None) -> None:
     """See `library.linear_quantized`."""
     name = "linear_quantized"
     dtype = product_shapes(name, x, outputs, bias, out)
     need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
     held = matrix(name, data, outputs, inputs, bits, group, activation_bits)
-    if steps is not None:
+    if capture is not None:
         lines(name, x=x)
     x = unit_stride(x)
-    call(name, "Product", steps=steps, tensors=(x, data, bias, out),
+    call(name, "Product", capture=capture, tensors=(x, data, bias, out),
          x=x.data_ptr(), bias=address(bias), out=out.data_ptr(), matrix=held,
          dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, eps: float,
-         centred: bool, steps: Steps | None = None) -> None:
+         centred: bool, capture: CapturedCalls | None = None) -> None:
     """See `reference_layer.norm`."""
     dtype = floats("norm", x, 2)
     expect("norm", dtype, x=(x, x.shape), out=(out, x.shape), weight=(weight, x.shape[1:]),
            bias=(bias, x.shape[1:]))
     lines("norm", x=x, weight=weight, bias=bias, out=out)
-    call("norm", "Norm", steps=steps, tensors=(x, weight, bias, out), x=x.data_ptr(),
+    call("norm", "Norm", capture=capture, tensors=(x, weight, bias, out), x=x.data_ptr(),
          weight=address(weight), bias=address(bias), out=out.data_ptr(), dtype=DTYPES[dtype],
          rows=len(x), width=x.shape[1], x_row=x.stride(0), out_row=out.stride(0),
          centred=centred, eps=eps)
 
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None,
-           offsets: Tensor | None = None, *, steps: Steps | None = None) -> None:
+           offsets: Tensor | None = None, *, capture: CapturedCalls | None = None) -> None:
     """See `reference_layer.rotate`."""
     dtype, half = floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
     tables = (len(x), half)
@@ -376,7 +376,7 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
     need(offsets is None or mean is not None, "rotate", "offsets take the mean of keys")
     lines("rotate", x=x)
     contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift, mean=mean, offsets=offsets)
-    call("rotate", "Rotate", steps=steps, tensors=(x, cos, sin, factor, shift, mean, offsets),
+    call("rotate", "Rotate", capture=capture, tensors=(x, cos, sin, factor, shift, mean, offsets),
          x=x.data_ptr(), cos=address(cos), sin=address(sin), factor=address(factor),
          shift=address(shift), mean=address(mean), offsets=address(offsets),
          dtype=DTYPES[dtype], rows=len(x), heads=x.shape[1], kv_heads=kv_heads,
@@ -384,13 +384,13 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
 
 
 def activate(x: Tensor, function: str, factor: Tensor | None = None, *,
-             steps: Steps | None = None) -> None:
+             capture: CapturedCalls | None = None) -> None:
     """See `reference_layer.activate`."""
     dtype = floats("activate", x, 2)
     need(function in abi.ACTIVATIONS, "activate", f"there is no {function}")
     expect("activate", dtype, x=(x, x.shape), factor=(factor, x.shape))
     lines("activate", x=x, factor=factor)
-    call("activate", "Activate", steps=steps, tensors=(x, factor), x=x.data_ptr(),
+    call("activate", "Activate", capture=capture, tensors=(x, factor), x=x.data_ptr(),
          factor=address(factor), dtype=DTYPES[dtype], rows=len(x), width=x.shape[1],
          function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),
          factor_row=0 if factor is None else factor.stride(0))

@@ -18,7 +18,7 @@ from flexgen_h2o.kernels.arguments import (
     lines,
     need,
 )
-from flexgen_h2o.kernels.cpu.library import Steps, call
+from flexgen_h2o.kernels.cpu.library import CapturedCalls, call
 from flexgen_h2o.kernels.cpu.native import (
     address,
     form_struct,
@@ -43,7 +43,7 @@ def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[in
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
-               records: GroupLayout | None, steps: Steps | None = None) -> None:
+               records: GroupLayout | None, capture: CapturedCalls | None = None) -> None:
     """See `reference_recall.index_keys`."""
     name = "index_keys"
     width = layout.length if records is None else records.nbytes
@@ -56,7 +56,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     contiguous(name, spans=spans)
     lines(name, keys=keys)
     sequence, head, slot, _ = keys.stride()
-    call(name, "IndexKeys", steps=steps, tensors=(keys, index, spans),
+    call(name, "IndexKeys", capture=capture, tensors=(keys, index, spans),
          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
          layout=record_layout(records, keys.shape[-1]),
          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
@@ -67,7 +67,7 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None,
                 form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
-                steps: Steps | None = None) -> Tensor:
+                capture: CapturedCalls | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; out is int32 [sequences, kv_heads, most], contiguous."""
     name = "choose_keys"
     dtype, sequences = head_shapes(name, q, k, k), len(q)
@@ -85,10 +85,10 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     chosen = metadata.new_empty(shape) if out is None else out
     expect(name, torch.int32, out=(chosen, shape))
     contiguous(name, out=chosen)
-    if steps is not None:
+    if capture is not None:
         lines(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
-    call(name, "Choose", steps=steps,
+    call(name, "Choose", capture=capture,
          tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
          chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
@@ -102,7 +102,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: CacheLayout | None,
                     form: FormArguments = DEFAULT_ARGUMENTS,
-                    out: Tensor | None = None, steps: Steps | None = None
+                    out: Tensor | None = None, capture: CapturedCalls | None = None
                     ) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; out is [sequences, heads, head_dim], contiguous."""
     name = "attend_recalled"
@@ -115,11 +115,11 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     out = q.new_empty(q.shape) if out is None else out
     expect(name, dtype, out=(out, q.shape))
     contiguous(name, metadata=metadata, chosen=chosen, out=out)
-    if steps is not None:
+    if capture is not None:
         lines(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    call(name, "Recalled", steps=steps,
+    call(name, "Recalled", capture=capture,
          tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),

@@ -128,7 +128,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
         kept = index.shape[1]
         place = index[..., None].expand(-1, -1, k.shape[-1])
         stay = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
-        slots[:, sequence, :, :kept] = cache_records(stay, layout)
+        slots[:, sequence, :, :kept] = pack_slots(stay, layout)
         state.scores[sequence, :, :kept] = of_prompt.gather(1, index)
         state.positions[sequence, :, :kept] = index.to(torch.int32)
         if state.ranks is not None:
@@ -178,7 +178,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     cached, tokens, recent, full = metadata.long()
     kv_heads, n = slots.shape[2:4]
     filled = (torch.arange(n, device=q.device) < cached[:, None])[:, None]  # of every head
-    keys, values = (x.float() for x in cache_vectors(slots, layout))
+    keys, values = (x.float() for x in unpack_slots(slots, layout))
     query, key, value = q.float(), k.float(), v.float()
     smoothing = None if state is None else state.smoothing
     rolls = state is not None and state.ranks is not None
@@ -243,7 +243,7 @@ def _victims(state, metadata, own, held, new):
 
 def cache_token(k, v, *, slots, taken, layout):
     """Put a new token's key and value into the slots that it takes: see `decode_attention`."""
-    fresh = cache_records(torch.stack((k, v)), layout)
+    fresh = pack_slots(torch.stack((k, v)), layout)
     sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
     # Not scatter_, which copies all slots of 16-bit floats.
     slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
@@ -340,7 +340,7 @@ def dequantize_groups(records, layout):
     return (zeros + scales * codes).flatten(-2)
 
 
-def cache_records(vectors, layout, *, quantize=quantize_groups):
+def pack_slots(vectors, layout, *, quantize=quantize_groups):
     """Turn keys and values into what slots hold.
 
     Parameters
@@ -362,8 +362,8 @@ def cache_records(vectors, layout, *, quantize=quantize_groups):
     return torch.cat((quantize(keys, layout.keys), quantize(values, layout.values)), dim=-1)[None]
 
 
-def cache_vectors(records, layout, *, dequantize=dequantize_groups):
-    """Turn what slots hold into keys and values, [2, ..., length]: see `cache_records`."""
+def unpack_slots(records, layout, *, dequantize=dequantize_groups):
+    """Turn what slots hold into keys and values, [2, ..., length]: see `pack_slots`."""
     if layout is None:
         return records
     if not layout.mixed:

@@ -13,7 +13,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.recall import choose, index_codes, index_weights
-from flexgen_h2o.kernels.reference.attention import cache_token, cache_vectors, dequantize_groups
+from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups, unpack_slots
 
 
 def index_keys(keys, index, spans, *, layout, records=None):
@@ -172,7 +172,7 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     filled = (torch.arange(most, device=q.device) < counts[:, None])[:, None]
     at = chosen.long().where(filled, 0)[None, ..., None].expand(
         len(slots), -1, -1, -1, slots.shape[-1])
-    held = cache_vectors(slots.gather(3, at), layout)
+    held = unpack_slots(slots.gather(3, at), layout)
     keys, values = (
         torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
         for x, own in zip(held, (k, v), strict=True))

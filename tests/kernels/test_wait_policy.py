@@ -11,8 +11,8 @@ from kernel_internals import is_asleep, is_running
 
 from flexgen_h2o import LLM
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.kernels.cpu import library as spinning
-from flexgen_h2o.kernels.cpu.library import IdleTeam, Spinning, busy_seconds
+from flexgen_h2o.kernels.cpu import wait_policy
+from flexgen_h2o.kernels.cpu.wait_policy import IdleTeam, OpenMPWaitPolicy, busy_seconds
 
 pytestmark = pytest.mark.skipif(
     cpu_library.missing() is not None or not Path("/proc/stat").exists(),
@@ -24,10 +24,10 @@ class Machine:
 
     def __init__(self, patch):
         self.clock = self.busy = self.others = 0.0
-        patch.setattr(spinning, "busy_seconds", lambda: self.busy)
-        patch.setattr(spinning.time, "monotonic", lambda: self.clock)
-        patch.setattr(spinning.time, "process_time", lambda: 3 * self.clock)
-        patch.setattr(spinning.os, "sched_getaffinity", lambda pid: set(range(4)))
+        patch.setattr(wait_policy, "busy_seconds", lambda: self.busy)
+        patch.setattr(wait_policy.time, "monotonic", lambda: self.clock)
+        patch.setattr(wait_policy.time, "process_time", lambda: 3 * self.clock)
+        patch.setattr(wait_policy.os, "sched_getaffinity", lambda pid: set(range(4)))
 
     def pass_time(self, seconds: float, others: float) -> None:
         self.clock += seconds
@@ -36,7 +36,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
-    for name in spinning.SETTINGS:
+    for name in wait_policy.SETTINGS:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -52,52 +52,52 @@ def machine(monkeypatch):
     (9, 0.2, False), (9, 0.3, True),
 ])
 def test_threads_sleep_while_others_want_more_than_is_left(machine, count, others, asleep):
-    waiting = Spinning()
+    policy = OpenMPWaitPolicy()
     with threads(count):
         machine.pass_time(9, others)
-        with waiting.watched():
-            assert is_asleep(waiting) == asleep
-            machine.pass_time(spinning.WINDOW / 2, 4.2 - others)
-            waiting.look()
-            assert is_asleep(waiting) == asleep, "too soon to tell"
-            machine.pass_time(spinning.WINDOW, 0)
+        with policy.applied():
+            assert is_asleep(policy) == asleep
+            machine.pass_time(wait_policy.WINDOW / 2, 4.2 - others)
+            policy.update()
+            assert is_asleep(policy) == asleep, "too soon to tell"
+            machine.pass_time(wait_policy.WINDOW, 0)
             machine.busy = machine.clock * 3  # nobody else since the start
-            waiting.look()
-            assert not is_asleep(waiting)
+            policy.update()
+            assert not is_asleep(policy)
             machine.pass_time(1, 4)
-            waiting.look()
-            assert is_asleep(waiting) == (count > 1)
-        assert not is_asleep(waiting), "it ends with the run"
+            policy.update()
+            assert is_asleep(policy) == (count > 1)
+        assert not is_asleep(policy), "it ends with the run"
 
 
 @pytest.mark.parametrize("count", [4, 1])
 def test_threads_sleep_all_the_time_where_a_run_says_so(machine, count):
-    waiting = Spinning()
+    policy = OpenMPWaitPolicy()
     with threads(count):
-        with waiting.watched(asleep=True):
-            assert is_asleep(waiting) == (count > 1)
+        with policy.applied(sleep=True):
+            assert is_asleep(policy) == (count > 1)
             machine.pass_time(9, 0)
-            waiting.look()
-            assert is_asleep(waiting) == (count > 1)
-        assert not is_asleep(waiting)
+            policy.update()
+            assert is_asleep(policy) == (count > 1)
+        assert not is_asleep(policy)
         machine.pass_time(9, 0)
-        with waiting.watched():
-            assert not is_asleep(waiting)
+        with policy.applied():
+            assert not is_asleep(policy)
 
 
-@pytest.mark.parametrize("name", spinning.SETTINGS)
+@pytest.mark.parametrize("name", wait_policy.SETTINGS)
 def test_what_the_environment_says_stays(machine, monkeypatch, name):
     monkeypatch.setenv(name, "ACTIVE")
-    waiting = Spinning()
+    policy = OpenMPWaitPolicy()
     machine.pass_time(9, 4)
-    with threads(4), waiting.watched():
-        assert not is_asleep(waiting)
+    with threads(4), policy.applied():
+        assert not is_asleep(policy)
     assert os.environ[name] == "ACTIVE"
 
 
 def test_a_system_that_does_not_say_who_uses_the_cpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(spinning, "busy_seconds", lambda: busy_seconds(tmp_path / "stat"))
-    with threads(4), Spinning().watched():
+    monkeypatch.setattr(wait_policy, "busy_seconds", lambda: busy_seconds(tmp_path / "stat"))
+    with threads(4), OpenMPWaitPolicy().applied():
         pass
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2})
     stat = tmp_path / "stat"
@@ -133,14 +133,14 @@ def test_a_run_beside_others_writes_the_same_tokens(tiny_model, monkeypatch):
             super().__init__()
             made.append(self)
 
-    monkeypatch.setattr(spinning, "IdleTeam", Counted)
+    monkeypatch.setattr(wait_policy, "IdleTeam", Counted)
     prompts = [[5, 6, 7], [8, 9]]
     with threads(2), LLM(str(tiny_model("llama").folder), dtype="float32", progress=False) as llm:
-        monkeypatch.setattr(spinning, "busy_seconds", lambda: None)
+        monkeypatch.setattr(wait_policy, "busy_seconds", lambda: None)
         alone = [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)]
         assert not made
-        monkeypatch.setattr(spinning, "WINDOW", 0)
-        monkeypatch.setattr(spinning, "busy_seconds", lambda: 1e3 * time.monotonic())
+        monkeypatch.setattr(wait_policy, "WINDOW", 0)
+        monkeypatch.setattr(wait_policy, "busy_seconds", lambda: 1e3 * time.monotonic())
         assert [out.token_ids for out in llm.generate(prompts, max_new_tokens=4)] == alone
         assert made and not any(is_running(team) for team in made)
     assert all(thread.name != "idle-team" for thread in threading.enumerate())
