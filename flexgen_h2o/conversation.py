@@ -15,7 +15,7 @@ from flexgen_h2o.config.validation import check_bool, check_int, typed
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.calls import Session, one_at_a_time
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import Forcing, Sink
+from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
@@ -151,10 +151,10 @@ class Stream(Session):
         on_token: Callable[[int], None] | None = None
         if streamer is not None:
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
-        sink = self._prompts.generation({self._turns: params}, on_token=on_token)
+        consumer = self._prompts.generation({self._turns: params}, on_token=on_token)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
-        self._run(request, params.max_new_tokens - 1, sink)
+        self._run(request, params.max_new_tokens - 1, consumer)
         if streamer is not None:
             streamer.end()
         self._turns += 1
@@ -174,11 +174,12 @@ class Stream(Session):
             self._pending = [head]
             return []
         if not self._past:
-            request, sink, new = Request(0, [head]), Forcing({0: tail}), len(tail) - 1
+            request, consumer, new = Request(0, [head]), DecodeScorer({0: tail}), len(tail) - 1
         else:  # the newest token, too, as if it had been generated
-            request, sink, new = Request(0, [], [head]), Forcing({0: [head, *tail]}), len(tail)
-        self._run(request, new, sink)
-        return sink.log_probs[0]
+            request, new = Request(0, [], [head]), len(tail)
+            consumer = DecodeScorer({0: [head, *tail]})
+        self._run(request, new, consumer)
+        return consumer.log_probs[0]
 
     def _check_open(self) -> None:
         if self._workspace is None:
@@ -197,12 +198,12 @@ class Stream(Session):
             raise UserError(f"the stream has {self.tokens} tokens, and {new} more would exceed "
                             f"{why}")
 
-    def _run(self, request: Request, new: int, sink: Sink) -> None:
-        """Compute the request's tokens and up to `new` that the sink appends to it."""
+    def _run(self, request: Request, new: int, consumer: LogitsConsumer) -> None:
+        """Compute the request's tokens and up to `new` that the consumer appends to it."""
         assert self._workspace is not None  # callers have checked
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runtime.run(self._workspace, [batch], sink, keeps=True)
+            self.stats = self._runtime.run(self._workspace, [batch], consumer, keeps=True)
         except BaseException:
             self.end()  # what the cache holds is unknown
             raise

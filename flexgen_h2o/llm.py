@@ -121,7 +121,7 @@ class LLM(Session):
             self.model_config = found.source.config
             self.weight_options = found.source.form.options
             self._cache, self._prompts = found.cache, found.prompts
-            self._runtime = Runner(found.source, found.device, found.settings, found.seat)
+            self._runtime = Runner(found.source, found.device, found.settings, found.rank)
             self.calls = self._runtime.calls
             self._memory = _memory_check(found)
             if found.workload is not None:
@@ -428,7 +428,7 @@ class LLM(Session):
                             and self._cache.attn_sparsity == 1 and not self._cache.recalls,
                             on_logits=on_logits)
         self._run_all(self._begin(work))
-        return work.sink.scored()
+        return work.consumer.scored()
 
     @one_at_a_time
     def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
@@ -526,8 +526,8 @@ class LLM(Session):
         self._check_open()
         if work.requests:
             self._runs.free()
-            self.stats = self._runtime.probe(work.requests, attend, work.sink)
-        return [scored.log_probs for scored in work.sink.scored()]
+            self.stats = self._runtime.probe(work.requests, attend, work.consumer)
+        return [scored.log_probs for scored in work.consumer.scored()]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -582,7 +582,7 @@ def _close_dropped(runs: BlockRuns, opened: contextlib.ExitStack, process: int) 
 
 def _memory_check(model: OpenedModel) -> MemoryCheck:
     """Make the check of a model's runs against memory, by its options."""
-    source, settings, seat = model.source, model.settings, model.seat
+    source, settings, rank = model.source, model.settings, model.rank
     load = settings.load
     return MemoryCheck(
         source.config, source.form.options,
@@ -591,5 +591,5 @@ def _memory_check(model: OpenedModel) -> MemoryCheck:
         offload_dir=settings.offload_dir,
         most={"cpu": load.memory_limit, "gpu": load.device_memory_limit},
         device_bytes=model.device.free_bytes,
-        stage=None if seat is None else seat.stage,
-        groups=1 if seat is None else seat.groups)
+        stage=None if rank is None else rank.stage,
+        groups=1 if rank is None else rank.groups)

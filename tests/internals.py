@@ -194,8 +194,8 @@ def before_early_attention(monkeypatch, look) -> None:
     monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
 
 
-def before_carried(monkeypatch, look) -> None:
-    """Call ``look(moved)`` before a layer of a batch takes what is carried into a block."""
+def before_continued(monkeypatch, look) -> None:
+    """Call ``look(moved)`` before a layer of a batch takes what is continued into a block."""
     before(monkeypatch, KVCache, "_put", lambda self, layer, batch, moved: look(moved))
 
 
@@ -224,14 +224,14 @@ def open_devices(monkeypatch, make) -> None:
 
 def change_configs(monkeypatch, change) -> None:
     """Let each `LLM` take what ``change(config)`` makes of its model's config."""
-    find = loading.find
+    find_model = loading.find_model
 
     def changed(*arguments, **options):
-        source = find(*arguments, **options)
+        source = find_model(*arguments, **options)
         source.config = change(source.config)
         return source
 
-    monkeypatch.setattr(loading, "find", changed)
+    monkeypatch.setattr(loading, "find_model", changed)
 
 
 def before_blocks(monkeypatch, look) -> None:

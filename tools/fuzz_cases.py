@@ -25,7 +25,7 @@ from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
-from flexgen_h2o.engine.source import find, load_tokenizer
+from flexgen_h2o.engine.source import find_model, load_tokenizer
 from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.conversion import convert_gguf
@@ -209,7 +209,7 @@ def targets(folder: Path) -> dict[str, Target]:
 
 
 def _find(folder: Path) -> object:
-    source = find(str(folder), path=None, dtype="float32", bits=16, device=Device(),
+    source = find_model(str(folder), path=None, dtype="float32", bits=16, device=Device(),
                   progress=lambda done, total: None)
     return source.config.num_parameters()
 

@@ -20,9 +20,9 @@ class SimulatedBlockCache:
     """`SimulatedCache` behind the interface of `engine.workspace.Cache`; parameters as there."""
 
     attends_on_host = False
-    binds = False
-    stays = True
-    guesses = False
+    supports_capture = False
+    is_resident = True
+    supports_prefetch = False
     recall_counts = None
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
@@ -65,9 +65,9 @@ class ProbedCache:
     """
 
     attends_on_host = False
-    binds = False
-    stays = True
-    guesses = False
+    supports_capture = False
+    is_resident = True
+    supports_prefetch = False
     recall_counts = None
 
     def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):

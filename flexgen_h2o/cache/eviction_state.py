@@ -10,7 +10,7 @@ import torch
 from flexgen_h2o.cache.shape import CacheShape, LayerCachePlan, layer_cache_plans
 from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.batch_layout import BatchLayout, Carried
+from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.h2o.eviction import Eviction, EvictionState, eviction_of, new_state
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
@@ -22,7 +22,7 @@ tokens, width], and what their eviction state holds, [kv_heads, tokens] each."""
 
 def take(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout], *,
          states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None) -> Moved:
-    """Copies of what the last block holds in a layer of the sequences that are carried.
+    """Copies of what the last block holds in a layer of the sequences that are continued.
 
     Parameters
     ----------
@@ -35,12 +35,12 @@ def take(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout],
     h2o : H2OConfig or None
     """
     found: Moved = {}
-    carried = [(one, length) for batch_layout in batches
-               for one, length in zip(batch_layout.carried, batch_layout.lengths, strict=True)
+    continued = [(one, length) for batch_layout in batches
+               for one, length in zip(batch_layout.continued, batch_layout.lengths, strict=True)
                if one is not None]
-    for batch in sorted({one.batch for one, _ in carried}):
+    for batch in sorted({one.batch for one, _ in continued}):
         for part in parts:
-            mine = [(one, length) for one, length in carried
+            mine = [(one, length) for one, length in continued
                     if one.batch == batch and part.first <= one.sequence < part.last]
             if not mine:
                 continue
@@ -55,20 +55,20 @@ def take(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout],
     return found
 
 
-def put(moved: Moved, carried: Sequence[Carried | None], held: torch.Tensor,
+def put(moved: Moved, continued: Sequence[ContinuedSequence | None], held: torch.Tensor,
         state: EvictionState | None) -> None:
     """Fill the first slots of sequences with what was moved of them.
 
     Parameters
     ----------
     moved : Moved
-    carried : sequence of (Carried or None)
+    continued : sequence of (ContinuedSequence or None)
         The sequences of a part; None: its prompt is yet to come.
     held : Tensor [kinds, sequences, kv_heads, slots, width]
     state : EvictionState or None
         Of the part's sequences.
     """
-    for row, one in enumerate(carried):
+    for row, one in enumerate(continued):
         if one is None:
             continue
         records, *others = moved[one.batch, one.sequence]

@@ -168,24 +168,26 @@ class KVCache:
         return any(part.on_host for part in self.parts)
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block: forget what is cached, but for the sequences that are carried into it.
+        """Start a new block: forget the cache, except for sequences that continue into it.
 
         These are moved layer by layer: one layer's at a time are held twice.
         """
         self._host.reset()
-        carries = any(batch_layout.carries for batch_layout in batches)
+        continues = any(batch_layout.has_continued for batch_layout in batches)
         for part in dict.fromkeys([*self.parts, *self._prompts]):
-            if carries:
+            if continues:
                 part.settle()
             else:
                 part.reset()
         states = self._evictions.begin(batches)
-        if not carries:
+        if not continues:
             states.clear()
         self._begin_batches(batches)
         for layer in range(self.shape.num_layers):
             mine = {key[1:]: states.pop(key) for key in list(states) if key[0] == layer}
-            moved = take(layer, self.parts, batches, states=mine, h2o=self._h2o) if carries else {}
+            moved = {}
+            if continues:
+                moved = take(layer, self.parts, batches, states=mine, h2o=self._h2o)
             for part in self.parts:
                 part.begin(layer, [(len(batch_layout), each[layer].slots) for batch_layout, each
                                    in zip(batches, self._evictions.plans, strict=True)])
@@ -205,11 +207,11 @@ class KVCache:
         """Cache what was moved of the sequences of a batch."""
         batch_layout = self._batch_layouts[batch]
         for part in self._here(batch):
-            if self._holds_carried(batch, part):
+            if self._holds_continued(batch, part):
                 state, mine = self._evictions.state(layer, batch, part), part.sequences(batch)
                 part.load(layer, batch, fetch=False,
                           cached=batch_layout.most_tokens(0) if state is None else None)
-                put(moved, batch_layout.carried[mine], part.get(layer, batch), state)
+                put(moved, batch_layout.continued[mine], part.get(layer, batch), state)
                 if self._recall is not None:
                     self._recall.cached(layer, batch, part, tokens=[
                         (sequence, 0, batch_layout.tokens(sequence, 0)
@@ -217,10 +219,10 @@ class KVCache:
                         for sequence in range(mine.start, mine.stop)])
                 part.store(layer, batch, None)
 
-    def _holds_carried(self, batch: int, part: CachePart) -> bool:
-        """True if a sequence of a batch that lives in a part is carried."""
+    def _holds_continued(self, batch: int, part: CachePart) -> bool:
+        """True if a sequence of a batch that lives in a part is continued."""
         mine = part.sequences(batch)
-        return any(self._batch_layouts[batch].carried[mine])
+        return any(self._batch_layouts[batch].continued[mine])
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Go on with the sequences of `begin`, in a run that finds what the last one left.
@@ -237,10 +239,10 @@ class KVCache:
         self._batch_layouts = list(batches)
         self._changed.clear()
         if self._recall is not None:
-            self._recall.begin(batches, stays=self.binds)
+            self._recall.begin(batches, stays=self.supports_capture)
         self._prompt_attention.begin(self._batch_layouts)
         self._step_metadata = StepMetadata(self._batch_layouts, self._evictions.plans, self._h2o,
-                                           stays=self.binds)
+                                           stays=self.supports_capture)
 
     def nbytes(self) -> int:
         """Bytes of all keys and values of the block at rest, once the prompts have been cut."""
@@ -268,12 +270,12 @@ class KVCache:
         apart = self._prompts is not self.parts
         if batch_layout.grows:
             for part in self._here(batch, self._prompts):
-                carried = not apart and self._holds_carried(batch, part)
-                part.load(layer, batch, fetch=carried or batch_layout.begun(forward_pass),
+                continued = not apart and self._holds_continued(batch, part)
+                part.load(layer, batch, fetch=continued or batch_layout.begun(forward_pass),
                           cached=None if apart else cached)
         if batch_layout.token(forward_pass) == 0 and (apart or not batch_layout.grows):
             for part in self._here(batch):
-                part.load(layer, batch, fetch=self._holds_carried(batch, part), cached=cached)
+                part.load(layer, batch, fetch=self._holds_continued(batch, part), cached=cached)
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
         """Start writing back what compute of (layer, batch) changed."""
@@ -381,11 +383,11 @@ class KVCache:
                      and isinstance(part, RecalledPart | MappedPart)), None)
 
     @property
-    def guesses(self) -> bool:
-        """True if tokens can come ahead, by a guess at what will be chosen: `expect_token`."""
+    def supports_prefetch(self) -> bool:
+        """True if tokens can come ahead, by a guess at what will be chosen: `prefetch_token`."""
         return any(isinstance(part, RecalledPart) for part in self.parts)
 
-    def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
+    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
                      sinks: torch.Tensor | None = None) -> None:
         """Start bringing what a new token of each sequence may recall, by a guess at its query and
         key. Arguments as of `attend_token`; results do not depend on it."""
@@ -415,18 +417,18 @@ class KVCache:
                                  tokens=self._step_metadata.tokens(batch, part, token))
 
     @property
-    def stays(self) -> bool:
+    def is_resident(self) -> bool:
         """True if `load` and `store` have nothing to do."""
         return not any(part.moves for part in (*self.parts, *self._prompts))
 
     @property
-    def binds(self) -> bool:
-        """True if attention over new tokens can be noted once for a block: `bind_token`."""
+    def supports_capture(self) -> bool:
+        """True if attention over new tokens can be noted once for a block: `capture_token`."""
         whole = len(self.parts) == 1 and self.shape.attn_sparsity == 1
         known = self._evictions.eviction.policy is None
-        return self._device.type == "cpu" and whole and known and self.stays
+        return self._device.type == "cpu" and whole and known and self.is_resident
 
-    def bind_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
+    def capture_token(self, layer: int, batch: int, q, k, v, *, rope: Rope | None,
                    sinks: torch.Tensor | None = None, out: torch.Tensor,
                    capture: cpu_library.CapturedCalls) -> None:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
@@ -442,7 +444,7 @@ class KVCache:
             self._recall.bind(q, k, v, part=part, where=(layer, batch), form=form, out=out,
                               capture=capture)
             return
-        assert self._evictions.eviction.policy is None, "see `binds`: the kernels don't know it"
+        assert self._evictions.eviction.policy is None, "kernels lack this policy"
         state = EvictionArguments.of(self._evictions.state(layer, batch, part))
         native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),

@@ -182,7 +182,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
 def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     """This machine, with what is free on it, and the model as a run would find it."""
     from flexgen_h2o.engine.progress import byte_bar
-    from flexgen_h2o.engine.source import find
+    from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import Prompts
     from flexgen_h2o.planning.calibrate import machine
     from flexgen_h2o.storage.tiers import open_device
@@ -194,7 +194,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     device = open_device(config.device)
     device.limit(config.device_memory_limit)
     with byte_bar("converting", off=None if config.verbose else True) as bar:
-        source = find(config.model, path=config.path, dtype=config.dtype,
+        source = find_model(config.model, path=config.path, dtype=config.dtype,
                       bits=config.resolved_weight_bits,
                       activation_bits=config.activation_bits, device=device, progress=bar)
     _check(config, source.config, has_gpu=device.separate)

@@ -14,7 +14,7 @@ from flexgen_h2o.metrics.report import sizes
 from flexgen_h2o.planning.memory_plan import memory_plan
 
 if TYPE_CHECKING:
-    from flexgen_h2o.engine.source import Source
+    from flexgen_h2o.engine.source import ModelSource
 
 PROCESS_BYTES = 640 << 20
 """Resident bytes of a replica that has Python, PyTorch, transformers and Ray loaded, and a model of
@@ -110,14 +110,14 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
     return plan.total("cpu")
 
 
-def _found(arguments: Mapping[str, Any]) -> Source:
+def _found(arguments: Mapping[str, Any]) -> ModelSource:
     # Only now: these load torch. A GPU's number format takes as many bytes as a CPU's, and the
     # machine that asks need not have one.
     from flexgen_h2o.engine.progress import byte_bar
-    from flexgen_h2o.engine.source import find
+    from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.storage.tiers import open_device
 
     with byte_bar("converting", off=None) as bar:
-        return find(str(arguments["model"]), path=arguments.get("path"),
+        return find_model(str(arguments["model"]), path=arguments.get("path"),
                     dtype=arguments.get("dtype", "auto"), bits=arguments.get("weight_bits", AUTO),
                     device=open_device("cpu"), progress=bar)

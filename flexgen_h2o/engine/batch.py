@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.h2o.batch_layout import BatchLayout, Carried, PromptChunk, prefill_passes
+from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence, PromptChunk, prefill_passes
 from flexgen_h2o.outputs import TokenLogProb
 
 
@@ -282,11 +282,11 @@ class BlockQueue:
 
         The last block may be partial.
         """
-        carried = {request.key: Carried(batch.index, sequence, len(request.generated))
+        continued = {request.key: ContinuedSequence(batch.index, sequence, len(request.generated))
                    for batch in self._block for sequence, request in enumerate(batch.requests)
                    if not request.finish_reason}
         requests = [request for batch in self._block for request in batch.requests
-                    if request.key in carried]
+                    if request.key in continued]
         fresh = [self._waiting.popleft()
                  for _ in range(min(len(self._waiting), self.size.sequences - len(requests)))]
         passes, chunk = 0, self.size.prefill_chunk
@@ -299,7 +299,7 @@ class BlockQueue:
             batch_layout = BatchLayout(
                 tuple(len(request.prompt) for request in group), new, chunk if passes > 1 else None,
                 passes, limits=tuple(self._new[request.key] for request in group),
-                carried=tuple(carried.get(request.key) for request in group),
+                continued=tuple(continued.get(request.key) for request in group),
                 evicts=self.evicts)
             self._block.append(Batch(len(self._block), group, batch_layout,
                                      shares=self.size.shares,

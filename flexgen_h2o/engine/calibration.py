@@ -28,8 +28,8 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import CODED_BITS, WeightOptions
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
-from flexgen_h2o.engine.sampling import Scoring
-from flexgen_h2o.engine.source import Source
+from flexgen_h2o.engine.sampling import PrefillScorer
+from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import WorkspaceSize
 from flexgen_h2o.errors import UserError
@@ -53,7 +53,8 @@ _KEYS = ("text", "article", "prompt")
 _VERSION = 1  # raise it when the importance changes: it is then measured again
 
 
-def calibrate(source: Source, prompts: Prompts, device: Device, settings: RunnerSettings) -> None:
+def calibrate(source: ModelSource, prompts: Prompts, device: Device, settings: RunnerSettings
+              ) -> None:
     """Let a source's weights be quantized by the calibration text of the settings.
 
     The text is read here, and the model runs over it when its weights are quantized.
@@ -100,7 +101,7 @@ def _read(path: str) -> str:
     return "\n\n".join(texts)
 
 
-def _importance(source: Source, sequences: Sequence[list[int]], device: Device,
+def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Device,
                 settings: RunnerSettings) -> dict[str, Tensor]:
     """Return the mean square of the inputs of each matrix, float32 [inputs], by canonical name."""
     plain = replace(source, bits=16, activation_bits=16, quantization=None, codes=WeightOptions(),
@@ -112,7 +113,7 @@ def _importance(source: Source, sequences: Sequence[list[int]], device: Device,
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 
 
-def _matrices(source: Source) -> list[TensorSpec]:
+def _matrices(source: ModelSource) -> list[TensorSpec]:
     """Return the quantized matrices that products read: all but tables, unless the head is one."""
     weights = source.weights
     projections = {short: spec for short, spec in weights.embed.items()
@@ -123,7 +124,7 @@ def _matrices(source: Source) -> list[TensorSpec]:
     return [spec for spec in specs.values() if source.form.layout(spec) is not None]
 
 
-def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
+def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
              device: Device, settings: RunnerSettings) -> np.ndarray:
     """Run a source in 16 bits and return the mean squares of all matrices one after the other."""
     squares = _InputSquares()
@@ -140,10 +141,10 @@ def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[li
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
                              shares=False)
         size = WorkspaceSize.of(queue, None, source.config.num_layers)
-        sink = _EveryRow(dict(enumerate(sequences)))
+        scorer = _EveryRow(dict(enumerate(sequences)))
         cache = UncachedAttention(source.config.form)
         with closing(runner.workspace(size, cache)) as workspace:
-            runner.run(workspace, queue.next(), sink)
+            runner.run(workspace, queue.next(), scorer)
     squares.fill_experts(source)
     means = np.concatenate([squares.mean(spec.name) for spec in specs])
     if not np.isfinite(means).all():
@@ -152,7 +153,7 @@ def _measure(source: Source, specs: Sequence[TensorSpec], sequences: Sequence[li
     return means
 
 
-def _placement(source: Source, device: Device, settings: RunnerSettings) -> Placement:
+def _placement(source: ModelSource, device: Device, settings: RunnerSettings) -> Placement:
     """Return where the weights fit: the fastest memory, host memory or else the disk."""
     load, names = settings.load, {}
     for group in source.weights.groups():
@@ -185,7 +186,7 @@ class _InputSquares:
         """Return the mean square of each input of a matrix, float32 [inputs]."""
         return (self._sums[name] / self._rows[name]).cpu().numpy()
 
-    def fill_experts(self, source: Source) -> None:
+    def fill_experts(self, source: ModelSource) -> None:
         """Give each expert that had no rows the sums of all experts of its layer."""
         for layer in source.weights.experts:
             for short in layer[0] if layer else ():
@@ -232,8 +233,8 @@ class _MeasuringFormat(WeightFormat):
                                partial(self.squares.parts, spec.name, parts), weight)
 
 
-class _EveryRow(Scoring):
-    """A sink that asks for logits of every row, so that the head counts all, and reads none."""
+class _EveryRow(PrefillScorer):
+    """A scorer that asks for logits of every row, so that the head counts all, and reads none."""
 
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
+    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
         return torch.zeros(len(logits), self.width)

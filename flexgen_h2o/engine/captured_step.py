@@ -3,8 +3,8 @@
 A layer's norms, matmuls, rotation, attention with eviction or recall, activation and residual (of
 a mixture what comes before the router) are captured in `CapturedCalls` by the family's own
 functions; of a step only the rotations and the decode metadata are new. Where the cache does not
-bind (`KVCache.binds`), as it moves between tiers, its attention is a call of its own between two
-parts.
+support capture (`KVCache.supports_capture`), as it moves between tiers, its attention is a call of
+its own between two parts.
 Layers that cannot be bound go on operation by operation: `unbound_reason`.
 """
 
@@ -41,7 +41,7 @@ def unbound_reason(workspace: Workspace, policy: Policy, *, device: torch.device
         (dtype != torch.bfloat16, f"the operations of {dtype} are PyTorch's, bit by bit"),
         (ops.uses_reference("cpu"), "the C++ kernels are missing or not wanted"),
         (policy.sep_layer and not mixture, "attention and MLP are steps of their own"),
-        (not workspace.hidden.stays, "hidden states move between tiers"),
+        (not workspace.hidden.is_resident, "hidden states move between tiers"),
     )
     return next((why for holds, why in reasons if holds), None)
 
@@ -100,17 +100,17 @@ class TokenLayers:
         why = unbound_reason(workspace, policy, device=device, dtype=dtype, mixture=mixture)
         if why is not None:
             _log.debug("decode steps go operation by operation: %s", why)
-        self.bound = frozenset(filter(weights.stays, layers) if why is None else ())
+        self.bound = frozenset(filter(weights.is_resident, layers) if why is None else ())
         """The layer steps (numbered as in the schedule) of new tokens that `run` does."""
-        self._binds = workspace.cache.binds
-        self.complete = self._binds and len(self.bound) == len(layers)
+        self._captures_attention = workspace.cache.supports_capture
+        self.complete = self._captures_attention and len(self.bound) == len(layers)
         """True if these are every decoder layer, or every first half of one, with attention."""
 
     def begin_token(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                     token: int) -> None:
         """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions and
         lengths as of `rope_tables`."""
-        if not (self.bound and self._binds):
+        if not (self.bound and self._captures_attention):
             return
         self._workspace.cache.begin_token(batch, token)
         tables = all_tables(self._config.ropes, positions, torch.float32, lengths)
@@ -142,7 +142,7 @@ class TokenLayers:
             layer = self._bound(step.layer, step.batch, cached, rows)
             self._layers[step.layer, step.batch] = layer
         layer.before.replay()
-        if not self._binds:
+        if not self._captures_attention:
             layer.attended.copy_(attend(step, layer.x, *layer.qkv))
             layer.after.replay()
 
@@ -155,10 +155,10 @@ class TokenLayers:
         if batch not in self._attended:
             self._attended[batch] = torch.empty(q.shape, dtype=q.dtype)
         attended = self._attended[batch]
-        if self._binds:
+        if self._captures_attention:
             ropes = self._rope[batch]
             rope = ropes[config.rope_number(self._first + cached)] if ropes else None
-            self._workspace.cache.bind_token(cached, batch, q, k, v, rope=rope,
+            self._workspace.cache.capture_token(cached, batch, q, k, v, rope=rope,
                                              sinks=weights.get("sinks"), out=attended,
                                              capture=program)
         else:

@@ -245,7 +245,7 @@ class DecoderLayers:
                   ) -> torch.Tensor:
         """Attention that is under way, once it is done; x [rows, hidden] is the layer's input."""
         attended = attending.result(self._transfers)
-        if self._overlap and self._cache.guesses and self.guess_trial.guessing:
+        if self._overlap and self._cache.supports_prefetch and self.guess_trial.guessing:
             self._expect(step, self._batches[step.batch], x)
         return attended
 
@@ -257,11 +257,11 @@ class DecoderLayers:
         """
         following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
         if (following.layer not in self.own or following.layer >= self.last
-                or not self._weights.stays(following.layer)):
+                or not self._weights.is_resident(following.layer)):
             return
         weights = self._weights.get(following.layer)
         q, k, _ = self._family.attention_inputs(self._config, weights, x, self._do)
-        self._cache.expect_token(
+        self._cache.prefetch_token(
             self.cached(following), step.batch, q, k, rope=self._tables(following),
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 

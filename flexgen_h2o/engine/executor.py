@@ -15,7 +15,7 @@ from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.experts import ExpertLayers
-from flexgen_h2o.engine.sampling import Sink
+from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import Kind, LayerStep, schedule
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
@@ -78,18 +78,18 @@ class Executor:
         self._ended: list[int] = []
         """Sequences that have ended with each forward pass."""
 
-    def run(self, batches: Sequence[Batch], sink: Sink, *, keeps: bool = False,
+    def run(self, batches: Sequence[Batch], consumer: LogitsConsumer, *, keeps: bool = False,
             on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
         """Run one block: its prompts and the new tokens that it has places for, or until so many
         sequences have ended that others should have their places.
 
-        The last token that a sink appends is not computed, and so not cached.
+        The last token that a consumer appends is not computed, and so not cached.
 
         Parameters
         ----------
         batches : sequence of Batch
             The block.
-        sink : Sink
+        consumer : LogitsConsumer
             Gets the logits; appends to the requests what they continue with.
         keeps : bool
             The block goes on with what the cache holds, and leaves it for another to go on with.
@@ -101,7 +101,7 @@ class Executor:
         ends_pass = self._layers.own[-1], len(batches) - 1
         self._batches = list(batches)
         self._layers.begin(self._batches, groups)
-        self._sink = sink
+        self._consumer = consumer
         self._weights.reset()
         self._hidden.reset()
         begin = self._cache.resume if keeps else self._cache.begin
@@ -214,17 +214,17 @@ class Executor:
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
         found = []
-        for row, logits in self._layers.logits(step, self._sink.rows(batch, step.forward_pass)):
-            found.append(self._sink.find(batch, step.forward_pass, row, logits))
+        for row, logits in self._layers.logits(step, self._consumer.rows(batch, step.forward_pass)):
+            found.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
             self._take(batch, step.forward_pass, row, found[-1])
         self._hidden.drop(step.batch)
         if found and self._exchange is not None:
             self._found[step.batch] = torch.cat(found)
 
     def _take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Give the sink what was found of rows from number `row` on."""
+        """Give the consumer what was found of rows from number `row` on."""
         before = batch.ended
-        self._sink.take(batch, forward_pass, row, found)
+        self._consumer.apply(batch, forward_pass, row, found)
         self._ended[forward_pass] += batch.ended - before
 
     def _take_tokens(self, batch: int, forward_pass: int) -> None:
@@ -233,9 +233,10 @@ class Executor:
             self._take(self._batches[batch], forward_pass, 0, found)
 
     def _receive_tokens(self, step: LayerStep) -> None:
-        rows = len(self._sink.rows(self._batches[step.batch], step.forward_pass))
+        rows = len(self._consumer.rows(self._batches[step.batch], step.forward_pass))
         if rows:
-            self._exchange.receive_tokens(step.batch, step.forward_pass, (rows, self._sink.width))
+            self._exchange.receive_tokens(step.batch, step.forward_pass,
+                                          (rows, self._consumer.width))
 
     def _send_tokens(self, step: LayerStep) -> None:
         found = self._found.pop(step.batch, None)
@@ -281,10 +282,10 @@ class Executor:
 def _still(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
     """The kinds of steps that would move what stays where it is: there is nothing to do."""
     kinds: set[Kind] = set()
-    if all(map(weights.stays, range(len(weights.units)))):
+    if all(map(weights.is_resident, range(len(weights.units)))):
         kinds |= {Kind.LOAD_WEIGHTS, Kind.RELEASE_WEIGHTS}
-    if workspace.cache.stays:
+    if workspace.cache.is_resident:
         kinds |= {Kind.LOAD_CACHE, Kind.STORE_CACHE}
-    if workspace.hidden.stays:
+    if workspace.hidden.is_resident:
         kinds |= {Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN}
     return frozenset(kinds)

@@ -272,7 +272,7 @@ class ExpertSlots:
         """Storage options of the experts' matrices."""
         return self._weights.options
 
-    def stays(self, key: Key) -> bool:
+    def is_resident(self, key: Key) -> bool:
         """True if an expert is in compute memory for good."""
         return key not in self._away and key not in self._hosted
 
@@ -287,7 +287,9 @@ class ExpertSlots:
 
     def _there(self, key: Key) -> Mapping[str, Weight] | None:
         """An expert's weights if it is in compute memory."""
-        return self._weights.experts[key].resident if self.stays(key) else self._ready.get(key)
+        if self.is_resident(key):
+            return self._weights.experts[key].resident
+        return self._ready.get(key)
 
     def host_table(self, layer: int) -> ExpertTable:
         """The same of those in host memory that compute there."""
@@ -389,7 +391,7 @@ class ExpertSlots:
         here = [(key, w) for key in self._wanted if (w := self._there(key)) is not None]
         if here:
             yield here, partial(self.table, here[0][0][0])
-            self._release(key for key, _ in here if not self.stays(key))
+            self._release(key for key, _ in here if not self.is_resident(key))
             if self._overlap:
                 self._advance()
         under_way = [key for key in self._wanted

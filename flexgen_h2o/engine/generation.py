@@ -1,4 +1,4 @@
-"""The work of one call on a model: requests and a sink, made of what the user gives and checked."""
+"""The work of one call on a model: requests and a consumer of their logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexgen_h2o.engine.batch import BlockQueue, Request
 from flexgen_h2o.engine.orders import Orders, Step
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import Forcing, OnLogits, Scoring, Sink
+from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import TooLittleMemory, UserError
@@ -31,14 +31,14 @@ class CallWork:
     requests : list of Request
     new : int or mapping
         Up to so many tokens are appended to each, or so many as it has by key.
-    sink : Sink
+    consumer : LogitsConsumer
     planned : int
         The most tokens that a request may get, by the memory plan.
     """
 
     requests: list[Request]
     new: int | Mapping[int, int]
-    sink: Sink
+    consumer: LogitsConsumer
     planned: int
 
 
@@ -46,7 +46,7 @@ class CallWork:
 class ScoringWork(CallWork):
     """The work of scoring continuations."""
 
-    sink: Forcing | Scoring
+    consumer: DecodeScorer | PrefillScorer
 
 
 def generation_work(prompts: Prompts, given: Sequence[str | Sequence[int]],
@@ -93,7 +93,7 @@ def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool,
     whole : bool
         Context and continuation are one prompt; else the continuation is fed token by token.
     on_logits : callable, optional
-        As of the sinks.
+        As of the consumers.
 
     Raises
     ------
@@ -101,13 +101,13 @@ def scoring_work(prompts: Prompts, pairs: Sequence[tuple], *, whole: bool,
         A pair is no such thing, or too long.
     """
     requests, continuations = prompts.encode_pairs(pairs)
-    sink: Forcing | Scoring = Forcing(continuations, on_logits)
+    consumer: DecodeScorer | PrefillScorer = DecodeScorer(continuations, on_logits)
     new = {key: len(tail) for key, tail in continuations.items()}
     if whole:
-        sink, new = Scoring(continuations, on_logits), dict.fromkeys(new, 1)
-        requests = sink.joined(requests)
+        consumer, new = PrefillScorer(continuations, on_logits), dict.fromkeys(new, 1)
+        requests = consumer.joined(requests)
     prompts.check_lengths(requests, new)
-    return ScoringWork(requests, {key: count - 1 for key, count in new.items()}, sink,
+    return ScoringWork(requests, {key: count - 1 for key, count in new.items()}, consumer,
                        planned=max(new.values(), default=1))
 
 
@@ -134,7 +134,7 @@ class BlockRun:
     """
 
     def __init__(self, runtime: Runner, work: CallWork, *, shares: bool):
-        self._runtime, self._sink = runtime, work.sink
+        self._runtime, self._consumer = runtime, work.consumer
         self._queue: BlockQueue | None = runtime.queue(work.requests, work.new, shares=shares)
         self._planned = work.planned
         self.stats = runtime.new_stats()
@@ -168,7 +168,7 @@ class BlockRun:
                 if not (refused or lacks_memory(error)):
                     self.end()
                     raise
-                if self._runtime.seat is not None:  # the other ranks are in the middle of the block
+                if self._runtime.rank is not None:  # the other ranks are in the middle of the block
                     self.end()
                     raise UserError(f"out of memory ({_line(error)}): use smaller batches, or "
                                     "slower tiers") from error
@@ -181,7 +181,7 @@ class BlockRun:
         self._began = True
         self._bars = self._bars or self._runtime.bars()
         block = self._queue.next()
-        stats = self._runtime.run(self._workspace, block, self._sink, bars=self._bars)
+        stats = self._runtime.run(self._workspace, block, self._consumer, bars=self._bars)
         self.stats = self.stats.followed_by(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
 
@@ -196,7 +196,7 @@ class BlockRun:
                                   ) from error
         for request in requests:
             request.restart()
-            self._sink.restart(request)
+            self._consumer.restart(request)
         self._halved = True
         size = self._queue.size
         _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences", text,
@@ -254,7 +254,7 @@ class BlockRuns:
 
     def begin(self, runtime: Runner, work: CallWork) -> BlockRun:
         """A run of all the requests of a call."""
-        run = BlockRun(runtime, work, shares=not isinstance(work.sink, Scoring))
+        run = BlockRun(runtime, work, shares=not isinstance(work.consumer, PrefillScorer))
         self._open.add(run)
         return run
 

@@ -11,8 +11,8 @@ from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.orders import Orders
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import RunnerSettings, Seat
-from flexgen_h2o.engine.source import Source, find
+from flexgen_h2o.engine.runner import RankContext, RunnerSettings
+from flexgen_h2o.engine.source import ModelSource, find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.storage.tiers import Device, open_device
@@ -24,25 +24,25 @@ class OpenedModel:
 
     Attributes
     ----------
-    source : Source
+    source : ModelSource
     device : Device
     prompts : Prompts
     cache : CacheOptions
         Of all its layers.
     settings : RunnerSettings
         Of those that are run here: in a pipeline their cache is a part of `cache`.
-    seat : Seat or None
+    rank : RankContext or None
         The place in a pipeline.
     workload : Workload or None
         What is expected to be run.
     """
 
-    source: Source
+    source: ModelSource
     device: Device
     prompts: Prompts
     cache: CacheOptions
     settings: RunnerSettings
-    seat: Seat | None
+    rank: RankContext | None
     workload: Workload | None
 
 
@@ -67,7 +67,7 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     opened = open_device(orders.device(device))
     opened.limit(load.device_memory_limit)
     with byte_bar("converting", off=load.no_bars) as bar:
-        source = find(given.name, path=load.path, dtype=dtype, bits=weight_bits,
+        source = find_model(given.name, path=load.path, dtype=dtype, bits=weight_bits,
                       activation_bits=load.activation_bits, device=opened, progress=bar,
                       generation_config=load.generation_config)
     check_cache(source.config, h2o)
@@ -79,14 +79,14 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     if load.calibration is not None:
         calibrate(source, prompts, opened, settings)
     workload = _expected(prompts, load, longest_prompt(source.config, h2o))
-    seat = orders.seat(
+    rank = orders.rank_context(
         source.config, policy, opened, bounds=load.bounds, workload=workload,
         form=f"{source.config}, {source.dtype}, {weight_bits} bits, {load.activation_bits} of "
         f"activations, calibration {source.calibration or None}, {cache}, {policy}")
-    if seat is not None:
-        workload = seat.workload
-        settings = replace(settings, cache=replace(cache, h2o=seat.stage.h2o(cache.h2o)))
-    return OpenedModel(source, opened, prompts, cache, settings, seat, workload)
+    if rank is not None:
+        workload = rank.workload
+        settings = replace(settings, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
+    return OpenedModel(source, opened, prompts, cache, settings, rank, workload)
 
 
 def _expected(prompts: Prompts, load: LoadOptions, longest: int | None) -> Workload | None:

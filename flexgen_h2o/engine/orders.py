@@ -17,7 +17,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
 from flexgen_h2o.distributed.heartbeat import IDLE, WORKING
 from flexgen_h2o.distributed.pipeline import Pipeline
-from flexgen_h2o.engine.runner import Seat
+from flexgen_h2o.engine.runner import RankContext
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
 from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.tiers import Device
@@ -40,7 +40,7 @@ class Close(msgspec.Struct, tag=True):
 
 
 class _Layout(msgspec.Struct):
-    """The spread of a model over ranks: see `Seat`."""
+    """The spread of a model over ranks: see `RankContext`."""
 
     bounds: list[int]
     groups: int
@@ -73,8 +73,8 @@ class Orders:
 
         return f"cuda:{self._pipeline.local_rank}" if torch.cuda.is_available() else name
 
-    def seat(self, model: ModelConfig, policy: Policy, device: Device, *, form: str,
-             bounds: Sequence[int] | None, workload: Workload | None) -> Seat | None:
+    def rank_context(self, model: ModelConfig, policy: Policy, device: Device, *, form: str,
+             bounds: Sequence[int] | None, workload: Workload | None) -> RankContext | None:
         """This rank's place, by what the first rank says.
 
         Parameters
@@ -113,7 +113,7 @@ class Orders:
         if len(found.bounds) != pipeline.ranks + 1 or found.bounds[-1] != model.num_layers:
             raise UserError(f"bounds {found.bounds} are not of {pipeline.ranks} ranks and "
                             f"{model.num_layers} layers")
-        return Seat(pipeline, Stage.of_rank(pipeline.rank, found.bounds), found.groups,
+        return RankContext(pipeline, Stage.of_rank(pipeline.rank, found.bounds), found.groups,
                     found.workload)
 
     def check(self, call: str) -> None:

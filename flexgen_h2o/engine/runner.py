@@ -23,9 +23,9 @@ from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.progress import RunBars, byte_bar
-from flexgen_h2o.engine.sampling import Forcing, Sink
+from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
-from flexgen_h2o.engine.source import ByteProgress, Source
+from flexgen_h2o.engine.source import ByteProgress, ModelSource
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
@@ -53,7 +53,7 @@ SAMPLED_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """A rank's place in a pipeline: its layers, and into how many groups all ranks cut the batches
     of a block. `workload` is what the first rank expects to run, if it has said so."""
 
@@ -94,17 +94,17 @@ class Runner:
 
     Parameters
     ----------
-    source : Source
+    source : ModelSource
         The model; its weights are read by `load`.
     device : Device
     settings : RunnerSettings
         Of the layers that it runs.
-    seat : Seat, optional
+    rank : RankContext, optional
         Its place in a pipeline; without one it runs all layers.
     """
 
-    def __init__(self, source: Source, device: Device, settings: RunnerSettings,
-                 seat: Seat | None = None):
+    def __init__(self, source: ModelSource, device: Device, settings: RunnerSettings,
+                 rank: RankContext | None = None):
         settings.policy.check_device(has_gpu=device.separate)
         if settings.policy.fetch_chosen and device.separate and not recalls_in_place(device):
             raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or "
@@ -113,11 +113,11 @@ class Runner:
         self.config = source.config
         if self.config.experts is not None:  # all batches choose before any expert is needed
             settings = replace(settings, policy=replace(settings.policy, sep_layer=True))
-        self.seat = seat
-        self.stage = Stage.whole(self.config.num_layers) if seat is None else seat.stage
+        self.rank = rank
+        self.stage = Stage.whole(self.config.num_layers) if rank is None else rank.stage
         self.own = self.config.part(self.stage.first, self.stage.last)
-        self._exchange = None if seat is None else Exchange(
-            seat.pipeline, seat.stage, seat.groups, width=self.config.hidden_size,
+        self._exchange = None if rank is None else Exchange(
+            rank.pipeline, rank.stage, rank.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
         self.settings = settings
         self.calls = Calls()  # of all that runs on these weights
@@ -215,7 +215,7 @@ class Runner:
         if source.dummy:  # keys of random weights have no outliers
             constants = KeySmoothing.rotation(*shape, device)
             return (LayerSmoothing(constants, constants),) * own.num_layers
-        if self.seat is not None:  # ranks compute together, whatever each has kept
+        if self.rank is not None:  # ranks compute together, whatever each has kept
             return self._sampled_keys()
         constants = source.kept_constants(
             lambda: torch.stack([layer.stacked() for layer in self._sampled_keys()]).cpu().numpy(),
@@ -231,14 +231,14 @@ class Runner:
         tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
                                generator=generator).tolist()
         sampler = KeySampler(own.form, rotation_of(own), longest)
-        self._run_prompts([Request(0, tokens)], sampler, Forcing({0: tokens[:1]}), [])
+        self._run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}), [])
         return tuple(sampler.layers[layer] for layer in range(own.num_layers))
 
     def _noted(self, bar: ByteProgress) -> ByteProgress:
         """A callback that shows progress, and tells the other ranks of it."""
-        if self.seat is None:
+        if self.rank is None:
             return bar
-        watch = self.seat.pipeline.watch
+        watch = self.rank.pipeline.watch
 
         def show(done: int, total: int) -> None:
             watch.advance()
@@ -278,14 +278,14 @@ class Runner:
             appended = new[request.key] if isinstance(new, Mapping) else new
             request.rope_length = rope.text_length(len(request.prompt), appended)
 
-    def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor], sink: Sink
-              ) -> RunStats:
+    def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor],
+              consumer: LogitsConsumer) -> RunStats:
         """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
         self._note_lengths(requests, 0)
         numbers: list[int] = []
-        return self._run_prompts(requests, ProbedCache(attend, numbers), sink, numbers)
+        return self._run_prompts(requests, ProbedCache(attend, numbers), consumer, numbers)
 
-    def _run_prompts(self, requests: Sequence[Request], cache: BlockCache, sink: Sink,
+    def _run_prompts(self, requests: Sequence[Request], cache: BlockCache, consumer: LogitsConsumer,
                      numbers: list[int]) -> RunStats:
         """Run prompts one by one and whole with a cache of their own, which finds the key of each
         in `numbers`."""
@@ -297,7 +297,7 @@ class Runner:
             while queue.left:
                 block = queue.next()
                 numbers.append(block[0].requests[0].key)
-                stats = stats.followed_by(self.run(workspace, block, sink))
+                stats = stats.followed_by(self.run(workspace, block, consumer))
             return stats
 
     def bars(self) -> RunBars:
@@ -305,8 +305,8 @@ class Runner:
         return RunBars(self.stage.layer_steps(self.settings.policy.sep_layer),
                        off=self.settings.load.no_bars)
 
-    def run(self, workspace: Workspace, block: Block, sink: Sink, *, keeps: bool = False,
-            bars: RunBars | None = None) -> RunStats:
+    def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
+            keeps: bool = False, bars: RunBars | None = None) -> RunStats:
         """Run a block in a workspace, and say how it went: tokens are those of what has ended.
 
         keeps: it goes on with what the workspace's cache holds, and leaves it there. bars: those
@@ -332,11 +332,11 @@ class Runner:
             def computed(step: LayerStep) -> None:
                 bars.show(block, step)
                 self._wait_policy.update()
-                if self.seat is not None:
-                    self.seat.pipeline.watch.advance()
+                if self.rank is not None:
+                    self.rank.pipeline.watch.advance()
 
             try:
-                timing = executor.run(block, sink, keeps=keeps, on_compute=computed)
+                timing = executor.run(block, consumer, keeps=keeps, on_compute=computed)
             except BaseException:
                 if self._experts is not None:
                     self._experts.clear()

@@ -224,12 +224,12 @@ class Rules:
         return "length" if len(generated) == self.max_new_tokens else ""
 
 
-class Sink(ABC):
+class LogitsConsumer(ABC):
     """Takes the logits of a forward pass."""
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
         """Take logits [rows, vocab] of the chosen rows from number `row` on."""
-        self.take(batch, forward_pass, row, self.find(batch, forward_pass, row, logits))
+        self.apply(batch, forward_pass, row, self.reduce(batch, forward_pass, row, logits))
 
     @abstractmethod
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
@@ -241,13 +241,13 @@ class Sink(ABC):
         """Figures of a row."""
 
     @abstractmethod
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
         """Figures, float64 [rows, width] on the host, of logits [rows, vocab] of the chosen rows
         from number `row` on."""
 
     @abstractmethod
-    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
         """Go on by what was found, of the chosen rows from number `row` on."""
 
     @abstractmethod
@@ -255,7 +255,7 @@ class Sink(ABC):
         """Forget what it knows of a request, which begins anew."""
 
 
-class Generation(Sink):
+class GenerationSampler(LogitsConsumer):
     """A sink that extends each request by a token, until EOS, a stop string or the length.
 
     It finds of each row the token and, where some request asks for log-probabilities, that of the
@@ -285,9 +285,9 @@ class Generation(Sink):
         """Figures of a row."""
         return 1 if self._top is None else 2 + 2 * self._top
 
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """The tokens to go on with; see `Sink.find`."""
+        """The tokens to go on with; see `LogitsConsumer.reduce`."""
         requests = batch.sampled(forward_pass)[row : row + len(logits)]
         alike: dict[Sampler, list[int]] = {}
         for place, request in enumerate(requests):
@@ -305,8 +305,8 @@ class Generation(Sink):
             self._find_log_probs(some, mine, chosen, found, index)
         return found
 
-    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Append the tokens; see `Sink.take`."""
+    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens; see `LogitsConsumer.apply`."""
         requests = batch.sampled(forward_pass)[row : row + len(found)]
         for request, (first, *figures) in zip(requests, found.tolist(), strict=True):
             if request.finish_reason:
@@ -348,7 +348,7 @@ class Generation(Sink):
 
 
 def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
-    """The log-probabilities of a place out of the figures after its token: see `Generation`."""
+    """The log-probabilities of a place out of the figures after its token."""
     own, *likeliest = figures
     half = len(likeliest) // 2
     pairs = [(int(each), value) for each, value in zip(likeliest[:half], likeliest[half:],
@@ -356,7 +356,7 @@ def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
     return TokenLogProb(token, own, tuple(pairs[:top]))
 
 
-class _Continuations(Sink):
+class _Continuations(LogitsConsumer):
     """A sink that collects the log-probabilities of given continuations.
 
     `likeliest` says by key of each token so far whether it has been the likeliest.
@@ -399,9 +399,9 @@ class _Continuations(Sink):
         The index is past the end for a sequence that has ended.
         """
 
-    def find(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
+    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """Score the tokens to predict; see `Sink.find`."""
+        """Score the tokens to predict; see `LogitsConsumer.reduce`."""
         places = self._places(batch, forward_pass)[row : row + len(logits)]
         tails = [self._continuations[key] for key, _ in places]
         if self._on_logits is not None:
@@ -424,7 +424,7 @@ class _Continuations(Sink):
         self.likeliest[key].append(bool(likeliest))
 
 
-class Scoring(_Continuations):
+class PrefillScorer(_Continuations):
     """Scores continuations in one prefill.
 
     A request's prompt is context and continuation without its last token; the logits of the last
@@ -455,8 +455,8 @@ class Scoring(_Continuations):
             row += len(span)
         return owners
 
-    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Note the scores; see `Sink.take`."""
+    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Note the scores; see `LogitsConsumer.apply`."""
         owners = self._owners(batch, forward_pass)[row : row + len(found)]
         for (_, key, _), each in zip(owners, found.tolist(), strict=True):
             self._note(key, *each)
@@ -465,7 +465,7 @@ class Scoring(_Continuations):
                 request.finish_reason = "length"
 
 
-class Forcing(_Continuations):
+class DecodeScorer(_Continuations):
     """Scores continuations by feeding them token by token.
 
     What an evicting cache predicts depends on how tokens came: only the context is a prompt.
@@ -478,8 +478,8 @@ class Forcing(_Continuations):
     def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
         return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
 
-    def take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Append the tokens and note their scores; see `Sink.take`."""
+    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
+        """Append the tokens and note their scores; see `LogitsConsumer.apply`."""
         requests = batch.sampled(forward_pass)[row : row + len(found)]
         for request, each in zip(requests, found.tolist(), strict=True):
             if request.finish_reason:

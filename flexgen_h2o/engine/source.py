@@ -78,7 +78,7 @@ LEAST_KEPT_SECONDS = 1.0
 
 
 @dataclass
-class Source:
+class ModelSource:
     """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
 
     Attributes
@@ -276,9 +276,9 @@ def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
     return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
 
 
-def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str, device: Device,
-         progress: ByteProgress, activation_bits: int = 16,
-         generation_config: bool = True) -> Source:
+def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str,
+               device: Device, progress: ByteProgress, activation_bits: int = 16,
+               generation_config: bool = True) -> ModelSource:
     """Find a model by name, download or convert it if need be, and read its configuration.
 
     Parameters
@@ -332,8 +332,8 @@ def find(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | 
         weights, codes = _weights(config, _opened(folder, gguf))
     generation = read_generation_config(folder, config.eos_token_ids,
                                         end_tokens_alone=not generation_config)
-    return Source(config, weights, _dtype(dtype, config, device), folder, dummy, generation, gguf,
-                  bits, activation_bits, stored, codes, device.torch.type == "cuda")
+    return ModelSource(config, weights, _dtype(dtype, config, device), folder, dummy, generation,
+                       gguf, bits, activation_bits, stored, codes, device.torch.type == "cuda")
 
 
 def _check_adapter(folder: Path) -> None:

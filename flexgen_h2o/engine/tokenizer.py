@@ -14,8 +14,8 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
-from flexgen_h2o.engine.sampling import Generation, Rules, Sampler
-from flexgen_h2o.engine.source import Source, load_tokenizer
+from flexgen_h2o.engine.sampling import GenerationSampler, Rules, Sampler
+from flexgen_h2o.engine.source import ModelSource, load_tokenizer
 from flexgen_h2o.errors import UserError, check_text, shown
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
 from flexgen_h2o.outputs import Output
@@ -33,7 +33,7 @@ class Prompts:
     All methods raise `UserError`, in one line that names the prompt or pair by its number.
     """
 
-    def __init__(self, source: Source, name: str, h2o: H2OConfig | None):
+    def __init__(self, source: ModelSource, name: str, h2o: H2OConfig | None):
         self._source = source
         self._h2o = h2o
         self._config = source.config
@@ -223,7 +223,7 @@ class Prompts:
         return whole[:edge], whole[edge:]
 
     def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
-                   on_token: Callable[[int], None] | None = None) -> Generation:
+                   on_token: Callable[[int], None] | None = None) -> GenerationSampler:
         """A sink that continues texts by at most `steps` tokens if that is given.
 
         `params` has the sampling parameters by the requests' keys. Requests whose parameters differ
@@ -236,7 +236,7 @@ class Prompts:
             if kind not in alike:
                 alike[kind] = self._rules(kind, steps or kind.max_new_tokens)
             rules[key] = alike[kind]
-        return Generation(rules, on_token=on_token)
+        return GenerationSampler(rules, on_token=on_token)
 
     def _rules(self, params: SamplingParams, steps: int) -> Rules:
         params = self._source.generation.apply(params)

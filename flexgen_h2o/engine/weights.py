@@ -284,7 +284,7 @@ class WeightStore:
             self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end],
                                  ahead=ahead)
 
-    def stays(self, index: int) -> bool:
+    def is_resident(self, index: int) -> bool:
         """True if all weights of a unit are in compute memory for good."""
         comes = any(isinstance(each, ChunkedMatrix) for each in self.units[index].resident.values())
         return not comes and not self.units[index].fetched_bytes

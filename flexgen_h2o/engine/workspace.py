@@ -78,7 +78,7 @@ class HiddenStates:
             for _ in range(HIDDEN_BUFFERS if self._away else 0)])
 
     @property
-    def stays(self) -> bool:
+    def is_resident(self) -> bool:
         """True if hidden states are computed where they rest."""
         return not self._away
 
@@ -181,9 +181,9 @@ class BlockCache(Protocol):
     """The cache of a block, real or a stand-in: see `KVCache`, which caches for real."""
 
     attends_on_host: bool
-    binds: bool
-    stays: bool
-    guesses: bool
+    supports_capture: bool
+    is_resident: bool
+    supports_prefetch: bool
     recall_counts: RecallCounts | None
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
@@ -209,11 +209,11 @@ class BlockCache(Protocol):
                      rope, sinks) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
 
-    def expect_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
-        """Start bringing what a new token may recall; only where it `guesses`."""
+    def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
+        """Start bringing what a new token may recall; only where it `supports_prefetch`."""
 
-    def bind_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
-        """Note the attention of a token step for a program; only where `binds`."""
+    def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
+        """Note the attention of a token step for a program; only where `supports_capture`."""
 
     def begin_token(self, batch: int, token: int) -> None:
         """Tell what was bound which token comes."""

@@ -24,7 +24,7 @@ class PromptChunk:
 
 
 @dataclass(frozen=True)
-class Carried:
+class ContinuedSequence:
     """A sequence that goes on from the block before: its batch and place there, and the tokens that
     have been generated, of which all but the newest are cached."""
 
@@ -54,9 +54,9 @@ class BatchLayout:
     limits : tuple of int
         Tokens that will ever be appended to each, at most; none: `new`. When it has so many, its
         newest is computed again in each step.
-    carried : tuple of (Carried or None)
+    continued : tuple of (ContinuedSequence or None)
         Of each sequence, None where its prompt comes in this block; none: all come. Those that are
-        carried stand before others.
+        continued stand before others.
     evicts : tuple of bool
         Layers in which what may stand in a batch with these loses tokens; none: they alone count.
     """
@@ -67,7 +67,7 @@ class BatchLayout:
     prefill_passes: int = 1
     past: int = 0
     limits: tuple[int, ...] = ()
-    carried: tuple[Carried | None, ...] = ()
+    continued: tuple[ContinuedSequence | None, ...] = ()
     evicts: tuple[bool, ...] = ()
 
     def __len__(self) -> int:
@@ -82,14 +82,14 @@ class BatchLayout:
         """True if a forward pass carries prompts."""
         return forward_pass < self.prefill_passes
 
-    def origin(self, sequence: int) -> Carried | None:
+    def origin(self, sequence: int) -> ContinuedSequence | None:
         """The sequence in the block before; None where its prompt comes in this one."""
-        return self.carried[sequence] if self.carried else None
+        return self.continued[sequence] if self.continued else None
 
     @property
-    def carries(self) -> bool:
-        """True if some sequence is carried."""
-        return any(self.carried)
+    def has_continued(self) -> bool:
+        """True if some sequence is continued."""
+        return any(self.continued)
 
     def limit(self, sequence: int) -> int:
         """Tokens that will ever be appended to a sequence, at most."""

@@ -72,11 +72,11 @@ class SimulatedCache:
         self._memories: dict[tuple[int, int, int], Memory] = {}
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block: forget what is cached, but for sequences that are carried into it."""
+        """Start a new block: forget the cache, except for sequences that continue into it."""
         self._batch_layouts = list(batches)
         moved = {(one.batch, one.sequence): (batch, sequence)
                  for batch, batch_layout in enumerate(batches)
-                 for sequence, one in enumerate(batch_layout.carried) if one is not None}
+                 for sequence, one in enumerate(batch_layout.continued) if one is not None}
         self._memories = {(layer, *moved[batch, sequence]): memory
                           for (layer, batch, sequence), memory in self._memories.items()
                           if (batch, sequence) in moved}

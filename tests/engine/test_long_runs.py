@@ -37,7 +37,7 @@ from subprocesses import environment
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.engine.sampling import Generation
+from flexgen_h2o.engine.sampling import GenerationSampler
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.disk import RUN_PREFIX, WORKERS, Disk
@@ -140,13 +140,13 @@ def placed(disk: int) -> Policy:
 @contextlib.contextmanager
 def at_each_token(look):
     """Call ``look(forward_pass)`` whenever a forward pass has its logits."""
-    find = Generation.find
+    reduce = GenerationSampler.reduce
 
     def watched(self, batch, forward_pass, *rest):
         look(forward_pass)
-        return find(self, batch, forward_pass, *rest)
+        return reduce(self, batch, forward_pass, *rest)
 
-    with mock.patch.object(Generation, "find", watched):
+    with mock.patch.object(GenerationSampler, "reduce", watched):
         yield
 
 

@@ -14,7 +14,14 @@ from internals import draw_at
 
 from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
 from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
-from flexgen_h2o.engine.sampling import Forcing, Generation, Rules, Sampler, Scoring, newest_rows
+from flexgen_h2o.engine.sampling import (
+    DecodeScorer,
+    GenerationSampler,
+    PrefillScorer,
+    Rules,
+    Sampler,
+    newest_rows,
+)
 from flexgen_h2o.errors import NotFinite, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
@@ -201,7 +208,7 @@ def test_requests_of_all_kinds_share_a_batch(data):
         batch = batch_of([request(key, seed=3) for key in keys], new=3)
         keys = [one.key for one in batch.requests]
         for step in range(4):
-            Generation(rules)(batch, step, 0, logits[step][keys])
+            GenerationSampler(rules)(batch, step, 0, logits[step][keys])
         return {one.key: one for one in batch.requests}
 
     together = run(range(len(each)))
@@ -243,10 +250,10 @@ def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown,
     assert "\n" not in str(caught.value)
     requests[1].finish_reason = "stop"  # what it would go on with is nobody's business
     assert len(choose(logits.to(dtype), requests)) == 3
-    for sink in (Scoring({7: [1, 2]}), Forcing({7: [1, 2]})):
+    for consumer in (PrefillScorer({7: [1, 2]}), DecodeScorer({7: [1, 2]})):
         batch = batch_of([request(7, [0, 1])])
         with pytest.raises(UserError, match="logits of prompt 7 are not finite"):
-            sink(batch, 0, 0, logits[1:2])
+            consumer(batch, 0, 0, logits[1:2])
 
 
 @pytest.mark.parametrize("options", WARPED)
@@ -265,9 +272,9 @@ def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, o
 
 
 def test_a_continuation_may_be_impossible():
-    sink = Forcing({7: [1]})
-    sink(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
-    assert sink.log_probs[7] == [NONE]
+    consumer = DecodeScorer({7: [1]})
+    consumer(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
+    assert consumer.log_probs[7] == [NONE]
 
 
 # Where the logits go
@@ -298,20 +305,21 @@ def batch_of(requests, new=3, chunk=None):
 
 
 def test_generation_extends_each_request_until_eos_or_the_length():
-    sink = Generation(dict.fromkeys(range(3), Rules(Sampler(SamplingParams(), (7,)), 3, (7,))))
+    consumer = GenerationSampler(dict.fromkeys(
+        range(3), Rules(Sampler(SamplingParams(), (7,)), 3, (7,))))
     batch = batch_of([request(key) for key in range(3)])
-    sink(batch, 0, 0, one_hot(1, 7))  # the head may come in chunks
-    sink(batch, 0, 2, one_hot(2))
-    sink(batch, 1, 0, one_hot(3, 4, 7))
+    consumer(batch, 0, 0, one_hot(1, 7))  # the head may come in chunks
+    consumer(batch, 0, 2, one_hot(2))
+    consumer(batch, 1, 0, one_hot(3, 4, 7))
     assert not batch.finished
-    sink(batch, 2, 0, one_hot(7, 5, 6))
+    consumer(batch, 2, 0, one_hot(7, 5, 6))
     assert [r.generated for r in batch.requests] == [[1, 3, 7], [7], [2, 7]]
     assert [r.finish_reason for r in batch.requests] == ["stop"] * 3
     assert batch.finished
     assert batch.inputs(2)[0] == [7, 7, 7], "who has ended repeats its last token"
     batch = batch_of([request()])
     for token in range(3):
-        sink(batch, token, 0, one_hot(token))
+        consumer(batch, token, 0, one_hot(token))
     assert (batch.requests[0].generated, batch.requests[0].finish_reason) == ([0, 1, 2], "length")
 
 
@@ -334,7 +342,7 @@ def test_scoring_finds_the_rows_that_predict_each_continuation(data):
     continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
     batch = batch_of([Request(key, text[:-1]) for key, text in enumerate(texts)],
                      chunk=data.draw(st.sampled_from([None, 1, 2, 3, 50])))
-    sink = Scoring(continuations)
+    consumer = PrefillScorer(continuations)
     generator = torch.Generator().manual_seed(1)
     # As if a model had made them: logits for each position of each text.
     logits = [torch.randn(len(text), VOCAB, generator=generator) for text in texts]
@@ -342,14 +350,14 @@ def test_scoring_finds_the_rows_that_predict_each_continuation(data):
         assert not batch.finished
         rows = [logits[batch.requests[span.sequence].key][span.start : span.end]
                 for span in batch.batch_layout.spans(forward_pass)]
-        wanted = torch.cat(rows)[sink.rows(batch, forward_pass)]
+        wanted = torch.cat(rows)[consumer.rows(batch, forward_pass)]
         some_rows = data.draw(st.integers(1, 12))
         for row in range(0, len(wanted), some_rows):
-            sink(batch, forward_pass, row, wanted[row : row + some_rows])
+            consumer(batch, forward_pass, row, wanted[row : row + some_rows])
     for key, (text, context) in enumerate(zip(texts, contexts, strict=True)):
         expected = [logits[key][context - 1 + i].log_softmax(-1)[target].item()
                     for i, target in enumerate(text[context:])]
-        assert sink.log_probs[key] == pytest.approx(expected)
+        assert consumer.log_probs[key] == pytest.approx(expected)
     assert batch.finished
 
 
@@ -361,22 +369,22 @@ def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
     requests = [Request(key, text[: contexts[key]]) for key, text in enumerate(texts)]
     new = max(map(len, continuations.values())) - 1
     batch = batch_of(requests, new, chunk=data.draw(st.sampled_from([None, 2])))
-    sink, expected = Forcing(continuations), {key: [] for key in continuations}
+    consumer, expected = DecodeScorer(continuations), {key: [] for key in continuations}
     first = batch.batch_layout.prefill_passes - 1
-    assert all(len(sink.rows(batch, forward_pass)) == 0 for forward_pass in range(first))
+    assert all(len(consumer.rows(batch, forward_pass)) == 0 for forward_pass in range(first))
     for step in range(new + 1):
         logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(step))
         for request_, row in zip(batch.requests, logits, strict=True):
             tail = continuations[request_.key]
             if step < len(tail):
                 expected[request_.key].append(row.log_softmax(-1)[tail[step]].item())
-        assert len(sink.rows(batch, first + step)) == len(batch)
-        sink(batch, first + step, 0, logits[:2])
-        sink(batch, first + step, 2, logits[2:])
+        assert len(consumer.rows(batch, first + step)) == len(batch)
+        consumer(batch, first + step, 0, logits[:2])
+        consumer(batch, first + step, 2, logits[2:])
     assert batch.finished
     assert {r.key: r.generated for r in requests} == continuations
     for key, values in expected.items():
-        assert sink.log_probs[key] == pytest.approx(values)
+        assert consumer.log_probs[key] == pytest.approx(values)
 
 
 # Batches, blocks, forward passes, chunks
@@ -418,14 +426,14 @@ def test_sequences_go_on_beside_new_ones_until_all_have_ended(data, lengths, siz
     while queue.left:
         before, block = block, queue.next()
         flat = [one for batch in block for one in batch.requests]
-        carried = [one for batch in before for one in batch.requests if not one.finish_reason]
-        assert flat[: len(carried)] == carried
-        waiting -= len(flat) - len(carried)
+        continued = [one for batch in before for one in batch.requests if not one.finish_reason]
+        assert flat[: len(continued)] == continued
+        waiting -= len(flat) - len(continued)
         assert len(flat) == size * batches or waiting == 0
         assert [len(batch) for batch in block[:-1]] == [most[0]] * (len(block) - 1)
         assert 0 < len(block[-1]) <= most[0] and len(block) <= most[1]
         layout = block[0].batch_layout
-        assert (layout.prefill_passes == 0) == (flat == carried)
+        assert (layout.prefill_passes == 0) == (flat == continued)
         for batch in block:
             assert max(len(batch), *map(batch.rows, range(layout.prefill_passes + 1))) <= rows
             for sequence, one in enumerate(batch.requests):
@@ -437,7 +445,7 @@ def test_sequences_go_on_beside_new_ones_until_all_have_ended(data, lengths, siz
                 assert layout.new >= new[one.key] - max(0, len(one.generated) - 1)
         steps = data.draw(st.integers(1, layout.new))
         for one in flat:
-            one.generated += [0] * (steps + (one not in carried))
+            one.generated += [0] * (steps + (one not in continued))
             one.generated = one.generated[: new[one.key] + 1]
             if len(one.generated) > new[one.key]:
                 one.finish_reason = "length"
@@ -544,12 +552,12 @@ def test_logits_of_scored_tokens_are_handed_out_once_each(data):
         heard.update({(key, place): row.log_softmax(-1)[continuations[key][place]].item()
                       for (key, place), row in zip(places, logits, strict=True)})
 
-    sink = Forcing(continuations, on_logits)
+    consumer = DecodeScorer(continuations, on_logits)
     new = max(map(len, continuations.values())) - 1
     batch = batch_of([Request(key, text[: contexts[key]]) for key, text in enumerate(texts)], new)
     for step in range(new + 1):
-        sink(batch, step, 0, torch.randn(len(batch), VOCAB,
+        consumer(batch, step, 0, torch.randn(len(batch), VOCAB,
                                          generator=torch.Generator().manual_seed(step)))
     assert len(heard) == sum(map(len, continuations.values()))
     for (key, place), log_prob in heard.items():
-        assert sink.log_probs[key][place] == pytest.approx(log_prob)
+        assert consumer.log_probs[key][place] == pytest.approx(log_prob)

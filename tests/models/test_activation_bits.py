@@ -80,5 +80,5 @@ def test_what_is_refused(tiny_model, options, words):
 def test_a_gpu_is_refused():
     device = types.SimpleNamespace(torch=torch.device("cuda"))
     with pytest.raises(UserError, match="for products on a CPU: leave it out"):
-        source.find("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device,
+        source.find_model("gpt2", path=None, dtype="auto", bits=4, activation_bits=8, device=device,
                     progress=lambda done, total: None)

@@ -21,7 +21,7 @@ from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.runner import RunnerSettings
-from flexgen_h2o.engine.source import find
+from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -283,7 +283,7 @@ def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text)
 
 def test_several_ranks_take_weights_that_are_quantized_already(tiny_model, tmp_path, text):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
-    source = find(folder, path=None, dtype="float32", bits=4, device=Device(),
+    source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
                   progress=lambda done, total: None)
     settings = RunnerSettings(folder, Policy(), CacheOptions(), str(tmp_path),
                               LoadOptions(calibration=text, pipeline=object()))
@@ -300,7 +300,7 @@ def test_bos_begins_each_sequence(tiny_model, tmp_path):
 
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, bos_token="w1")
-    source = find(folder, path=None, dtype="float32", bits=4, device=Device(),
+    source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
                   progress=lambda done, total: None)
     found = []
     for front in ("", "w1 "):

@@ -315,12 +315,12 @@ class JobTotals:
 def encoder_of(config: RunConfig) -> TokenizerAlone:
     """The tokenizer of the model of a run. Loads torch; raises `UserError`."""
     from flexgen_h2o.engine.progress import byte_bar
-    from flexgen_h2o.engine.source import find
+    from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import Prompts
     from flexgen_h2o.storage.tiers import open_device
 
     with byte_bar("converting", off=None) as bar:
-        found = find(config.model, path=config.path, dtype=config.dtype,
+        found = find_model(config.model, path=config.path, dtype=config.dtype,
                      bits=config.resolved_weight_bits, device=open_device(config.device),
                      progress=bar)
     return TokenizerAlone(Prompts(found, config.model, config.h2o()), found.config.vocab_size)

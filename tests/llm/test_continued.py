@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import before_carried
+from internals import before_continued
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
@@ -67,10 +67,10 @@ class Case:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_the_same_tokens_whatever_is_carried(tiny_model, tmp_path, device, cache, monkeypatch):
+def test_the_same_tokens_whatever_is_continued(tiny_model, tmp_path, device, cache, monkeypatch):
     """On every tier, with batches of any size, prompts whole and in chunks."""
     moved: list = []
-    before_carried(monkeypatch, moved.append)
+    before_continued(monkeypatch, moved.append)
     case = Case(tiny_model("llama").folder, cache, 1)
     assert not any(moved)
     for place, (size, batches), share, chunk in zip(
@@ -90,7 +90,7 @@ sequence = st.tuples(st.integers(1, 30), st.integers(1, 14))
 
 @pytest.mark.parametrize("cache", ["full", "rolling, some evict", "4 bits, h2o"])
 def test_any_lengths_go_on_as_alone(tiny_model, tmp_path, cache):
-    """A prompt and an answer of any length each; many are carried more than once."""
+    """A prompt and an answer of any length each; many are continued more than once."""
     folder = str(tiny_model("neox").folder)
     one = Policy(gpu_batch_size=1, refill_share=1)
     some = Policy(gpu_batch_size=3, num_gpu_batches=2, cache=Placement(34, 0, 66), refill_share=0.2)
@@ -136,7 +136,7 @@ ERRORS = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_a_block_without_memory_is_halved_and_begun_anew(tiny_model, tmp_path, monkeypatch, caplog,
                                                          error):
-    """Whatever lacks it, be it the workspace, the prefill or a step, with sequences carried."""
+    """Whatever lacks it, be it the workspace, the prefill or a step, with sequences continued."""
     case = Case(tiny_model("llama").folder, "h2o", 2)
     short = Placement(30, 0, 70)
 
