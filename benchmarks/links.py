@@ -40,10 +40,11 @@ from flexgen_h2o.files.writing import check_writable, writing
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import GB, LinkStats, Trace
 from flexgen_h2o.models import family
-from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
-from flexgen_h2o.models.sources import read_config
-from flexgen_h2o.models.spec import ModelConfig, ModelWeights, from_transformers
-from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.checkpoint import resolve
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
+from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
+from flexgen_h2o.models.quantized import WeightFormat
+from flexgen_h2o.models.registry import from_transformers, read_config
 from flexgen_h2o.storage.disk import CHUNK, READ, WRITE, RunFolder
 from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.links import memory_read_rate

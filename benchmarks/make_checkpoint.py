@@ -26,8 +26,9 @@ from flexgen_h2o.files.writing import writing
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key, torch_dtype
 from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.models.safetensors_io import write_safetensors
-from flexgen_h2o.models.spec import ModelConfig, published
 
 
 def hf_config(cfg: ModelConfig, dtype: str) -> dict:

@@ -173,8 +173,7 @@ def describe(args) -> dict[str, object]:
 
 def compare(args):
     """All systems at each batch, interleaved; yields a row of medians for each system."""
-    from flexgen_h2o.models.convert import read_config
-    from flexgen_h2o.models.spec import from_transformers
+    from flexgen_h2o.models.registry import from_transformers, read_config
 
     config = from_transformers(read_config(Path(args.model)), args.model)
     for batch in args.batches:

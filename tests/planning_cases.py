@@ -9,7 +9,7 @@ from flexgen_h2o.config.placement import PLACED, parse_percent
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.metrics.trace import LINKS
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
 from flexgen_h2o.planning.planned_run import PlannedRun
 

@@ -41,7 +41,7 @@ ROOMS = """
 DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
-    "models.registry": "a family is found by its name in the config",
+    "models.model_config": "a family is found by its name in the config",
     "kernels.triton.ops": "Triton's modules are loaded when a GPU first needs them",
 }
 
@@ -56,10 +56,10 @@ TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.ke
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.extent", "storage.placement", "cache", "models", "models.model_config",
-         "models.shapes", "models.positions", "models.spec", "models.registry", "models.fields",
+         "models.shapes", "models.positions", "models.registry", "models.fields",
          "models.rope", "models.decoder", "models.families", "models.formats",
-         "models.formats.settings", "models.gguf.architectures",
-         "models.gguf", "models.gguf.config", "models.gguf.header", "models.weight_options",
+         "models.quantization", "models.gguf.architectures",
+         "models.gguf", "models.gguf.config", "models.gguf.header",
          "engine", "engine.schedule",
          "engine.batch", "engine.calls", "engine.load_options", "distributed.heartbeat",
          "engine.detokenization", "integrations", "integrations.lm_eval",
@@ -115,7 +115,7 @@ def test_the_parser_sees_every_kind_of_import():
 import flexgen_h2o.errors, os
 import flexgen_h2o.config as c
 from flexgen_h2o import outputs, __version__
-from flexgen_h2o.models.spec import TensorSpec
+from flexgen_h2o.models.model_config import TensorSpec
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flexgen_h2o import llm
@@ -127,8 +127,8 @@ class C:
 """
     known = {"outputs", "llm", "models.sources"}
     assert set(imports(source, known)) == {
-        "errors", "config", "outputs", PACKAGE, "models.spec", "llm", "models.sources", "models",
-        "storage.disk"}
+        "errors", "config", "outputs", PACKAGE, "models.model_config", "llm", "models.sources",
+        "models", "storage.disk"}
     with pytest.raises(AssertionError, match="relative"):
         list(imports("from . import errors", known))
 

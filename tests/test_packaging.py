@@ -74,6 +74,6 @@ def test_a_command_that_fails_stops_the_check_with_what_it_said(wheel, tmp_path,
 
 
 def test_the_tiny_model_is_one_that_is_supported(wheel, tmp_path):
-    from flexgen_h2o.models.spec import from_transformers
+    from flexgen_h2o.models.registry import from_transformers
 
     assert from_transformers(wheel.TINY, "tiny").num_layers == 2

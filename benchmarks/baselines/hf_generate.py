@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baselines.base import Baseline, Timings
-from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.models.registry import from_transformers
 
 if TYPE_CHECKING:
     import torch

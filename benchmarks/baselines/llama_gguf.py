@@ -17,12 +17,13 @@ import numpy as np
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.gguf.architectures import ARCHITECTURES
-from flexgen_h2o.models.spec import ModelConfig, from_transformers, read_config
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.registry import from_transformers, read_config
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from flexgen_h2o.models.checkpoint_base import Checkpoint
+    from flexgen_h2o.models.checkpoint import Checkpoint
 
 BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F32": 16}
 """Types of matrices, and the bits of a weight as scenarios count them: 16 is their dtype.
@@ -105,8 +106,8 @@ def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
     from gguf.quants import quant_shape_to_byte_shape, quantize
 
     from flexgen_h2o.models import family
-    from flexgen_h2o.models.checkpoint import open_checkpoint, resolve
-    from flexgen_h2o.models.stacked import unstacked
+    from flexgen_h2o.models.checkpoint import resolve, unstacked
+    from flexgen_h2o.models.checkpoint_files import open_checkpoint
 
     plain = GGMLQuantizationType.F32
     known = ARCHITECTURES[_NAMES[config.family]]

@@ -8,8 +8,9 @@ from functools import partial
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.models.spec import ModelConfig, published_quantization
-from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.quantization import weight_options
+from flexgen_h2o.models.registry import published_quantization
 from flexgen_h2o.planning.planned_run import part_bytes, record_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}

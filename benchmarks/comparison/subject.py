@@ -10,7 +10,7 @@ from comparison.prompts import random_prompts, text_prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_length
-from flexgen_h2o.models.spec import from_transformers, published, read_config
+from flexgen_h2o.models.registry import from_transformers, published, read_config
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.planning.pipeline import Network, search_ranks
 from flexgen_h2o.planning.search import Choice, PlanRequest, search

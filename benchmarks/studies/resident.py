@@ -28,8 +28,8 @@ from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.models import family
 from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.safetensors_io import write_safetensors
-from flexgen_h2o.models.spec import from_transformers
 
 MB = 10**6
 COLUMNS = ("commit", "cpu", "python", "torch", "kind", "name", "resident_mb", "anonymous_mb",

@@ -32,7 +32,7 @@ from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.models.sources import checkpoint_folder
 

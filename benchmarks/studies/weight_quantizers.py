@@ -24,7 +24,7 @@ from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.statistics import against
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.gguf.checkpoint import mapped
 from flexgen_h2o.models.gguf.header import read_header
 

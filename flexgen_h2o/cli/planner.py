@@ -22,18 +22,17 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there
 from flexgen_h2o.files.terminal import tell
 from flexgen_h2o.kernels.implementations import AutotuneTable
-from flexgen_h2o.models.formats.settings import Quantization, quantization
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
-from flexgen_h2o.models.spec import (
+from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
+from flexgen_h2o.models.registry import (
     from_transformers,
     published,
     published_quantization,
     read_config,
 )
-from flexgen_h2o.models.weight_options import weight_options
 from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks

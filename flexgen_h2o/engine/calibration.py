@@ -36,8 +36,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import unwrap
 from flexgen_h2o.files.readers import json_records, read_text
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
-from flexgen_h2o.models.spec import TensorSpec
-from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.model_config import TensorSpec
+from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.free_memory import free_memory
 from flexgen_h2o.storage.tiers import Device
 

@@ -23,9 +23,9 @@ from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.models import family
-from flexgen_h2o.models.recording import Recording
+from flexgen_h2o.models.layers import CapturingOperations
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeTables, all_tables
-from flexgen_h2o.models.spec import ModelConfig
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class TokenLayers:
     def _bound(self, layer: int, batch: int, cached: int, rows: int) -> _BoundLayer:
         config, weights = self._config, self._weights.get(layer)
         program = before = CapturedCalls()
-        do = Recording(self._workspace.operations, program)
+        do = CapturingOperations(self._workspace.operations, program)
         x = self._workspace.hidden.get(batch, rows)
         q, k, v = self._family.attention_inputs(config, weights, x, do)
         if batch not in self._attended:
@@ -163,7 +163,7 @@ class TokenLayers:
                                              capture=program)
         else:
             program = CapturedCalls()
-            do = Recording(self._workspace.operations, program)
+            do = CapturingOperations(self._workspace.operations, program)
         self._family.attention_output(config, weights, x, attended, do)
         if not config.parallel_residual and config.experts is None:
             self._family.mlp(config, weights, x, do)

@@ -22,8 +22,8 @@ from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeTables, all_tables
-from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
 STEPS = 4

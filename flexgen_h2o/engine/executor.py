@@ -19,7 +19,7 @@ from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import Kind, LayerStep, schedule
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.storage.transfer import Transfers
 
 

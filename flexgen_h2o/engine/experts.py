@@ -24,7 +24,7 @@ from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_row
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transfers
 

@@ -19,7 +19,7 @@ from flexgen_h2o.distributed.heartbeat import IDLE, WORKING
 from flexgen_h2o.distributed.pipeline import Pipeline
 from flexgen_h2o.engine.runner import RankContext
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
-from flexgen_h2o.models.spec import ModelConfig
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.storage.tiers import Device
 
 

@@ -33,35 +33,33 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.kernels.gpus import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
-from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint, resolve
+from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.convert import (
     TEXTS,
     Keep,
     build_once,
     cache_dir,
+    converted_folder,
     kept_folder,
     weight_files,
 )
 from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.formats.settings import Quantization, quantization
 from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf.config import make_alike
 from flexgen_h2o.models.gguf.conversion import describe_gguf
 from flexgen_h2o.models.gguf.header import GgufHeader, read_header
-from flexgen_h2o.models.quantized import QuantizingCheckpoint, cached, tag
-from flexgen_h2o.models.sources import checkpoint_folder, converted_folder, gguf_of, read_config
-from flexgen_h2o.models.spec import (
-    ModelConfig,
-    ModelWeights,
-    TensorSpec,
+from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.quantization import Quantization, quantization, weight_options
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat, cached, tag
+from flexgen_h2o.models.registry import (
     from_transformers,
     published,
     published_quantization,
+    read_config,
 )
-from flexgen_h2o.models.stacked import View, unstacked
-from flexgen_h2o.models.weight_format import WeightFormat
-from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.storage.tiers import Device
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.convert import Keep, locked
-from flexgen_h2o.models.spec import TensorSpec
-from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.model_config import TensorSpec
+from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.checksums import Checksums
 from flexgen_h2o.storage.disk import AlignedRead, Disk, RunFolder, plan_reads
 from flexgen_h2o.storage.extent import Extent

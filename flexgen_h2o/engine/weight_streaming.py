@@ -16,8 +16,8 @@ from flexgen_h2o.config.limits import CHUNK_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.weight_files import Pack, Weight
 from flexgen_h2o.kernels.matrix import ChunkedMatrix
-from flexgen_h2o.models.spec import TensorSpec
-from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.model_config import TensorSpec
+from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.checksums import Checksums
 from flexgen_h2o.storage.disk import plan_reads

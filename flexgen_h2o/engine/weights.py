@@ -23,7 +23,7 @@ from flexgen_h2o.engine.weight_streaming import ChunkedWeights, ChunkStream, Cut
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
-from flexgen_h2o.models.spec import ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelWeights, TensorSpec
 from flexgen_h2o.storage.arena import Arena
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder

@@ -29,8 +29,8 @@ from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.kernels.rotary import rotated_to
 from flexgen_h2o.models.layers import Operations
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
-from flexgen_h2o.models.spec import ModelConfig
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead, RunFolder
 from flexgen_h2o.storage.extent import Extent

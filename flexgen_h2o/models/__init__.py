@@ -22,7 +22,7 @@ three may be overwritten, and hold only until the next `attention_inputs` with t
 
 `do` are the operations of a layer with their buffers (`layers.Operations`). Those three functions
 change tensors through nothing else: a decode step is carried out at once, or noted once for a block
-and then run by few calls (`recording.Recording`), by the same lines.
+and then run by few calls (`layers.CapturingOperations`), by the same lines.
 
 Importing a family imports no torch: the memory plan reads sizes off its table of tensors.
 """
@@ -32,7 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from flexgen_h2o.models.registry import FAMILIES, family
+from flexgen_h2o.models.model_config import family
+from flexgen_h2o.models.registry import FAMILIES
 
 __all__ = ["FAMILIES", "checkpoint_folder", "family"]
 

@@ -1,210 +1,183 @@
-"""Named tensors of a checkpoint, read one at a time, by byte range where the format allows."""
+"""The interface of a checkpoint: named tensors, known before they are read, read one at a time."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-import zipfile
-from collections.abc import Callable, Collection, Iterable
-from pathlib import Path, PurePosixPath, PureWindowsPath
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 
+from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
-from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
-from flexgen_h2o.models.dummy import DummyCheckpoint
-from flexgen_h2o.models.formats.dequantizing import DequantizingCheckpoint
-from flexgen_h2o.models.formats.settings import quantization
-from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 from flexgen_h2o.storage.extent import Extent
 
-__all__ = [
-    "BinCheckpoint",
-    "Checkpoint",
-    "DummyCheckpoint",
-    "Extent",
-    "SafetensorsCheckpoint",
-    "TensorInfo",
-    "open_checkpoint",
-    "resolve",
-]
-
-_SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
-_CONVERT_BYTES = 4 << 20  # of scratch for a read that converts; small enough to stay in cache
+_SCRATCH_ELEMENTS = 1 << 20  # read at a time where rows are selected or transposed
+_READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-class SafetensorsCheckpoint(Checkpoint):
-    """Tensors of a safetensors file, or of a folder with one, sharded or not.
+@dataclass(frozen=True)
+class TensorInfo:
+    """Metadata of a tensor.
 
-    Reads go through preadv straight into the caller's memory: no mmap, whose resident pages
-    would count a second time.
-
-    Parameters
+    Attributes
     ----------
-    path : Path or str
-        A `.safetensors` file, or a folder with `model.safetensors` or
-        `model.safetensors.index.json`.
-
-    Raises
-    ------
-    UserError
-        If a file is missing, truncated or damaged, or the index names a shard outside the
-        folder.
+    dtype : torch.dtype
+        As stored.
+    shape : tuple of int
+        As stored.
+    extent : Extent or None
+        Where its raw bytes lie, or None if they do not lie plainly in a file.
+    checksum : int or None
+        XXH3 (64 bits) of these bytes, where the file keeps it.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        path = Path(path)
-        self.source = str(path)
-        self._files: dict[Path, int] = {}
-        try:
-            self._infos, self.absent = _collect(path, _SAFETENSORS, self._open)
-        except BaseException:
-            self.close()
-            raise
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    extent: Extent | None
+    checksum: int | None = None
 
-    def _open(self, file: Path) -> dict[str, TensorInfo]:
-        try:
-            self._files[file] = os.open(whole_file(file), os.O_RDONLY | os.O_CLOEXEC)
-            return read_header(file, self._files[file])
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from error
 
+class Checkpoint(ABC):
+    """Named tensors that are read one at a time. Safe to read from several threads.
+
+    Attributes
+    ----------
+    source : str
+        What error messages call it: a path, mostly.
+    absent : mapping of str to Path
+        The shards of tensors that an index names and no shard has.
+    """
+
+    source: str
+    absent: Mapping[str, Path] = MappingProxyType({})
+
+    @abstractmethod
     def names(self) -> Collection[str]:
-        return self._infos.keys()
+        """The names of all tensors."""
 
+    @abstractmethod
     def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
+        """Dtype, shape and place of one tensor; KeyError if there is none of that name."""
 
+    @abstractmethod
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        self._fill_part(name, info, 0, out)
+        """Fill `out`, which has been checked."""
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        extent, flat = info.extent, out.view(-1)
-        fd, width = self._files[extent.path], info.dtype.itemsize
-        first = extent.offset + start * width
-        if out.dtype == info.dtype:
-            pread_exactly(fd, bytes_view(flat), first, extent.path)
-            return
-        # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
-        scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
-        for done in range(0, len(flat), max(1, len(scratch))):
-            part = scratch[: len(flat) - done]
-            pread_exactly(fd, bytes_view(part), first + done * width, extent.path)
-            flat[done : done + len(part)].copy_(part)
+        """Fill `out`, which has been checked, with elements from `start` on. Those that can read
+        a part alone do so."""
+        whole = torch.empty(info.shape, dtype=out.dtype)
+        self._fill(name, info, whole)
+        out.view(-1).copy_(whole.view(-1)[start : start + out.numel()])
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Read one tensor into memory that the caller owns, converting to its dtype.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        out : torch.Tensor
+            Contiguous, on the CPU, of the tensor's shape and of any floating dtype; uint8 for a
+            tensor of bytes, which quantized ones are. Nothing beyond it and a few MB of scratch is
+            held while it is filled.
+
+        Raises
+        ------
+        KeyError
+            If there is no tensor of that name.
+        ValueError
+            If `out` is not as described.
+        UserError
+            If the bytes cannot be read, or the tensor is stored as something other than
+            float16, bfloat16, float32 or float64 (quantized checkpoints are).
+        """
+        info = self.info(name)
+        if tuple(out.shape) != info.shape:
+            raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
+        bytes_alone = info.dtype == out.dtype == torch.uint8
+        self._check(name, info, out, as_stored=bytes_alone)
+        self._fill(name, info, out)
+
+    def read_part(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read some consecutive elements of a tensor, converting to out's dtype.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        start : int
+            The first element to read, in row-major order.
+        out : torch.Tensor
+            As for `read`, but of any shape: as many elements are read. Also of a tensor's own
+            dtype, whatever that is, as the parts of quantized matrices are read.
+
+        Raises
+        ------
+        KeyError, ValueError, UserError
+            As `read`; ValueError also for elements beyond the tensor's last.
+        """
+        info = self.info(name)
+        if not 0 <= start <= math.prod(info.shape) - out.numel():
+            raise ValueError(f"{name} has no {out.numel()} elements from {start} on")
+        self._check(name, info, out, as_stored=info.dtype == out.dtype)
+        self._fill_part(name, info, start, out)
+
+    def _check(self, name: str, info: TensorInfo, out: torch.Tensor, *, as_stored: bool) -> None:
+        usable = out.is_floating_point() or as_stored
+        if out.device.type != "cpu" or not out.is_contiguous() or not usable:
+            raise ValueError(f"{name} can only be read into a contiguous floating CPU tensor")
+        if info.dtype not in _READABLE and not as_stored:
+            raise UserError(
+                f"{self.source}: tensor {name} is stored as {_plain(info.dtype)}; "
+                "use a checkpoint in float32, float16 or bfloat16"
+            )
+
+    def kept_layout(self, name: str) -> MatrixLayout | None:
+        """Return the layout in which `keep` writes a matrix without loss; None for tensors that
+        are not stored as codes."""
+        return None
+
+    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+             rows: range | None = None) -> bool:
+        """Write a matrix into `out` by the codes that it is stored as, with no second rounding.
+
+        Parameters
+        ----------
+        name : str
+            One of `names()`.
+        layout : MatrixLayout
+            Of the matrix, or of these rows.
+        out : uint8 Tensor [layout.nbytes]
+        rows : range, optional
+            Those wanted, counted over all axes but the last. None: all.
+
+        Returns
+        -------
+        bool
+            False where it is not stored as codes that this layout can hold; what `out` holds then
+            is not known.
+        """
+        return False
 
     def close(self) -> None:
-        """Close the shards. The checkpoint must not be read afterwards."""
-        while self._files:
-            os.close(self._files.popitem()[1])
+        """Let go of open files. The checkpoint must not be read afterwards."""
+        return None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
-class BinCheckpoint(Checkpoint):
-    """Tensors of `pytorch_model.bin`, sharded or not, unpickled with weights_only alone.
-
-    One shard is mapped at a time. Extents are None: where torch's zip keeps a tensor is
-    torch's own business.
-
-    Parameters
-    ----------
-    folder : Path or str
-        A folder with `pytorch_model.bin` or `pytorch_model.bin.index.json`, or such a file.
-
-    Raises
-    ------
-    UserError
-        If a file is missing, damaged, not in torch's zip format or holds anything but
-        tensors, or if the index names a shard outside the folder.
-    """
-
-    def __init__(self, folder: Path | str) -> None:
-        folder = Path(folder)
-        self.source = str(folder)
-        self._lock = threading.Lock()
-        self._mapped: tuple[Path, dict[str, torch.Tensor]] | None = None
-        self._file: dict[str, Path] = {}
-        self._infos, self.absent = _collect(folder, _BIN, self._open)
-
-    def _open(self, file: Path) -> dict[str, TensorInfo]:
-        tensors = _load_bin(file)
-        self._file.update(dict.fromkeys(tensors, file))
-        return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
-
-    def names(self) -> Collection[str]:
-        return self._infos.keys()
-
-    def info(self, name: str) -> TensorInfo:
-        return self._infos[name]
-
-    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        out.copy_(self._tensor(name))  # any strides: a transposed weight needs no contiguous copy
-
-    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        flat = self._tensor(name).reshape(-1)
-        out.view(-1).copy_(flat[start : start + out.numel()])
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        """A mapped tensor."""
-        file = self._file[name]
-        with self._lock:
-            if self._mapped is None or self._mapped[0] != file:
-                self._mapped = None  # unmapped before the next is mapped, not after
-                self._mapped = (file, _load_bin(file))
-            return self._mapped[1][name]
-
-    def close(self) -> None:
-        """Unmap the shard. The checkpoint must not be read afterwards."""
-        with self._lock:
-            self._mapped = None
-
-
-def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open what lies in a folder: safetensors if there is any, else `.bin`.
-
-    Where config.json says that it is quantized, it is presented as the tensors that it stands for.
-
-    Parameters
-    ----------
-    path : Path or str
-        A local folder, or one `.safetensors` or `.bin` file.
-
-    Raises
-    ------
-    UserError
-        If there is no checkpoint, or it cannot be used (see the two classes).
-    """
-    path = Path(path)
-    config = path / "config.json"
-    given = checkpoint_json(config) if config.exists() else None
-    settings = quantization(given, str(path)) if isinstance(given, dict) else None
-    plain = _open_plain(path)
-    if settings is None:
-        return plain
-    try:
-        if not isinstance(plain, SafetensorsCheckpoint):
-            raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
-                            f"model with {_SAFETENSORS}")
-        return DequantizingCheckpoint(plain, settings)
-    except BaseException:
-        plain.close()
-        raise
-
-
-def _open_plain(path: Path) -> Checkpoint:
-    """The tensors of a folder or file as they are stored."""
-    if path.is_file():
-        return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
-    if not path.is_dir():
-        raise UserError(f"no such folder: {path}; give a folder with a checkpoint")
-    for kind, name in ((SafetensorsCheckpoint, _SAFETENSORS), (BinCheckpoint, _BIN)):
-        if (path / name).exists() or (path / f"{name}.index.json").exists():
-            return kind(path)
-    raise UserError(
-        f"no checkpoint in {path}: looked for {_SAFETENSORS} and {_BIN}, "
-        "or either name followed by .index.json"
-    )
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Spec(Protocol):
@@ -267,59 +240,168 @@ def resolve(
     return found
 
 
-def _collect(
-    path: Path, name: str, open_shard: Callable[[Path], dict[str, TensorInfo]]
-) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
-    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`;
-    and the shards of those that the index names and no shard has."""
-    file = path / name if path.is_dir() else path
-    index = path / f"{name}.index.json"
-    if file.exists() or not index.exists():
-        return open_shard(file), {}
-    shards_of = _read_index(index)
-    shards = {shard: open_shard(shard) for shard in dict.fromkeys(shards_of.values())}
-    present = {tensor: shards[shard][tensor] for tensor, shard in shards_of.items()
-               if tensor in shards[shard]}
-    return present, {tensor: shard for tensor, shard in shards_of.items() if tensor not in present}
+@dataclass(frozen=True)
+class View:
+    """One matrix (or vector) inside of a larger tensor: ``tensor[entry]``, transposed, ``[rows]``.
+
+    Attributes
+    ----------
+    tensor : str
+        The checkpoint's name of the larger one.
+    entry : int or None
+        Index on its first axis: the expert. None where it is not stacked.
+    transposed : bool
+        Whether the entry is stored as [inputs, outputs].
+    rows : range or None
+        Those of the entry (after transposition) that make up the matrix, in order: ``range(0, n)``
+        and ``range(n, 2 * n)`` are halves, ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` are
+        rows in turn. None: all. Of a vector, its elements.
+    """
+
+    tensor: str
+    entry: int | None = None
+    transposed: bool = False
+    rows: range | None = None
 
 
-def _read_index(index: Path) -> dict[str, Path]:
-    found = checkpoint_json(index)
-    shards_of = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(shards_of, dict):
-        raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map")
-    pairs = [(tensor, str(shard)) for tensor, shard in shards_of.items()]
-    for _, shard in pairs:
-        # By name and not by resolving links: the hub's cache links its files out of the folder.
-        # PureWindowsPath splits at both kinds of slash and knows drives.
-        outside = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).drive
-        if outside or ".." in PureWindowsPath(shard).parts or "\0" in shard or not shard:
-            raise UserError(f"{index} names a shard outside its folder: {shard!r}; do not trust it")
-    for shard in dict.fromkeys(shard for _, shard in pairs):
-        if not os.path.isfile(index.parent / shard):
-            raise UserError(f"missing shard {shard} (named in {index}); download or copy it")
-    return {tensor: index.parent / shard for tensor, shard in pairs}
+@dataclass(frozen=True)
+class _Place:
+    """A view of a tensor of known shape. Sizes are in elements."""
+
+    shape: tuple[int, ...]
+    start: int  # of the entry
+    rows: range  # of the entry
+    width: int  # of a stored row; 1 where elements of a vector count as rows
+    height: int  # stored rows of the entry
 
 
-def _load_bin(file: Path) -> dict[str, torch.Tensor]:
-    advice = "get the model in safetensors, or save it again with torch.save"
-    checkpoint_text(file, sys.maxsize)
-    try:
-        with zipfile.ZipFile(file) as parts:
-            # Stored as they are, as torch does: ten megabytes can unpack to ten gigabytes.
-            if any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
-                raise ValueError("compressed")
-        loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
-    except Exception as error:  # an unpickler fed damaged or hostile bytes raises anything
-        raise UserError(
-            f"{file} is damaged, too old, or holds more than tensors, and was not loaded; {advice}"
-        ) from error
-    if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds a {type(loaded).__name__}, not named tensors; {advice}")
-    return {
-        name: tensor
-        for name, tensor in loaded.items()
-        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-    }
+class StackedCheckpoint(Checkpoint):
+    """Another checkpoint, with views of its tensors under names of their own.
+
+    A view of consecutive rows has an extent: its bytes lie plainly in the file, and are streamed
+    from there. Others are read through a few MB of scratch.
+
+    Parameters
+    ----------
+    inner : Checkpoint
+        Closed with this one.
+    views : mapping of str to sequence of View
+        For each name the places where its tensor may be: the first whose tensor the checkpoint
+        has is taken. A name that the checkpoint has itself, and one with no place there, is left
+        to the checkpoint.
+
+    Notes
+    -----
+    `names()` leaves out the tensors that are viewed, so that a converted copy holds each byte once,
+    under the names that the engine reads.
+    """
+
+    def __init__(self, inner: Checkpoint, views: Mapping[str, Sequence[View]]):
+        self.source, self.absent, self._inner = inner.source, inner.absent, inner
+        present = inner.names()
+        self._views: dict[str, View] = {}
+        for name, places in views.items():
+            found = next((view for view in places if view.tensor in present), None)
+            if found is not None and name not in present:
+                self._views[name] = found
+        viewed = {view.tensor for view in self._views.values()}
+        self._names = dict.fromkeys(
+            [*(name for name in present if name not in viewed), *self._views])
+
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        if name not in self._views:
+            return self._inner.info(name)
+        view = self._views[name]
+        place, whole = self._place(name), self._inner.info(view.tensor)
+        extent = None
+        if whole.extent is not None and not view.transposed and place.rows.step == 1:
+            size = whole.dtype.itemsize
+            first = (place.start + place.rows.start * place.width) * size
+            extent = Extent(whole.extent.path, whole.extent.offset + first,
+                            math.prod(place.shape) * size)
+        return replace(whole, shape=place.shape, extent=extent, checksum=None)
+
+    def _place(self, name: str) -> _Place:
+        """The part of its tensor that a view is; UserError where the tensor has no such part."""
+        view = self._views[name]
+        stored = self._inner.info(view.tensor).shape
+        stacked = view.entry is not None
+        entry, entries = view.entry or 0, stored[0] if stacked and stored else 1
+        shape = stored[1:] if stacked else stored
+        turned = shape[::-1] if view.transposed else shape
+        height = turned[0] if turned else 0
+        rows = range(height) if view.rows is None else view.rows
+        fits = len(shape) == 2 or len(shape) == 1 and not view.transposed
+        inside = not rows or 0 <= rows[0] <= rows[-1] < height
+        if not fits or not inside or not 0 <= entry < entries:
+            raise UserError(f"{self.source}: tensor {view.tensor} has shape {list(stored)}, in "
+                            f"which there is no {name}; does config.json belong to it?")
+        width = shape[1] if len(shape) == 2 else 1
+        return _Place((len(rows), *turned[1:]), entry * math.prod(shape), rows, width, shape[0])
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        if name not in self._views:
+            self._inner.read(name, out)
+            return
+        view, place = self._views[name], self._place(name)
+        if view.transposed:
+            self._fill_turned(view.tensor, place, out)
+        elif place.rows.step == 1:
+            first = place.start + place.rows.start * place.width
+            self._inner.read_part(view.tensor, first, out)
+        else:
+            self._fill_every(view.tensor, place, out.view(len(place.rows), place.width))
+
+    def _fill_turned(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+        """Columns of the stored entry, as rows."""
+        step = max(1, _SCRATCH_ELEMENTS // max(1, place.width))
+        scratch = torch.empty(min(step, place.height), place.width, dtype=out.dtype)
+        columns = slice(place.rows.start, place.rows.stop, place.rows.step)
+        for first in range(0, place.height, step):
+            part = scratch[: place.height - first]
+            self._inner.read_part(tensor, place.start + first * place.width, part)
+            out[:, first : first + len(part)] = part[:, columns].T
+
+    def _fill_every(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+        """Every so many of the stored rows."""
+        skip = place.rows.step
+        step = max(1, _SCRATCH_ELEMENTS // max(1, place.width * skip))
+        for first in range(0, len(place.rows), step):
+            rows = place.rows[first : first + step]
+            part = torch.empty(rows[-1] + 1 - rows[0], place.width, dtype=out.dtype)
+            self._inner.read_part(tensor, place.start + rows[0] * place.width, part)
+            out[first : first + len(rows)] = part[::skip]
+
+    def kept_layout(self, name: str) -> MatrixLayout | None:
+        if name not in self._views:
+            return self._inner.kept_layout(name)
+        view, place = self._views[name], self._place(name)
+        layout = self._inner.kept_layout(view.tensor)
+        if layout is None or view.transposed or len(place.shape) != 2:
+            return None
+        return replace(layout, outputs=place.shape[0])
+
+    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+             rows: range | None = None) -> bool:
+        if name not in self._views:
+            return self._inner.keep(name, layout, out, rows)
+        view, place = self._views[name], self._place(name)
+        if view.transposed or len(place.shape) != 2:
+            return False
+        some = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
+        above = place.start // place.width
+        return self._inner.keep(view.tensor, layout, out,
+                                range(above + some.start, above + some.stop, some.step))
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def unstacked(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -> Checkpoint:
+    """`checkpoint` with these views; as it is where it has none of their tensors."""
+    present = checkpoint.names()
+    found = any(view.tensor in present for places in views.values() for view in places)
+    return StackedCheckpoint(checkpoint, views) if found else checkpoint

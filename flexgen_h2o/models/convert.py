@@ -21,10 +21,10 @@ from flexgen_h2o.config.weight_layout import DTYPES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_text
 from flexgen_h2o.metrics.report import sizes
-from flexgen_h2o.models.checkpoint import Checkpoint, open_checkpoint
+from flexgen_h2o.models.checkpoint import Checkpoint, View, unstacked
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
+from flexgen_h2o.models.registry import read_config
 from flexgen_h2o.models.safetensors_io import write_safetensors
-from flexgen_h2o.models.spec import read_config
-from flexgen_h2o.models.stacked import View, unstacked
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]

@@ -11,7 +11,7 @@ import torch
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 
 # Elements generated at a time. Any multiple of 16 gives the same values (torch's normal_ turns
 # uniforms into normals in groups of 16); this one is fastest, being at home in the L2 cache.

@@ -21,6 +21,7 @@ from torch import Tensor
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import ChunkedMatrix, Matrix, QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import chunk_rows
 
@@ -60,8 +61,8 @@ class Operations(Scratch):
     """The operations of a decoder layer, each carried out at once, and the buffers for what they
     give.
 
-    The families call them here, so that the same forward pass can be noted as a program:
-    `recording.Recording`.
+    The families call them here, so that the same forward pass can be captured: see
+    `CapturingOperations`.
     """
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
@@ -108,6 +109,82 @@ class Operations(Scratch):
         if normalise:
             shares /= shares.sum(-1, keepdim=True)
         return ids, shares
+
+
+class CapturingOperations(Operations):
+    """Notes operations in a program, with the buffers of other operations.
+
+    A product is the implementation that `dispatch` names for its rows when it is noted; PyTorch's
+    are calls of their own between those of the C++ library.
+
+    Parameters
+    ----------
+    operations : Operations
+        Whose buffers are used. What they hold is undefined between runs of the program.
+    capture : CapturedCalls
+    """
+
+    def __init__(self, operations: Operations, capture: CapturedCalls):
+        super().__init__(operations.device)
+        self.get = operations.get
+        self._capture = capture
+
+    def linear(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, *,
+               out: Tensor) -> None:
+        if self._capture_matmul(x, weight, bias, out, add=False):
+            return
+        if bias is None:
+            self._capture.append(partial(torch.mm, x, weight.t(), out=out))
+        else:
+            self._capture.append(partial(torch.addmm, bias, x, weight.t(), out=out))
+
+    def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
+                    bias: Tensor | None) -> None:
+        if self._capture_matmul(x, weight, bias, residual, add=True):
+            return
+        if bias is not None:
+            self._capture.append(partial(residual.add_, bias))
+        self._capture.append(partial(residual.addmm_, x, weight.t()))
+
+    def _capture_matmul(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None,
+                     out: Tensor, *, add: bool) -> bool:
+        """Note a product of ours; False where PyTorch's is to be used."""
+        if isinstance(weight, QuantizedMatrix):
+            if ops.quantized_choice(x, weight) == "codes":
+                native.linear_quantized(x, *ops.flat(weight), bias, out, add,
+                                        weight.activation_bits, capture=self._capture)
+            else:
+                self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
+            return True
+        name = ops.linear_choice(x, weight)
+        if name == "pytorch":
+            return False
+        function = getattr(native, f"linear_{name}")
+        function(x, weight, bias, out, add, capture=self._capture)
+        return True
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
+                   out: Tensor) -> Tensor:
+        native.norm(x, weight, bias, out, eps=eps, centred=True, capture=self._capture)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
+                 offset: float = 0.0) -> Tensor:
+        if offset:
+            self._capture.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
+            return out
+        native.norm(x, weight, None, out, eps=eps, centred=False, capture=self._capture)
+        return out
+
+    def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
+        self._capture.append(partial(x.add_, y, alpha=scale))
+
+    def clamp_(self, x: Tensor, limit: float) -> None:
+        self._capture.append(partial(x.clamp_, -limit, limit))
+
+    def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
+        native.activate(x, activation(name), factor, capture=self._capture)
+        return x
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,

@@ -27,8 +27,8 @@ from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpe
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexgen_h2o.models.checkpoint import View
     from flexgen_h2o.models.layers import Operations
-    from flexgen_h2o.models.stacked import View
 
 MATRICES = {"gate": "gate_proj.weight", "up": "up_proj.weight", "down": "down_proj.weight"}
 """An expert's tensors, as most checkpoints call them."""
@@ -136,7 +136,7 @@ def _shapes(wide: int, hidden: int) -> dict[str, tuple[int, int]]:
 
 def views(cfg: ModelConfig) -> dict[str, Sequence[View]]:
     """Places of each expert's tensors in checkpoints that stack all experts of a layer."""
-    from flexgen_h2o.models.stacked import View  # only now: it loads torch
+    from flexgen_h2o.models.checkpoint import View  # only now: it loads torch
 
     found: dict[str, Sequence[View]] = {}
     for place, layer in enumerate(cfg.weights.experts):

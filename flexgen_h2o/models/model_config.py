@@ -1,22 +1,23 @@
 """A model's sizes, options and tensors.
 
 Imports neither torch nor transformers: the memory plan needs the sizes before those load.
-Other files take these names from `spec`, which makes them out of a config.json.
+`registry.from_transformers` makes a `ModelConfig` out of a config.json.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
+from types import ModuleType
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.experts import ExpertsConfig
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.registry import family
 from flexgen_h2o.models.rope import RopeConfig
 
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "swish")
@@ -386,3 +387,23 @@ class ModelConfig:
         wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
         return (rows * (self.q_size + 2 * self.kv_size)
                 + min(rows, ROW_BLOCK) * (self.hidden_size + wide))
+
+
+def family(config: ModelConfig) -> ModuleType:
+    """Return the module of a model's family."""
+    return family_module(config.family)
+
+
+@cache
+def family_module(name: str) -> ModuleType:
+    """Return a module of `families`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such family; `registry.from_transformers` never makes such a config.
+    """
+    try:
+        return importlib.import_module(f"flexgen_h2o.models.families.{name}")
+    except ModuleNotFoundError as error:
+        raise ValueError(f"there is no model family {name!r}") from error

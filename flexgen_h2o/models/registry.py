@@ -1,16 +1,22 @@
-"""The model families: which file of `families` reads the config.json of which model type.
+"""Model types, their families, and the configurations of published models.
 
-A family is one file of `families`, which reads top to bottom, and a line here for each of its model
-types: see docs/families.md. Imports neither torch nor any family before it is wanted.
+`from_transformers` turns a config.json into a `ModelConfig`. Neither torch nor transformers is
+imported: the memory plan needs the sizes before those load.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from functools import cache
-from types import MappingProxyType, ModuleType
-from typing import Protocol
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import checkpoint_json, is_there
+from flexgen_h2o.models.fields import Fields
+from flexgen_h2o.models.model_config import ModelConfig, family_module
+from flexgen_h2o.models.quantization import Quantization, quantization
+from flexgen_h2o.models.shapes import PUBLISHED, SAME_AS
 
 FAMILIES: Mapping[str, str] = MappingProxyType({
     "opt": "opt",
@@ -36,30 +42,89 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
 """From model_type in config.json to the module in `families`."""
 
 
-class _OfFamily(Protocol):
-    @property
-    def family(self) -> str: ...
+def published(name: str) -> ModelConfig | None:
+    """The shape of a published model, without any network.
+
+    Parameters
+    ----------
+    name : str
+        Such as "facebook/opt-30b" or "opt-30b"; case does not matter.
+
+    Returns
+    -------
+    ModelConfig or None
+        None for a name that is not in `shapes.PUBLISHED`.
+    """
+    values = _published(name)
+    return None if values is None else from_transformers(values, name)
 
 
-def family(config: _OfFamily) -> ModuleType:
-    """The module of a model's family.
+def published_quantization(name: str) -> Quantization | None:
+    """The quantization of a published model's checkpoint; None where it has none."""
+    return quantization(_published(name) or {}, name)
+
+
+def _published(name: str) -> dict[str, Any] | None:
+    for full in (*PUBLISHED, *SAME_AS):
+        if name.lower() in (full.lower(), full.lower().split("/")[1]):
+            return PUBLISHED[SAME_AS.get(full, full)]
+    return None
+
+
+def read_config(folder: Path) -> dict:
+    """The `config.json` of a Hugging Face folder.
 
     Raises
     ------
-    ValueError
-        If there is no such family; `spec.from_transformers` never makes such a config.
+    UserError
+        If it is missing, not a file or not a JSON object.
     """
-    if config.family not in FAMILIES.values():
-        known = ", ".join(dict.fromkeys(FAMILIES.values()))
-        raise ValueError(f"{config.family!r} is none of {known}")
-    return _module(config.family)
+    path = Path(folder) / "config.json"
+    if not is_there(path):
+        raise UserError(f"there is no {path}: give a folder with a Hugging Face model")
+    config = checkpoint_json(path)
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return config
 
 
-def reader(model_type: str) -> ModuleType:
-    """The module of the family that reads a model type, one of `FAMILIES`."""
-    return _module(FAMILIES[model_type])
+def from_transformers(config: Any, name: str) -> ModelConfig:
+    """Read a transformers config, in the spelling of transformers 4 or 5.
+
+    Parameters
+    ----------
+    config : dict or transformers.PretrainedConfig
+        The content of config.json, or the object made from it.
+    name : str
+        What the user called the model; error messages begin with it.
+
+    Raises
+    ------
+    UserError
+        For an architecture or option that is not supported, and for values that make no sense.
+    """
+    values = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(values, Mapping):
+        raise UserError(f"{name}: config.json must hold an object, not {type(values).__name__}")
+    _refuse_unsupported(values, name)
+    model_type = values["model_type"]
+    family = family_module(FAMILIES[model_type])
+    return family.read(Fields(name, values, family.DEFAULTS[model_type]))
 
 
-@cache
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"flexgen_h2o.models.families.{name}")
+def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
+    attention = values.get("attn_config")
+    nested = attention if isinstance(attention, Mapping) else {}
+    if (values.get("alibi") or nested.get("alibi")
+            or values.get("position_embedding_type") == "alibi"):
+        raise UserError(f"{name}: ALiBi attention biases are not supported")
+    model_type = values.get("model_type")
+    known = isinstance(model_type, str) and model_type in FAMILIES
+    routes = known and hasattr(family_module(FAMILIES[model_type]), "route")
+    for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        if values.get(key) and not routes:
+            raise UserError(f"{name}: mixture of experts ({key}) is not supported")
+    quantization(values, name)
+    if not known:
+        raise UserError(f"{name}: model type {model_type!r} is not supported "
+                        f"(supported: {', '.join(FAMILIES)})")

@@ -21,7 +21,7 @@ import torch
 from xxhash import xxh3_64
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.checkpoint_base import TensorInfo
+from flexgen_h2o.models.checkpoint import TensorInfo
 from flexgen_h2o.storage.extent import Extent
 
 _TORCH_NAMES = {

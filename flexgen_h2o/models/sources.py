@@ -12,13 +12,10 @@ from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import is_there, whole_file
-from flexgen_h2o.models.convert import ByteProgress, cache_dir, converted_folder
+from flexgen_h2o.models.convert import ByteProgress
 from flexgen_h2o.models.gguf.config import SMOLLM2
 from flexgen_h2o.models.gguf.conversion import convert_gguf
 from flexgen_h2o.models.gguf.header import gguf_file
-from flexgen_h2o.models.spec import read_config
-
-__all__ = ["cache_dir", "checkpoint_folder", "converted_folder", "gguf_of", "read_config"]
 
 SHORT_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -66,7 +63,7 @@ def checkpoint_folder(
         short name "opt-125m". What exists locally comes first.
     dtype : str, optional
         What a GGUF is converted to: "float32" (the default, exact), "float16" or "bfloat16".
-        Folders and repositories stay as they are; see `converted_folder`.
+        Folders and repositories stay as they are; see `convert.converted_folder`.
     progress : callable, optional
         Called with (bytes done, bytes in all) while a GGUF is converted.
 

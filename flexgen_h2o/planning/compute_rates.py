@@ -24,10 +24,10 @@ from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import argmax
 from flexgen_h2o.models.families import opt
-from flexgen_h2o.models.layers import Operations, add_linear_, linear
-from flexgen_h2o.models.recording import Recording
-from flexgen_h2o.models.spec import ModelConfig, TensorSpec, from_transformers
-from flexgen_h2o.models.weight_format import WeightFormat
+from flexgen_h2o.models.layers import CapturingOperations, Operations, add_linear_, linear
+from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
+from flexgen_h2o.models.quantized import WeightFormat
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning.hardware import BILLION, BITS, ROWS
 from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device
@@ -389,7 +389,7 @@ class Rates:
             return None
         config, weights, step, x = self._small_layer()
         program = CapturedCalls()
-        run_layer(config, weights, x, Recording(Operations(self._device.torch), program),
+        run_layer(config, weights, x, CapturingOperations(Operations(self._device.torch), program),
                   attend=partial(step.bind, capture=program))
         return self._clock.seconds(program.replay)
 

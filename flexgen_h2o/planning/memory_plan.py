@@ -25,7 +25,7 @@ from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
 
 if TYPE_CHECKING:
-    from flexgen_h2o.models.spec import ModelConfig
+    from flexgen_h2o.models.model_config import ModelConfig
 
 STEP = 5
 """Percent that the search for a placement moves at a time."""

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import ModelConfig, published
+from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.registry import published
 
 MODULES = ("comparison.worker", "comparison.rooflines", "comparison.processes", "baselines",
            "baselines.accelerate_offload", "baselines.base", "baselines.deepspeed_zero",

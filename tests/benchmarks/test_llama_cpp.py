@@ -17,7 +17,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.config import config_of
-from flexgen_h2o.models.spec import from_transformers, published, read_config
+from flexgen_h2o.models.registry import from_transformers, published, read_config
 
 VOCAB = 50
 PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]

@@ -9,7 +9,7 @@ from programs import ROOT, benchmark_modules
 from subprocesses import environment
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.models.registry import from_transformers
 
 
 @pytest.fixture

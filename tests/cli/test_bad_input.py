@@ -41,8 +41,8 @@ from flexgen_h2o.engine import runner, source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles
 from flexgen_h2o.files import articles as conversations
-from flexgen_h2o.models.checkpoint_base import Checkpoint
-from flexgen_h2o.models.spec import from_transformers, published
+from flexgen_h2o.models.checkpoint import Checkpoint
+from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.planning import memory_plan as memory_check
 from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.planning.memory_plan import memory_plan

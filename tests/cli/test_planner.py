@@ -39,7 +39,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware, save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan

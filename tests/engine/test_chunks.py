@@ -16,7 +16,7 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.engine import decoder as decoder_layers
 from flexgen_h2o.models import decoder, family
 from flexgen_h2o.models.layers import Operations
-from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage import placement
 

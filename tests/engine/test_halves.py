@@ -24,7 +24,7 @@ from flexgen_h2o.cache import host_attention, kv_cache
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
-from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.storage.tiers import PAGE, round_up
 
 NEW = 20  # more than the write-back log of a cache on disk

@@ -17,8 +17,8 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.models.formats.settings import quantization
-from flexgen_h2o.models.spec import from_transformers, published, published_quantization
+from flexgen_h2o.models.quantization import quantization
+from flexgen_h2o.models.registry import from_transformers, published, published_quantization
 from flexgen_h2o.planning.planned_run import part_bytes
 
 NEW = 10

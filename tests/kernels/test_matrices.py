@@ -18,7 +18,7 @@ from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import checkpoint_folder, layers
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}

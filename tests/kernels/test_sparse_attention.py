@@ -21,7 +21,7 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.transfer import D2H, H2D
 

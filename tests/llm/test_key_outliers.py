@@ -16,7 +16,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.metrics.statistics import perplexity
 from flexgen_h2o.models import checkpoint_folder
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 
 CONTEXT, SCORED, ARTICLES = 128, 32, 4

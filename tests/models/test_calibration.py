@@ -25,9 +25,9 @@ from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
-from flexgen_h2o.models.checkpoint import open_checkpoint
-from flexgen_h2o.models.spec import from_transformers, read_config
-from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
+from flexgen_h2o.models.quantization import weight_options
+from flexgen_h2o.models.registry import from_transformers, read_config
 from flexgen_h2o.storage.tiers import Device
 
 IDS = random.Random(0).choices(range(1, 97), k=600)

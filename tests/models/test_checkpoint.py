@@ -13,16 +13,14 @@ import torch
 from error_cases import refused
 from safetensors.torch import load_file, save_file
 
-from flexgen_h2o.models import checkpoint as checkpoint_module
-from flexgen_h2o.models import dummy
-from flexgen_h2o.models.checkpoint import (
+from flexgen_h2o.models import checkpoint_files, dummy
+from flexgen_h2o.models.checkpoint import Checkpoint, resolve
+from flexgen_h2o.models.checkpoint_files import (
     BinCheckpoint,
-    Checkpoint,
-    DummyCheckpoint,
     SafetensorsCheckpoint,
     open_checkpoint,
-    resolve,
 )
+from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.safetensors_io import write_safetensors
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -71,7 +69,7 @@ def raw_safetensors(path: Path, header: object, data: bytes = b"") -> Path:
 @pytest.mark.parametrize("out_dtype", FLOATS)
 @pytest.mark.parametrize("chunk_bytes", [8, 4 << 20])
 def test_safetensors_reads_and_converts(tmp_path, monkeypatch, out_dtype, chunk_bytes):
-    monkeypatch.setattr(checkpoint_module, "_CONVERT_BYTES", chunk_bytes)
+    monkeypatch.setattr(checkpoint_files, "_CONVERT_BYTES", chunk_bytes)
     save_file(tensors(), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         assert set(checkpoint.names()) == set(tensors())

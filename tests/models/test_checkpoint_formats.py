@@ -23,15 +23,13 @@ from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint import StackedCheckpoint, View
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.formats import dequantizing
-from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.model_config import TensorSpec
-from flexgen_h2o.models.quantized import QuantizingCheckpoint
-from flexgen_h2o.models.spec import from_transformers, read_config
-from flexgen_h2o.models.stacked import StackedCheckpoint, View
-from flexgen_h2o.models.weight_format import WeightFormat
-from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.models.quantization import quantization, weight_options
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat
+from flexgen_h2o.models.registry import from_transformers, read_config
 
 NEW = 8
 

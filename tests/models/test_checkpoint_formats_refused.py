@@ -12,10 +12,10 @@ from models import packings
 from models.test_checkpoint import read
 from models.test_checkpoint_formats import FORMATS, MXFP4, PACK, ct, save
 
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.formats.dequantizing import FORMATS as FINDERS
-from flexgen_h2o.models.formats.settings import METHODS, quantization
-from flexgen_h2o.models.spec import from_transformers
+from flexgen_h2o.models.quantization import METHODS, quantization
+from flexgen_h2o.models.registry import from_transformers
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}

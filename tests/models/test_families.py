@@ -16,9 +16,9 @@ from conftest import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models import family, registry, spec
+from flexgen_h2o.models import family, registry
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.rope import rope_tables
-from flexgen_h2o.models.spec import from_transformers
 
 FAMILIES = ["mistral_window", "llama_yarn", "qwen2", "qwen2_windows", "qwen3", "seed_oss", "phi3",
             "phi3_longrope", "gemma2", "gemma3", "granite", "olmo2", "stablelm",
@@ -215,8 +215,7 @@ def test_the_family_of_the_how_to(monkeypatch, tmp_path):
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(code, "docs/families.md", "exec"), module.__dict__)
-    for place in (registry, spec):
-        monkeypatch.setattr(place, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
+    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
     torch.default_generator.manual_seed(0)
     config = Starcoder2Config(vocab_size=120, hidden_size=48, num_hidden_layers=3,
                               intermediate_size=80, num_attention_heads=6, num_key_value_heads=2,

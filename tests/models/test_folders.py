@@ -97,7 +97,7 @@ def test_an_index_entry_that_nobody_needs(tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama").folder, folder)
     path = folder / "model.safetensors"
-    from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
+    from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
 
     with SafetensorsCheckpoint(path) as checkpoint:
         names = [*checkpoint.names()]

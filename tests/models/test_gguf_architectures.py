@@ -18,8 +18,8 @@ from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import read_header
-from flexgen_h2o.models.registry import FAMILIES
-from flexgen_h2o.models.sources import checkpoint_folder, read_config
+from flexgen_h2o.models.registry import FAMILIES, read_config
+from flexgen_h2o.models.sources import checkpoint_folder
 
 # What a GGUF does not know, and no model of today sets otherwise (or training alone uses).
 UNKNOWN = {"initializer_range", "use_cache", "_name_or_path", "transformers_version", "dtype",

@@ -19,13 +19,12 @@ from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
-from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
 from flexgen_h2o.models.gguf.config import header_options
 from flexgen_h2o.models.gguf.header import read_header
-from flexgen_h2o.models.quantized import QuantizingCheckpoint
+from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
-from flexgen_h2o.models.weight_format import WeightFormat
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
 MIXED = {"token_embd": "Q6_K", "attn_q": "Q4_K", "attn_k": "Q5_K", "blk.0.attn_v": "Q6_K",

@@ -19,8 +19,9 @@ from flexgen_h2o.kernels import torch_ops
 from flexgen_h2o.kernels.rotary import apply_rope_
 from flexgen_h2o.models import decoder, family, layers
 from flexgen_h2o.models.layers import Operations, Scratch
+from flexgen_h2o.models.model_config import ACTIVATIONS
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.rope import RopeConfig, all_tables, rope_tables
-from flexgen_h2o.models.spec import ACTIVATIONS, from_transformers
 
 pytestmark = pytest.mark.usefixtures("isa")
 
@@ -186,8 +187,8 @@ def test_an_unknown_family():
 
 
 def test_reading_a_config_imports_no_torch():
-    code = ("import sys, flexgen_h2o.models; from flexgen_h2o.models import spec;"
-            "assert spec.published('opt-30b').num_parameters() > 2e10;"
+    code = ("import sys, flexgen_h2o.models; from flexgen_h2o.models import registry;"
+            "assert registry.published('opt-30b').num_parameters() > 2e10;"
             "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", code], check=True)
 

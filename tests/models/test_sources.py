@@ -21,14 +21,10 @@ from safetensors.torch import load_file, save_file
 from subprocesses import environment
 
 from flexgen_h2o.models import convert
-from flexgen_h2o.models.checkpoint import SafetensorsCheckpoint
-from flexgen_h2o.models.sources import (
-    cache_dir,
-    checkpoint_folder,
-    converted_folder,
-    gguf_of,
-    read_config,
-)
+from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
+from flexgen_h2o.models.convert import cache_dir, converted_folder
+from flexgen_h2o.models.registry import read_config
+from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 8, 32, 2
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -320,7 +316,7 @@ def test_killed_conversion_is_neither_trusted_nor_kept(tmp_path, cache):
     hf_folder(tmp_path / "mine")
     code = f"""
 import os
-from flexgen_h2o.models.sources import converted_folder
+from flexgen_h2o.models.convert import converted_folder
 converted_folder({str(tmp_path / "mine")!r}, "float16", lambda done, total: os.kill(os.getpid(), 9))
 """
     assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == -9

@@ -26,11 +26,11 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import quantized
-from flexgen_h2o.models.checkpoint import DummyCheckpoint, open_checkpoint
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.convert import Keep
-from flexgen_h2o.models.formats.settings import Quantization
-from flexgen_h2o.models.spec import from_transformers, published, read_config
-from flexgen_h2o.models.weight_options import mixed_options, weight_options
+from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.quantization import Quantization, mixed_options, weight_options
+from flexgen_h2o.models.registry import from_transformers, published, read_config
 from flexgen_h2o.storage.disk import Disk
 
 NEW = 20

@@ -13,7 +13,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cache_cost import RESOURCES, TERMS
 from flexgen_h2o.planning.cost import estimate, layer_steps_of
 from flexgen_h2o.planning.memory_plan import MemoryPlan

@@ -19,8 +19,8 @@ from subprocesses import environment
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key
 from flexgen_h2o.models.dummy import DummyCheckpoint
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.safetensors_io import write_safetensors
-from flexgen_h2o.models.spec import from_transformers
 
 MB = 10**6
 BATCH, PROMPT, NEW = 4, 48, 6

@@ -22,7 +22,7 @@ from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import kept
 from flexgen_h2o.models import family
-from flexgen_h2o.models.spec import from_transformers, published
+from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.planning import memory_rows, planned_run
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.storage.free_memory import (

@@ -10,7 +10,7 @@ from error_cases import refused
 
 from flexgen_h2o.commands import generate
 from flexgen_h2o.config.stage import balanced_bounds
-from flexgen_h2o.models.spec import published
+from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import (

@@ -26,8 +26,8 @@ from flexgen_h2o.models.rope import read_rope
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flexgen_h2o.models.checkpoint import View
     from flexgen_h2o.models.layers import Operations
-    from flexgen_h2o.models.stacked import View
 
 __all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "expert", "head",
            "read", "route", "views", "weights"]
@@ -85,7 +85,7 @@ def weights(cfg: ModelConfig) -> ModelWeights:
 def views(cfg: ModelConfig) -> dict[str, Sequence[View]]:
     """Places of each expert's tensors: all of a layer are one, with gates and ups in turn, which is
     [experts, inputs, outputs], or [experts, outputs, inputs] in MXFP4."""
-    from flexgen_h2o.models.stacked import View  # only now: it loads torch
+    from flexgen_h2o.models.checkpoint import View  # only now: it loads torch
 
     in_turn = 2 * cfg.experts.ffn_size
     parts = (("gate", "gate_up_proj", range(0, in_turn, 2)),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.formats.packed import (
     FLOATS,
     CodedRows,
@@ -39,7 +39,7 @@ from flexgen_h2o.models.formats.scaled import (
     scaled_floats,
     scaled_integers,
 )
-from flexgen_h2o.models.formats.settings import Quantization
+from flexgen_h2o.models.quantization import Quantization
 
 _PACKED, _SCALE, _ZERO, _GROUPS = "_packed", "_scale", "_zero_point", "_g_idx"
 

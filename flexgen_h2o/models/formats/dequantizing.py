@@ -12,12 +12,12 @@ from torch import Tensor
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import CODED_BITS, MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.formats import compressed_tensors, mxfp4, scaled
 from flexgen_h2o.models.formats import packed as awq
 from flexgen_h2o.models.formats import packed as gptq
 from flexgen_h2o.models.formats.packed import Packed, count
-from flexgen_h2o.models.formats.settings import Quantization
+from flexgen_h2o.models.quantization import Quantization
 
 FORMATS: Mapping[str, Callable[[Checkpoint, Quantization], dict[str, Packed]]] = MappingProxyType({
     "fp8": scaled.find, "mxfp4": mxfp4.find, "awq": awq.find_awq, "gptq": gptq.find_gptq,

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import assembled_mxfp4
-from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.formats.packed import (
     CodedRows,
     Codes,
@@ -27,7 +27,7 @@ from flexgen_h2o.models.formats.packed import (
     check_shape,
     part,
 )
-from flexgen_h2o.models.formats.settings import Quantization
+from flexgen_h2o.models.quantization import Quantization
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _BYTES = 16  # of a block

@@ -13,8 +13,8 @@ from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import assembled
-from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
-from flexgen_h2o.models.formats.settings import Quantization
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
+from flexgen_h2o.models.quantization import Quantization
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _HALF_ERROR = 2.0**-11  # of rounding to float16, relative, but for the smallest numbers

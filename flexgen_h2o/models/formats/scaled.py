@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models.checkpoint_base import Checkpoint
+from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.formats.packed import (
     FLOATS,
     CodedRows,
@@ -20,7 +20,7 @@ from flexgen_h2o.models.formats.packed import (
     part,
     raw,
 )
-from flexgen_h2o.models.formats.settings import Quantization
+from flexgen_h2o.models.quantization import Quantization
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALES = (*FLOATS, *([torch.float8_e8m0fnu] if hasattr(torch, "float8_e8m0fnu") else []))

@@ -16,7 +16,7 @@ from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, in_pairs
-from flexgen_h2o.models.checkpoint_base import Checkpoint, TensorInfo
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.gguf.architectures import FUSED_EXPERTS, ROPE_TENSORS, Architecture
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header

@@ -9,11 +9,10 @@ from typing import Any
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, did_you_mean, shown
-from flexgen_h2o.models.formats.settings import quantization
 from flexgen_h2o.models.gguf.architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
 from flexgen_h2o.models.model_config import ModelConfig
-from flexgen_h2o.models.weight_options import weight_options
+from flexgen_h2o.models.quantization import quantization, weight_options
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}

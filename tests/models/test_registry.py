@@ -14,8 +14,9 @@ from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import FAMILIES, family
+from flexgen_h2o.models.registry import from_transformers, published
+from flexgen_h2o.models.rope import RopeConfig
 from flexgen_h2o.models.shapes import PUBLISHED
-from flexgen_h2o.models.spec import RopeConfig, from_transformers, published
 
 # Written down apart from the table of shapes.
 KNOWN = {

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from models.test_checkpoint import read
 from safetensors.torch import save_file
 
-from flexgen_h2o.models import stacked
-from flexgen_h2o.models.checkpoint import open_checkpoint
+from flexgen_h2o.models import checkpoint as checkpoints
+from flexgen_h2o.models.checkpoint import StackedCheckpoint, View, unstacked
+from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.convert import converted_folder
-from flexgen_h2o.models.stacked import StackedCheckpoint, View, unstacked
 
 HIDDEN, FFN, EXPERTS = 6, 5, 3
 
@@ -58,7 +58,7 @@ def save(folder, kind: str, made: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("scratch", [1, 13, 1 << 20])
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_views_are_what_indexing_gives(tmp_path, monkeypatch, kind, scratch, out_dtype):
-    monkeypatch.setattr(stacked, "_SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr(checkpoints, "_SCRATCH_ELEMENTS", scratch)
     made = tensors()
     save(tmp_path, kind, made)
     with unstacked(open_checkpoint(tmp_path), views()) as checkpoint:

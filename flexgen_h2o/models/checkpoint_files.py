@@ -1,0 +1,251 @@
+"""Named tensors of a checkpoint, read one at a time, by byte range where the format allows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Collection
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import torch
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
+from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
+from flexgen_h2o.models.formats.dequantizing import DequantizingCheckpoint
+from flexgen_h2o.models.quantization import quantization
+from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
+
+_SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
+_CONVERT_BYTES = 4 << 20  # of scratch for a read that converts; small enough to stay in cache
+
+
+class SafetensorsCheckpoint(Checkpoint):
+    """Tensors of a safetensors file, or of a folder with one, sharded or not.
+
+    Reads go through preadv straight into the caller's memory: no mmap, whose resident pages
+    would count a second time.
+
+    Parameters
+    ----------
+    path : Path or str
+        A `.safetensors` file, or a folder with `model.safetensors` or
+        `model.safetensors.index.json`.
+
+    Raises
+    ------
+    UserError
+        If a file is missing, truncated or damaged, or the index names a shard outside the
+        folder.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.source = str(path)
+        self._files: dict[Path, int] = {}
+        try:
+            self._infos, self.absent = _collect(path, _SAFETENSORS, self._open)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: Path) -> dict[str, TensorInfo]:
+        try:
+            self._files[file] = os.open(whole_file(file), os.O_RDONLY | os.O_CLOEXEC)
+            return read_header(file, self._files[file])
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
+
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        self._fill_part(name, info, 0, out)
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        extent, flat = info.extent, out.view(-1)
+        fd, width = self._files[extent.path], info.dtype.itemsize
+        first = extent.offset + start * width
+        if out.dtype == info.dtype:
+            pread_exactly(fd, bytes_view(flat), first, extent.path)
+            return
+        # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
+        scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
+        for done in range(0, len(flat), max(1, len(scratch))):
+            part = scratch[: len(flat) - done]
+            pread_exactly(fd, bytes_view(part), first + done * width, extent.path)
+            flat[done : done + len(part)].copy_(part)
+
+    def close(self) -> None:
+        """Close the shards. The checkpoint must not be read afterwards."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+class BinCheckpoint(Checkpoint):
+    """Tensors of `pytorch_model.bin`, sharded or not, unpickled with weights_only alone.
+
+    One shard is mapped at a time. Extents are None: where torch's zip keeps a tensor is
+    torch's own business.
+
+    Parameters
+    ----------
+    folder : Path or str
+        A folder with `pytorch_model.bin` or `pytorch_model.bin.index.json`, or such a file.
+
+    Raises
+    ------
+    UserError
+        If a file is missing, damaged, not in torch's zip format or holds anything but
+        tensors, or if the index names a shard outside the folder.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        folder = Path(folder)
+        self.source = str(folder)
+        self._lock = threading.Lock()
+        self._mapped: tuple[Path, dict[str, torch.Tensor]] | None = None
+        self._file: dict[str, Path] = {}
+        self._infos, self.absent = _collect(folder, _BIN, self._open)
+
+    def _open(self, file: Path) -> dict[str, TensorInfo]:
+        tensors = _load_bin(file)
+        self._file.update(dict.fromkeys(tensors, file))
+        return {key: TensorInfo(t.dtype, tuple(t.shape), None) for key, t in tensors.items()}
+
+    def names(self) -> Collection[str]:
+        return self._infos.keys()
+
+    def info(self, name: str) -> TensorInfo:
+        return self._infos[name]
+
+    def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
+        out.copy_(self._tensor(name))  # any strides: a transposed weight needs no contiguous copy
+
+    def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
+        flat = self._tensor(name).reshape(-1)
+        out.view(-1).copy_(flat[start : start + out.numel()])
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """A mapped tensor."""
+        file = self._file[name]
+        with self._lock:
+            if self._mapped is None or self._mapped[0] != file:
+                self._mapped = None  # unmapped before the next is mapped, not after
+                self._mapped = (file, _load_bin(file))
+            return self._mapped[1][name]
+
+    def close(self) -> None:
+        """Unmap the shard. The checkpoint must not be read afterwards."""
+        with self._lock:
+            self._mapped = None
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open what lies in a folder: safetensors if there is any, else `.bin`.
+
+    Where config.json says that it is quantized, it is presented as the tensors that it stands for.
+
+    Parameters
+    ----------
+    path : Path or str
+        A local folder, or one `.safetensors` or `.bin` file.
+
+    Raises
+    ------
+    UserError
+        If there is no checkpoint, or it cannot be used (see the two classes).
+    """
+    path = Path(path)
+    config = path / "config.json"
+    given = checkpoint_json(config) if config.exists() else None
+    settings = quantization(given, str(path)) if isinstance(given, dict) else None
+    plain = _open_plain(path)
+    if settings is None:
+        return plain
+    try:
+        if not isinstance(plain, SafetensorsCheckpoint):
+            raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
+                            f"model with {_SAFETENSORS}")
+        return DequantizingCheckpoint(plain, settings)
+    except BaseException:
+        plain.close()
+        raise
+
+
+def _open_plain(path: Path) -> Checkpoint:
+    """The tensors of a folder or file as they are stored."""
+    if path.is_file():
+        return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
+    if not path.is_dir():
+        raise UserError(f"no such folder: {path}; give a folder with a checkpoint")
+    for kind, name in ((SafetensorsCheckpoint, _SAFETENSORS), (BinCheckpoint, _BIN)):
+        if (path / name).exists() or (path / f"{name}.index.json").exists():
+            return kind(path)
+    raise UserError(
+        f"no checkpoint in {path}: looked for {_SAFETENSORS} and {_BIN}, "
+        "or either name followed by .index.json"
+    )
+
+
+def _collect(
+    path: Path, name: str, open_shard: Callable[[Path], dict[str, TensorInfo]]
+) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
+    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`;
+    and the shards of those that the index names and no shard has."""
+    file = path / name if path.is_dir() else path
+    index = path / f"{name}.index.json"
+    if file.exists() or not index.exists():
+        return open_shard(file), {}
+    shards_of = _read_index(index)
+    shards = {shard: open_shard(shard) for shard in dict.fromkeys(shards_of.values())}
+    present = {tensor: shards[shard][tensor] for tensor, shard in shards_of.items()
+               if tensor in shards[shard]}
+    return present, {tensor: shard for tensor, shard in shards_of.items() if tensor not in present}
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    found = checkpoint_json(index)
+    shards_of = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(shards_of, dict):
+        raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map")
+    pairs = [(tensor, str(shard)) for tensor, shard in shards_of.items()]
+    for _, shard in pairs:
+        # By name and not by resolving links: the hub's cache links its files out of the folder.
+        # PureWindowsPath splits at both kinds of slash and knows drives.
+        outside = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).drive
+        if outside or ".." in PureWindowsPath(shard).parts or "\0" in shard or not shard:
+            raise UserError(f"{index} names a shard outside its folder: {shard!r}; do not trust it")
+    for shard in dict.fromkeys(shard for _, shard in pairs):
+        if not os.path.isfile(index.parent / shard):
+            raise UserError(f"missing shard {shard} (named in {index}); download or copy it")
+    return {tensor: index.parent / shard for tensor, shard in pairs}
+
+
+def _load_bin(file: Path) -> dict[str, torch.Tensor]:
+    advice = "get the model in safetensors, or save it again with torch.save"
+    checkpoint_text(file, sys.maxsize)
+    try:
+        with zipfile.ZipFile(file) as parts:
+            # Stored as they are, as torch does: ten megabytes can unpack to ten gigabytes.
+            if any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
+                raise ValueError("compressed")
+        loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    except Exception as error:  # an unpickler fed damaged or hostile bytes raises anything
+        raise UserError(
+            f"{file} is damaged, too old, or holds more than tensors, and was not loaded; {advice}"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{file} holds a {type(loaded).__name__}, not named tensors; {advice}")
+    return {
+        name: tensor
+        for name, tensor in loaded.items()
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    }
