@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from shared.raw_file import RawFile, Row, TimedWork, beside, rates, spans
 
-from flexgen_h2o.cache.tiers import FetchedPart, Grid, Records
+from flexgen_h2o.cache.tiers import Capacity, FetchedPart, SlotLayout
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.limits import CACHE_BUFFERS
@@ -147,25 +147,25 @@ class CacheOnDisk:
     """A cache on disk whose parts, one a layer, come to about `nbytes`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, nbytes: int):
-        self._records = Records(config.num_kv_heads, config.head_dim, dtype)
+        self._records = SlotLayout(config.num_kv_heads, config.head_dim, dtype)
         self._sequences = max(1, KV_BYTES // self._records.nbytes(1, KV_SLOTS))
         part = self._records.nbytes(self._sequences, KV_SLOTS)
         # As many as there are staging buffers, so that the round that warms up touches each.
-        self._grid = Grid(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
-        self.nbytes = FetchedPart.file_bytes(self._records, self._sequences, self._grid)
+        self._capacity = Capacity(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
+        self.nbytes = FetchedPart.file_bytes(self._records, self._sequences, self._capacity)
         self.what = f"cache, parts of {part / 1e6:.1f} MB"
 
     def make(self, path: Path, transfers: Transfers) -> None:
         """Let it live in `path`, which has `nbytes`."""
         self._transfers = transfers
-        self._part = FetchedPart(self._records, 0, self._sequences, grid=self._grid,
+        self._part = FetchedPart(self._records, 0, self._sequences, capacity=self._capacity,
                                  transfers=transfers, path=path)
-        for layer, slots in enumerate(self._grid.slots):
+        for layer, slots in enumerate(self._capacity.slots):
             self._part.begin(layer, [(self._sequences, slots)])
 
     def load_all(self) -> None:
         """Every layer in turn, the next two on their way when one is waited for."""
-        count = len(self._grid.slots)
+        count = len(self._capacity.slots)
         for layer in range(-2, count):
             if layer + 2 < count:
                 self._part.load(layer + 2, 0, fetch=True)
@@ -175,7 +175,7 @@ class CacheOnDisk:
 
     def store_all(self) -> None:
         """Every layer's whole part in turn, as after a prefill."""
-        for layer in range(len(self._grid.slots)):
+        for layer in range(len(self._capacity.slots)):
             self._part.load(layer, 0, fetch=False)
             self._part.get(layer, 0)
             self._part.store(layer, 0, None)

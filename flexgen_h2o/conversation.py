@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flexgen_h2o.cache.shape import CacheSize, slots_of
+from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mixed_seed, sampling_params
 from flexgen_h2o.config.validation import check_bool, check_int, typed

@@ -47,7 +47,7 @@ DYNAMIC = {
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
                "llm"}
-TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.decode_metadata", "h2o.key_smoothing",
+TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.cache_rates",
          "planning.calibrate", "distributed.pipeline",

@@ -37,9 +37,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
 from flexgen_h2o import H2OConfig, Placement, Policy
+from flexgen_h2o.cache.disk_recall import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.cache.recalled_tiers import RecallCounts
-from flexgen_h2o.cache.shape import CacheShape, CacheSize
+from flexgen_h2o.cache.layout import CacheShape, CacheSize
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache.shape import CacheShape, LayerCachePlan, layer_cache_plans
+from flexgen_h2o.cache.layout import CacheShape, LayerCachePlan, layer_cache_plans
 from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence

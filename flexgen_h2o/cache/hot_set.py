@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.tiers import Chosen, FetchedPart, Grid, Records
+from flexgen_h2o.cache.tiers import Capacity, FetchedPart, SelectedTokens, SlotLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
@@ -36,7 +36,7 @@ class RecallCounts:
                               for each in fields(self)))
 
 
-class FastSet:
+class HotSet:
     """A cache of tokens, of which each head has as many as it has slots: their numbers alone.
 
     A head is one KV head of one sequence. Of the tokens that are not chosen now, those give their
@@ -106,17 +106,17 @@ class _FastTokens:
     ----------
     records : Tensor [kinds, sequences, kv_heads, slots + 1, width]
         The slots of the fast set, and behind them that of the newest token.
-    found : FastSet
+    found : HotSet
     newest : int32 Tensor [sequences] or None
         Which tokens the newest ones are; None once they are in host memory.
     """
 
     records: Tensor
-    found: FastSet
+    found: HotSet
     newest: Tensor | None = None
 
 
-class MappedPart(FetchedPart):
+class ZeroCopyPart(FetchedPart):
     """A part in page-locked host memory beside a GPU whose kernels read and write it in place
     (zero-copy).
 
@@ -132,15 +132,15 @@ class MappedPart(FetchedPart):
         Slots of the fast set in each layer: none, or at least as many as a step chooses.
     """
 
-    def __init__(self, records: Records, first: int, last: int, *, grid: Grid,
+    def __init__(self, records: SlotLayout, first: int, last: int, *, capacity: Capacity,
                  transfers: Transfers, recalled: Sequence[bool], fast: Sequence[int]):
-        super().__init__(records, first, last, grid=grid, transfers=transfers, path=None)
+        super().__init__(records, first, last, capacity=capacity, transfers=transfers, path=None)
         self._recalled = recalled
         self._slots = fast
         self._sizes_of_fast = [
             round_up(records.nbytes(last - first, slots + 1), PAGE) if slots else 0
             for slots in fast]
-        self._starts = [0, *accumulate(size * grid.batches for size in self._sizes_of_fast)]
+        self._starts = [0, *accumulate(size * capacity.batches for size in self._sizes_of_fast)]
         self._buffer = self._device.empty(self._starts[-1])
         self._fast: dict[tuple[int, int], _FastTokens] = {}
         self._counted = torch.zeros(2, dtype=torch.int64, device=self._device.torch)
@@ -162,7 +162,7 @@ class MappedPart(FetchedPart):
             start = self._starts[layer] + batch * self._sizes_of_fast[layer]
             self._fast[layer, batch] = _FastTokens(
                 typed(self._buffer, start, records.shape(sequences, slots + 1), records.dtype),
-                FastSet(sequences * records.kv_heads, tokens, slots, 1,
+                HotSet(sequences * records.kv_heads, tokens, slots, 1,
                         device=self._device.torch))
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
@@ -200,7 +200,7 @@ class MappedPart(FetchedPart):
         last = self._slots[layer]
         spans = chosen.spans.clone()
         spans[0] = last
-        return Chosen(slots, torch.stack((torch.full_like(before, last), asked)), spans)
+        return SelectedTokens(slots, torch.stack((torch.full_like(before, last), asked)), spans)
 
     def recalled(self, layer, batch, rows):
         if not self._recalled[layer]:

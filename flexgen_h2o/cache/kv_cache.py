@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.cache.decode_attention import HostAttentionQueue, PendingAttention
+from flexgen_h2o.cache.disk_recall import DiskRecallPart, make_parts
 from flexgen_h2o.cache.eviction_state import EvictionStates, Moved, Rope, put, take
-from flexgen_h2o.cache.host_attention import HostAttentionQueue, PendingAttention
-from flexgen_h2o.cache.hot_set import MappedPart, RecallCounts
+from flexgen_h2o.cache.hot_set import RecallCounts, ZeroCopyPart
+from flexgen_h2o.cache.layout import CacheShape, CacheSize, LayerCachePlan
 from flexgen_h2o.cache.prefill import LayerAttention, PromptAttention
-from flexgen_h2o.cache.recalled_tiers import RecalledPart, make_parts
 from flexgen_h2o.cache.retrieval import Recall, RecallStep, SparseAttention
-from flexgen_h2o.cache.shape import CacheShape, CacheSize, LayerCachePlan
-from flexgen_h2o.cache.tiers import CachePart, Changed, Grid, Records
+from flexgen_h2o.cache.tiers import CachePart, Capacity, SlotLayout, SlotUpdate
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.decode_metadata import decode_metadata
+from flexgen_h2o.h2o.eviction import decode_metadata
 from flexgen_h2o.h2o.key_smoothing import BasisChange, LayerSmoothing
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
@@ -125,16 +125,17 @@ class KVCache:
         self._transfers = transfers
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
-        self._changed: dict[tuple, Changed] = {}
+        self._changed: dict[tuple, SlotUpdate] = {}
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
         self._host = HostAttentionQueue(counts[1], transfers)
 
-        def make(name: str, records: Records, slots: tuple[int, ...], *, on_host: bool = False,
+        def make(name: str, records: SlotLayout, slots: tuple[int, ...], *, on_host: bool = False,
                  **recall: Sequence):
             return make_parts(
-                records, Grid(size.batches, slots), counts, transfers=transfers, on_host=on_host,
+                records, Capacity(size.batches, slots), counts, transfers=transfers,
+                on_host=on_host,
                 file=lambda nbytes: run_folder().file(f"{name}.bin", nbytes), **recall)
 
         self.parts: list[CachePart] = make(
@@ -142,7 +143,7 @@ class KVCache:
             on_host=policy.cpu_cache_compute and transfers.device.separate,
             recalled=[h2o is not None and budgets.recalled(h2o, layer, 1) is not None
                       for layer in range(shape.num_layers)],
-            fast=[budgets.fast_slots(h2o, layer, most, policy.fast_set)
+            fast=[budgets.hot_slots(h2o, layer, most, policy.fast_set)
                   if policy.fetch_chosen else 0
                   for layer, most in enumerate(size.slots)])
         self._prompts: list[CachePart] = self.parts
@@ -176,7 +177,7 @@ class KVCache:
         continues = any(batch_layout.has_continued for batch_layout in batches)
         for part in dict.fromkeys([*self.parts, *self._prompts]):
             if continues:
-                part.settle()
+                part.synchronize()
             else:
                 part.reset()
         states = self._evictions.begin(batches)
@@ -210,7 +211,7 @@ class KVCache:
             if self._holds_continued(batch, part):
                 state, mine = self._evictions.state(layer, batch, part), part.sequences(batch)
                 part.load(layer, batch, fetch=False,
-                          cached=batch_layout.most_tokens(0) if state is None else None)
+                          cached=batch_layout.max_tokens(0) if state is None else None)
                 put(moved, batch_layout.continued[mine], part.get(layer, batch), state)
                 if self._recall is not None:
                     self._recall.cached(layer, batch, part, tokens=[
@@ -231,7 +232,7 @@ class KVCache:
         """
         self._host.reset()
         for part in self.parts:
-            part.settle()
+            part.synchronize()
         self._begin_batches(batches)
 
     def _begin_batches(self, batches: Sequence[BatchLayout]) -> None:
@@ -260,7 +261,7 @@ class KVCache:
         batch_layout = self._batch_layouts[batch]
         cached = None  # which slots count, eviction knows
         if not self._evictions.plans[batch][layer].evicts:
-            cached = batch_layout.most_tokens(max(0, batch_layout.token(forward_pass) - 1))
+            cached = batch_layout.max_tokens(max(0, batch_layout.token(forward_pass) - 1))
         if not batch_layout.in_prefill(forward_pass):
             for part in self._here(batch):
                 if not part.recalls(layer):
@@ -268,12 +269,12 @@ class KVCache:
                               keys_only=self.shape.attn_sparsity < 1)
             return
         apart = self._prompts is not self.parts
-        if batch_layout.grows:
+        if batch_layout.appends:
             for part in self._here(batch, self._prompts):
                 continued = not apart and self._holds_continued(batch, part)
-                part.load(layer, batch, fetch=continued or batch_layout.begun(forward_pass),
+                part.load(layer, batch, fetch=continued or batch_layout.has_cached(forward_pass),
                           cached=None if apart else cached)
-        if batch_layout.token(forward_pass) == 0 and (apart or not batch_layout.grows):
+        if batch_layout.token(forward_pass) == 0 and (apart or not batch_layout.appends):
             for part in self._here(batch):
                 part.load(layer, batch, fetch=self._holds_continued(batch, part), cached=cached)
 
@@ -325,7 +326,7 @@ class KVCache:
             else:
                 out, taken = attend(*rows)
                 if part.moves and not part.recalls(layer):
-                    self._changed[layer, batch, part.first] = Changed.read(
+                    self._changed[layer, batch, part.first] = SlotUpdate.gather(
                         part.get(layer, batch), taken)
             attending.outputs[part.first] = out
         return attending
@@ -380,12 +381,12 @@ class KVCache:
         """Counts of what has been recalled so far where there is a fast set, else None; where that
         is a GPU's, this waits for it."""
         return next((replace(part.counts) for part in self.parts if self._fetches_chosen
-                     and isinstance(part, RecalledPart | MappedPart)), None)
+                     and isinstance(part, DiskRecallPart | ZeroCopyPart)), None)
 
     @property
     def supports_prefetch(self) -> bool:
         """True if tokens can come ahead, by a guess at what will be chosen: `prefetch_token`."""
-        return any(isinstance(part, RecalledPart) for part in self.parts)
+        return any(isinstance(part, DiskRecallPart) for part in self.parts)
 
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
                      sinks: torch.Tensor | None = None) -> None:
@@ -432,7 +433,7 @@ class KVCache:
                    sinks: torch.Tensor | None = None, out: torch.Tensor,
                    capture: cpu_library.CapturedCalls) -> None:
         """Note `attend_token` among the steps of a program, which then attends to what q, k and v
-        hold, writes to `out` (like q) and caches the token that `begin_token` named."""
+        hold, writes to `out` (like q) and caches the token that `prepare_replay` named."""
         part, = self._here(batch)
         rotations = self._rotations(layer, batch, rope)
         offsets = self._offsets(layer, q, rotations[0][1])
@@ -450,7 +451,7 @@ class KVCache:
                                 metadata=self._step_metadata.newest(layer, batch, part),
                                 eviction=state, out=out, capture=capture, form=form)
 
-    def begin_token(self, batch: int, token: int) -> None:
+    def prepare_replay(self, batch: int, token: int) -> None:
         """Bring the metadata of what is bound of a batch to new token `token` (from 1)."""
         part, = self._here(batch)
         plans = enumerate(self._evictions.plans[batch])

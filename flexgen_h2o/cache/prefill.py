@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from flexgen_h2o.cache.eviction_state import EvictionStates, Rope
+from flexgen_h2o.cache.layout import CacheShape
 from flexgen_h2o.cache.retrieval import Recall
-from flexgen_h2o.cache.shape import CacheShape
 from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
@@ -296,14 +296,14 @@ class PromptAttention:
         """
         batch_layout = self._batch_layouts[batch]
         rolling = rope is not None and self._evictions.rolls(layer, batch)
-        appends = batch_layout.grows and not self._apart
+        appends = batch_layout.appends and not self._apart
         cached = k.clone() if rolling and not appends else k
         if not (rolling and appends):
             for x in (q, k):
                 ops.rotate_(x, rope)
         lengths = [len(span) for span in spans]
         attention = LayerAttention(self._shape.form(layer), sinks)
-        if batch_layout.grows:
+        if batch_layout.appends:
             attend = self._append if appends else self._attend_span
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
             outputs = [attend(layer, batch, span, *some, attention)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.shape import CacheShape, CacheSize
-from flexgen_h2o.cache.tiers import CachePart, Chosen, picked
+from flexgen_h2o.cache.layout import CacheShape, CacheSize
+from flexgen_h2o.cache.tiers import CachePart, SelectedTokens, gather_slots
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget
@@ -181,11 +181,11 @@ class Recall:
         return min(tokens - 1, budget.recalled(self._h2o, layer, length, tokens - length))
 
     def choose(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any
-               ) -> Chosen:
+               ) -> SelectedTokens:
         """The tokens that a new one attends to, by its query and key; see `attend`."""
         slots = ops.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
                                 most=step.most, **options)
-        return Chosen(slots, step.metadata, step.spans)
+        return SelectedTokens(slots, step.metadata, step.spans)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
                step: RecallStep, **options: Any) -> tuple[Tensor, Tensor]:
@@ -302,7 +302,7 @@ class SparseAttention:
             index = self._carry(index, "cpu", D2H)
             values = self._carry(part.gather(*where, index), self._transfers.device.torch, H2D)
         else:
-            values = picked(held[1], index)
+            values = gather_slots(held[1], index)
         return ops.attend_chosen(k, v, slots=held, values=values, weights=weights,
                                  metadata=metadata, layout=layout)
 

@@ -25,7 +25,7 @@ from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
 
 
 @dataclass(frozen=True)
-class Records:
+class SlotLayout:
     """The contents of a slot: for each of `kinds`, `width` elements of `dtype` per KV head.
 
     The kinds are keys and values; or there is one, whose records hold both (`CacheLayout`).
@@ -46,7 +46,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Grid:
+class Capacity:
     """The most that parts hold: batches of a block, and slots of a sequence in each layer."""
 
     batches: int
@@ -54,7 +54,7 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Changed:
+class SlotUpdate:
     """The changes of a decode step: [kinds, sequences, kv_heads, width] into slots [sequences,
     kv_heads]"""
 
@@ -62,7 +62,7 @@ class Changed:
     slots: torch.Tensor
 
     @classmethod
-    def read(cls, held: torch.Tensor, slots: torch.Tensor) -> Changed:
+    def gather(cls, held: torch.Tensor, slots: torch.Tensor) -> SlotUpdate:
         """The contents of some slots of `held` [kinds, sequences, kv_heads, slots, width]."""
         place = slots[None, ..., None, None].expand(len(held), -1, -1, 1, held.shape[-1])
         return cls(held.gather(3, place).squeeze(3), slots)
@@ -76,7 +76,7 @@ class Changed:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedTokens:
     """The slots that a decode step attends to, and those that it writes.
 
     Attributes
@@ -94,7 +94,7 @@ class Chosen:
     spans: torch.Tensor
 
 
-def picked(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
+def gather_slots(values: torch.Tensor, index: torch.Tensor, out: torch.Tensor | None = None
            ) -> torch.Tensor:
     """The records in some slots of each head.
 
@@ -119,7 +119,7 @@ class CachePart:
     gathers_values = False
     """True if keys can be fetched alone, and `gather` then gives single values."""
 
-    def __init__(self, records: Records, first: int, last: int):
+    def __init__(self, records: SlotLayout, first: int, last: int):
         self.records = records
         self.first = first
         self.last = last
@@ -138,7 +138,7 @@ class CachePart:
     def reset(self) -> None:
         """Wait for all that is under way; what is cached and what went wrong does not count."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for all that is under way and keep what is cached. Raises what went wrong in it."""
 
     def sequences(self, batch: int) -> slice:
@@ -178,7 +178,7 @@ class CachePart:
         others, and where all is in fast memory."""
         return ()
 
-    def expect(self, layer: int, batch: int, chosen: Chosen) -> None:
+    def expect(self, layer: int, batch: int, chosen: SelectedTokens) -> None:
         """Start bringing tokens that the next `ask` may choose."""
 
     def log_weights(self, layer: int, batch: int, rows: slice) -> torch.Tensor | None:
@@ -191,7 +191,7 @@ class CachePart:
         other: attention over some goes on while those of others come."""
         return [slice(0, sequences)]
 
-    def ask(self, layer: int, batch: int, rows: slice, chosen: Chosen) -> Chosen:
+    def ask(self, layer: int, batch: int, rows: slice, chosen: SelectedTokens) -> SelectedTokens:
         """Start bringing the tokens that some sequences choose, where token i has slot i; `chosen`
         with their slots in `recalled`."""
         return chosen
@@ -201,24 +201,24 @@ class CachePart:
         return self.get(layer, batch)[:, rows]
 
     def gather(self, layer: int, batch: int, index: torch.Tensor) -> torch.Tensor:
-        """The values in some slots, as `picked` has them, on the host until the buffer moves on."""
+        """The values in some slots, as of `gather_slots`, on the host until the buffer moves on."""
         raise NotImplementedError
 
-    def store(self, layer: int, batch: int, changed: Changed | None) -> None:
+    def store(self, layer: int, batch: int, changed: SlotUpdate | None) -> None:
         """Start writing back what compute changed; None: everything."""
 
 
 class ResidentPart(CachePart):
     """A part in the memory of what attends over it, used in place."""
 
-    def __init__(self, records: Records, first: int, last: int, *, grid: Grid, device: Device,
-                 on_host: bool = False):
+    def __init__(self, records: SlotLayout, first: int, last: int, *, capacity: Capacity,
+                 device: Device, on_host: bool = False):
         super().__init__(records, first, last)
         self.on_host = on_host
-        self._batches = grid.batches
+        self._batches = capacity.batches
         self._strides = [round_up(records.nbytes(last - first, slots), PAGE)
-                         for slots in grid.slots]
-        self._starts = [0, *accumulate(stride * grid.batches for stride in self._strides)]
+                         for slots in capacity.slots]
+        self._starts = [0, *accumulate(stride * capacity.batches for stride in self._strides)]
         make = device.host_empty if on_host else device.empty
         self._buffer = make(self._starts[-1])
 
@@ -261,7 +261,7 @@ class WriteBackLog:
 
 
 @dataclass
-class CachedRecords(BackingStore):
+class CacheStore(BackingStore):
     """The backing store of one (layer, batch) of a fetched part.
 
     `slots` are those of a head, once all that has been submitted is done; 0: nothing rests here.
@@ -283,22 +283,22 @@ class FetchedPart(CachePart):
 
     moves = True
 
-    def __init__(self, records: Records, first: int, last: int, *, grid: Grid,
+    def __init__(self, records: SlotLayout, first: int, last: int, *, capacity: Capacity,
                  transfers: Transfers, path: str | None):
         super().__init__(records, first, last)
         self._transfers = transfers
         self._device = transfers.device
         self.gathers_values = path is None
         sequences = last - first
-        sizes, staged = zip(*self._layer_sizes(sequences, grid), strict=True)
-        keys = [(layer, b) for layer in range(len(sizes)) for b in range(grid.batches)]
+        sizes, staged = zip(*self._layer_sizes(sequences, capacity), strict=True)
+        keys = [(layer, b) for layer in range(len(sizes)) for b in range(capacity.batches)]
         if path is None:
-            self._stores = {key: CachedRecords(host=self._device.host_empty(sizes[key[0]]))
+            self._stores = {key: CacheStore(host=self._device.host_empty(sizes[key[0]]))
                             for key in keys}
         else:
             starts = accumulate((sizes[layer] for layer, _ in keys), initial=0)
             self._stores = {
-                key: CachedRecords(extent=Extent(path, start, sizes[key[0]]),
+                key: CacheStore(extent=Extent(path, start, sizes[key[0]]),
                                    log=self._log(sequences))
                 for key, start in zip(keys, starts, strict=False)
             }
@@ -306,14 +306,14 @@ class FetchedPart(CachePart):
             transfers, [self._staging(max(staged), sequences) for _ in range(CACHE_BUFFERS)])
 
     @staticmethod
-    def file_bytes(records: Records, sequences: int, grid: Grid) -> int:
+    def file_bytes(records: SlotLayout, sequences: int, capacity: Capacity) -> int:
         """Bytes of the file that a part of so many sequences takes on disk."""
-        return grid.batches * sum(round_up(records.nbytes(sequences, slots), PAGE)
-                                  for slots in grid.slots)
+        return capacity.batches * sum(round_up(records.nbytes(sequences, slots), PAGE)
+                                  for slots in capacity.slots)
 
-    def _layer_sizes(self, sequences: int, grid: Grid) -> list[tuple[int, int]]:
+    def _layer_sizes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
         """Bytes of each layer's backing store, and of a staging buffer for it."""
-        sizes = [round_up(self.records.nbytes(sequences, slots), PAGE) for slots in grid.slots]
+        sizes = [round_up(self.records.nbytes(sequences, slots), PAGE) for slots in capacity.slots]
         return list(zip(sizes, sizes, strict=True))
 
     def _staging(self, nbytes: int, sequences: int) -> StagingBuffer:
@@ -341,7 +341,7 @@ class FetchedPart(CachePart):
     def reset(self):
         self._ring.reset()
 
-    def settle(self):
+    def synchronize(self):
         self._ring.settle()
 
     def _shape(self, layer: int, batch: int, slots: int) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ class FetchedPart(CachePart):
         before, store.busy, store.slots = store.busy, [], slots
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
-    def _fetch(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
+    def _fetch(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
                stored_shape: tuple[int, ...], shape: tuple[int, ...], keys_only: bool
                ) -> list[Handle]:
         """Fill the staging buffer; what else must be over before it is filled again.
@@ -370,7 +370,7 @@ class FetchedPart(CachePart):
         device, host = (typed(buffer, 0, shape, records.dtype)
                         for buffer in (staging.device, staging.host))
         if store.host is not None:
-            move_apart(store.host, stored_shape, shape, records.dtype.itemsize)
+            expand_slots(store.host, stored_shape, shape, records.dtype.itemsize)
             kinds = 1 if keys_only else records.kinds
             source = typed(store.host, 0, shape, records.dtype)
             lane.copy(device[:kinds], source[:kinds], H2D)
@@ -378,7 +378,7 @@ class FetchedPart(CachePart):
         there = staging.host[: round_up(math.prod(stored_shape) * records.dtype.itemsize, PAGE)]
         lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, there.nbytes, 0)],
                        there)
-        move_apart(staging.host, stored_shape, shape, records.dtype.itemsize)
+        expand_slots(staging.host, stored_shape, shape, records.dtype.itemsize)
         log, writes = store.log, []
         if log.count:
             log.write(host)
@@ -390,7 +390,7 @@ class FetchedPart(CachePart):
             lane.copy(device, host, H2D)
         return writes
 
-    def _write_back(self, store: CachedRecords, staged: torch.Tensor) -> Handle:
+    def _write_back(self, store: CacheStore, staged: torch.Tensor) -> Handle:
         """Write the staged bytes to disk. What compute changes meanwhile is in the write-back log
         too."""
         extent = Extent(store.extent.path, store.extent.offset, staged.nbytes)
@@ -409,7 +409,7 @@ class FetchedPart(CachePart):
         staging, store = self._ring.get((layer, batch)), self._stores[layer, batch]
         values = typed(store.host, 0, self._shape(layer, batch, store.slots), self.records.dtype)[1]
         chosen = (index.numel(), self.records.width)
-        return picked(values, index, typed(staging.host, 0, chosen, self.records.dtype))
+        return gather_slots(values, index, typed(staging.host, 0, chosen, self.records.dtype))
 
     def store(self, layer, batch, changed):
         store = self._stores[layer, batch]
@@ -418,7 +418,7 @@ class FetchedPart(CachePart):
             partial(self._store_changed, **some, changed=changed))
         store.busy.append(self._ring.store((layer, batch), empty))
 
-    def _store_all(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
+    def _store_all(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
                    shape: tuple[int, ...]) -> None:
         held = typed(staging.device, 0, shape, self.records.dtype)
         if store.host is not None:
@@ -431,8 +431,8 @@ class FetchedPart(CachePart):
         extent = Extent(store.extent.path, store.extent.offset, round_up(held.nbytes, PAGE))
         lane.disk.write(extent, staging.host[: extent.nbytes])
 
-    def _store_changed(self, lane: Lane, staging: StagingBuffer, *, store: CachedRecords,
-                       changed: Changed, shape: tuple[int, ...]) -> None:
+    def _store_changed(self, lane: Lane, staging: StagingBuffer, *, store: CacheStore,
+                       changed: SlotUpdate, shape: tuple[int, ...]) -> None:
         if self._device.separate:
             sources = (changed.fresh, changed.slots)
             landed = [typed(buffer, 0, source.shape, source.dtype)
@@ -440,7 +440,7 @@ class FetchedPart(CachePart):
             for target, source in zip(landed, sources, strict=True):
                 lane.copy(target, source, D2H)
             lane.flush()
-            changed = Changed(*landed)
+            changed = SlotUpdate(*landed)
         if store.host is not None:
             changed.write(typed(store.host, 0, shape, self.records.dtype))
             return
@@ -450,8 +450,8 @@ class FetchedPart(CachePart):
         log.count += 1
 
 
-def move_apart(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...], itemsize: int
-               ) -> None:
+def expand_slots(buffer: torch.Tensor, before: tuple[int, ...], after: tuple[int, ...],
+                 itemsize: int) -> None:
     """Move the heads' records apart, in place.
 
     Parameters

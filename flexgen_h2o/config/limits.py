@@ -47,7 +47,7 @@ store is rewritten then."""
 PAGE = 4096
 """Bytes to which reads and writes of a disk that pass the page cache by are aligned."""
 
-FAST_SET = 2
+HOT_SET = 2
 """Times the tokens that a step attends to by recall: so many stay in memory of a cache on disk."""
 
 NEWEST_RECORDS = 2

@@ -74,7 +74,7 @@ class Batch:
             lead = first.setdefault(request.shared if shares else place, place)
             self.alike.setdefault(lead, []).append(place)
         alike: dict[object, list[int]] = {}
-        shares_prefix = shares_prefix and not batch_layout.grows
+        shares_prefix = shares_prefix and not batch_layout.appends
         for lead in self.alike:
             length, prompt = self.requests[lead].shared
             # Others stand in their order, each by itself: one that is all beginning leaves nothing.

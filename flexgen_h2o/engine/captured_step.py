@@ -106,13 +106,13 @@ class TokenLayers:
         self.complete = self._captures_attention and len(self.bound) == len(layers)
         """True if these are every decoder layer, or every first half of one, with attention."""
 
-    def begin_token(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
+    def prepare_replay(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                     token: int) -> None:
         """Begin a forward pass of the block's new token `token` (from 1) of a batch: positions and
         lengths as of `rope_tables`."""
         if not (self.bound and self._captures_attention):
             return
-        self._workspace.cache.begin_token(batch, token)
+        self._workspace.cache.prepare_replay(batch, token)
         tables = all_tables(self._config.ropes, positions, torch.float32, lengths)
         if batch not in self._rope:
             self._rope[batch] = tables

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from flexgen_h2o.cache.host_attention import PendingAttention
+from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
@@ -130,7 +130,7 @@ class DecoderLayers:
         given = batch.rope_lengths(step.forward_pass)
         lengths = None if given is None else torch.tensor(given)
         if not batch.batch_layout.in_prefill(step.forward_pass):
-            self._token_layers.begin_token(
+            self._token_layers.prepare_replay(
                 step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
             if self._token_layers.complete:
                 return

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
-from flexgen_h2o.cache.recalled_tiers import recalls_in_place
-from flexgen_h2o.cache.shape import CacheShape, evicting_layers
+from flexgen_h2o.cache.disk_recall import recalls_in_place
+from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage

@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 
 from flexgen_h2o.cache.alternatives import SimulatedBlockCache
-from flexgen_h2o.cache.host_attention import PendingAttention
+from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.cache.hot_set import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.cache.shape import CacheShape, CacheSize, slots_of
+from flexgen_h2o.cache.layout import CacheShape, CacheSize, slots_of
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import HIDDEN_BUFFERS
 from flexgen_h2o.config.placement import Placement
@@ -215,7 +215,7 @@ class BlockCache(Protocol):
     def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
         """Note the attention of a token step for a program; only where `supports_capture`."""
 
-    def begin_token(self, batch: int, token: int) -> None:
+    def prepare_replay(self, batch: int, token: int) -> None:
         """Tell what was bound which token comes."""
 
     def nbytes(self) -> int:

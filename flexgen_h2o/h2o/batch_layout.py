@@ -101,7 +101,7 @@ class BatchLayout:
         appended = token if origin is None else origin.generated - 1 + token
         return self.lengths[sequence] + min(appended, self.limit(sequence))
 
-    def most_tokens(self, token: int) -> int:
+    def max_tokens(self, token: int) -> int:
         """Those of the sequence that has most."""
         return max(self.tokens(sequence, token) for sequence in range(len(self)))
 
@@ -128,11 +128,11 @@ class BatchLayout:
             yield PromptChunk(sequence, max(self.past, end - self.chunk), end)
 
     @property
-    def grows(self) -> bool:
+    def appends(self) -> bool:
         """True if prompts come onto something that is cached, of themselves or of earlier runs."""
         return self.chunk is not None or self.past > 0
 
-    def begun(self, forward_pass: int) -> bool:
+    def has_cached(self, forward_pass: int) -> bool:
         """True if something of these prompts was cached before a forward pass."""
         return not self.in_prefill(forward_pass) or any(
             span.start for span in self.spans(forward_pass) if self.origin(span.sequence) is None)

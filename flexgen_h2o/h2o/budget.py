@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.limits import FAST_SET
+from flexgen_h2o.config.limits import HOT_SET
 
 # 0.29 * 100 is 28.999999999999996 in binary, but 29 was meant.
 _RATIO_SLACK = 1e-9
@@ -84,14 +84,14 @@ def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -
     return None if h2o.ratios(layer) == (1, 1) else _budget(h2o, layer, prompt_len, new).total
 
 
-def fast_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
+def hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
     """Tokens of a KV head that memory holds of a cache on disk with so many slots of a sequence, if
     `recalled` ones alone are fetched; 0 in layers that are fetched whole. `share` is
     `Policy.fast_set`."""
     count = recalled(h2o, layer, slots)
     if count is None:
         return 0
-    return min(slots, FAST_SET * count if share is None else max(count, _share(share, slots)))
+    return min(slots, HOT_SET * count if share is None else max(count, _share(share, slots)))
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.cache.tiers import Changed, FetchedPart, Grid, Records
+from flexgen_h2o.cache.tiers import Capacity, FetchedPart, SlotLayout, SlotUpdate
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.kernels import ops
@@ -53,8 +53,8 @@ def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
     """Seconds of a decode step of one layer."""
     transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
     try:
-        part = FetchedPart(Records(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
-                           grid=Grid(1, (SLOTS,)), transfers=transfers, path=file)
+        part = FetchedPart(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
+                           capacity=Capacity(1, (SLOTS,)), transfers=transfers, path=file)
         part.begin(0, [(sequences, SLOTS)])
         part.load(0, 0, fetch=False)
         part.get(0, 0).zero_()
@@ -64,8 +64,8 @@ def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
             for step in range(WRITE_BACK_TOKENS):
                 part.load(0, 0, fetch=True)
                 slots = torch.full((sequences, KV_HEADS), step)
-                part.store(0, 0, Changed.read(part.get(0, 0), slots))
-            part.settle()
+                part.store(0, 0, SlotUpdate.gather(part.get(0, 0), slots))
+            part.synchronize()
 
         steps()
         began = time.process_time()

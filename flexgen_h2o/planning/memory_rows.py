@@ -32,7 +32,7 @@ from flexgen_h2o.config.limits import (
     WRITE_BACK_TOKENS,
 )
 from flexgen_h2o.config.placement import TIERS
-from flexgen_h2o.h2o.budget import fast_slots, recalled
+from flexgen_h2o.h2o.budget import hot_slots, recalled
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
     head_bytes,
@@ -267,7 +267,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     yield PlanRow("cache", gpu, cpu, disk)
     if run.recalls_from_disk:
         yield PlanRow("fast set", 0, in_memory)
-    if run.has_fast_set:
+    if run.has_hot_set:
         yield PlanRow("fast set", placed[1] * _fast_bytes(run, held, record))
     here, host = _staging(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
@@ -291,7 +291,7 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRo
     fast set, the newest, which slot has which, and what each has weighed."""
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
-        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
         if not fast:
             disk += record * most
             continue
@@ -307,7 +307,7 @@ def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
     token, which slot has which, what each has weighed, and what orders them."""
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
-        fast = fast_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
         if fast:
             nbytes += record * (fast + 1) + heads * 4 * (2 * most + 2 * fast)
     return run.workload.num_gpu_batches * nbytes

@@ -322,7 +322,7 @@ class PlannedRun:
         return self.has_gpu and recalls and not self.attends_on_host
 
     @property
-    def has_fast_set(self) -> bool:
+    def has_hot_set(self) -> bool:
         """True if a GPU's memory holds tokens of a cache in host memory that is recalled."""
         return self.policy.fetch_chosen and self.recalls_in_place
 

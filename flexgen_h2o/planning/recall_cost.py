@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout, PageLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
-from flexgen_h2o.h2o.budget import cached, fast_slots, recalled
+from flexgen_h2o.h2o.budget import cached, hot_slots, recalled
 from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes
 
@@ -198,7 +198,7 @@ class CachedTokens:
                 total += self._attended(layer) * self._record
                 continue
             read = tokens.chosen * self._record
-            if self._run.has_fast_set:
+            if self._run.has_hot_set:
                 read = min(read, missing_tokens(self._recall, tokens) * self._record)
             total, awaited = total + read, awaited + read
         return total / layers, awaited / layers
@@ -210,7 +210,7 @@ class CachedTokens:
             return None
         load, attended = run.workload, self._attended(layer)
         chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
-        held = fast_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
+        held = hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
                           run.policy.fast_set)
         return None if chosen is None else RecalledTokens(
             min(chosen, attended), attended, run.model.num_kv_heads, self._record, held)

@@ -15,7 +15,7 @@ from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import tiers
-from flexgen_h2o.cache.tiers import Changed, WriteBackLog, move_apart
+from flexgen_h2o.cache.tiers import SlotUpdate, WriteBackLog, expand_slots
 from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
@@ -32,7 +32,7 @@ def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
                            generator=torch.Generator().manual_seed(seed))
     old = buffer[: math.prod(before) * itemsize].view(*before[:-1], -1).clone()
     rest = buffer[size:].clone()
-    move_apart(buffer, before, after, itemsize)
+    expand_slots(buffer, before, after, itemsize)
     assert torch.equal(buffer[:size].view(*after[:-1], -1)[:, :, :, :few], old)
     assert torch.equal(buffer[size:], rest), "nothing beyond"
 
@@ -51,7 +51,7 @@ def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, co
     held = torch.zeros(2, sequences, heads, slots, width, dtype=dtype)
     expected = held.clone()
     for fresh, there in zip(log.fresh[:count], log.slots[:count], strict=True):
-        Changed(fresh[:, :sequences], there[:sequences]).write(expected)
+        SlotUpdate(fresh[:, :sequences], there[:sequences]).write(expected)
     log.write(held)
     assert torch.equal(held, expected)
 

@@ -20,7 +20,7 @@ from internals import (
 from llm.test_llm import make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache import host_attention, kv_cache
+from flexgen_h2o.cache import decode_attention, kv_cache
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.models import family
@@ -138,7 +138,7 @@ def test_the_cpu_attends_while_other_batches_compute(tiny_model, gpu, monkeypatc
     started = [threading.Event() for _ in range(jobs * (NEW - 1))]
     running = itertools.count()
     starts = itertools.count()
-    decode, start = kv_cache.ops.decode_attention, host_attention.HostAttentionQueue.start
+    decode, start = kv_cache.ops.decode_attention, decode_attention.HostAttentionQueue.start
 
     def patient(*args, **options):
         number = next(running)  # one thread, one after the other
@@ -153,7 +153,7 @@ def test_the_cpu_attends_while_other_batches_compute(tiny_model, gpu, monkeypatc
         return found
 
     monkeypatch.setattr(kv_cache.ops, "decode_attention", patient)
-    monkeypatch.setattr(host_attention.HostAttentionQueue, "start", noted)
+    monkeypatch.setattr(decode_attention.HostAttentionQueue, "start", noted)
     prompts = prompts_of(tiny, [9, 5, 4, 2])
     got = tokens(tiny, prompts, gpu_batch_size=2, cache=HOST, cpu_cache_compute=True)
     assert not late and next(starts) == len(started)

@@ -13,8 +13,7 @@ from kernel_cases import MIXED, of_form
 
 from flexgen_h2o.config.h2o import KERNELS, H2OConfig
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.h2o.decode_metadata import decode_metadata
-from flexgen_h2o.h2o.eviction import EMPTY, Cut, eviction_of, new_state
+from flexgen_h2o.h2o.eviction import EMPTY, Cut, decode_metadata, eviction_of, new_state
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
 

@@ -15,7 +15,7 @@ from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache.tiers import picked
+from flexgen_h2o.cache.tiers import gather_slots
 from flexgen_h2o.config.cache_layout import CacheOptions, GroupLayout
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
@@ -64,7 +64,7 @@ def attend(case, sparsity: float):
     slots, metadata, layout = mine["slots"], mine["metadata"], mine["layout"]
     index, weights = ops.choose_values(mine["q"], mine["k"], keys=slots[0], metadata=metadata,
                                        sparsity=sparsity, layout=layout)
-    values = picked(slots[1].contiguous(), index)
+    values = gather_slots(slots[1].contiguous(), index)
     out, taken = ops.attend_chosen(mine["k"], mine["v"], slots=slots, values=values,
                                    weights=weights, metadata=metadata, layout=layout)
     return index, weights, out, taken, mine
@@ -152,7 +152,7 @@ def test_the_memory_plan_covers_the_temporaries(form, sparsity):
         slots, metadata, layout = case["slots"], case["metadata"], case["layout"]
         index, weights = ops.choose_values(case["q"], case["k"], keys=slots[0, :, :, :300],
                                            metadata=metadata, sparsity=sparsity, layout=layout)
-        ops.attend_chosen(case["k"], case["v"], slots=slots, values=picked(slots[1], index),
+        ops.attend_chosen(case["k"], case["v"], slots=slots, values=gather_slots(slots[1], index),
                           weights=weights, metadata=metadata, layout=layout)
 
     case["slots"] = case["slots"].contiguous()

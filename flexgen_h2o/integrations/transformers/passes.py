@@ -9,7 +9,7 @@ import torch
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget
-from flexgen_h2o.h2o.decode_metadata import decode_metadata
+from flexgen_h2o.h2o.eviction import decode_metadata
 
 
 @dataclass(frozen=True)

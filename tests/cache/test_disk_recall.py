@@ -10,9 +10,9 @@ from h2o.test_h2o import prompts_of, run, tokens
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
-from flexgen_h2o.cache import recalled_tiers
-from flexgen_h2o.cache.recalled_tiers import in_records, in_rows, page_layout
-from flexgen_h2o.cache.tiers import Records
+from flexgen_h2o.cache import disk_recall
+from flexgen_h2o.cache.disk_recall import in_records, in_rows, page_layout
+from flexgen_h2o.cache.tiers import SlotLayout
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
@@ -31,11 +31,11 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 def small_records(monkeypatch):
     """Few tokens in a record, so that short texts have many, and a fast set that is full soon."""
     monkeypatch.setattr(PageLayout, "tokens", 5)
-    monkeypatch.setattr(budget, "FAST_SET", 1)
+    monkeypatch.setattr(budget, "HOT_SET", 1)
 
 
 def test_records_fill_pages_and_keep_their_tokens():
-    records = Records(3, 64, torch.bfloat16)
+    records = SlotLayout(3, 64, torch.bfloat16)
     layout = page_layout(records, 100)
     assert (layout.tokens, layout.record_bytes, layout.rows) == (16, 4096, 7)
     assert layout.sequence_bytes == 7 * 3 * 4096
@@ -45,7 +45,7 @@ def test_records_fill_pages_and_keep_their_tokens():
     assert torch.equal(in_rows(buffer, layout, records).flatten(2, 3), held)
     record = in_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
     assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
-    assert page_layout(Records(1, 1000, torch.float32), 9).record_bytes == 8192
+    assert page_layout(SlotLayout(1, 1000, torch.float32), 9).record_bytes == 8192
 
 
 @pytest.mark.parametrize("options", [
@@ -67,7 +67,7 @@ def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records,
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, RECALL, new=40)
-    monkeypatch.setattr(recalled_tiers, "CHUNK", 5 * PAGE)
+    monkeypatch.setattr(disk_recall, "CHUNK", 5 * PAGE)
     assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
 
 

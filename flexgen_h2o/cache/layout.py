@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.tiers import Records
+from flexgen_h2o.cache.tiers import SlotLayout
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
@@ -36,19 +36,19 @@ class CacheShape:
         """The form of attention of a layer."""
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
-    def records(self) -> Records:
+    def records(self) -> SlotLayout:
         """The contents of a slot at rest."""
         if self.layout is None:
             return self.plain()
-        return Records(self.kv_heads, self.layout.width, torch.uint8, self.layout.kinds)
+        return SlotLayout(self.kv_heads, self.layout.width, torch.uint8, self.layout.kinds)
 
     def token_bytes(self) -> int:
         """Bytes of one cached token of a sequence at rest, in all layers."""
         return self.num_layers * self.records().nbytes(1, 1)
 
-    def plain(self) -> Records:
+    def plain(self) -> SlotLayout:
         """The contents of a slot in the run's dtype."""
-        return Records(self.kv_heads, self.head_dim, self.dtype)
+        return SlotLayout(self.kv_heads, self.head_dim, self.dtype)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,15 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from flexgen_h2o.cache.hot_set import FastSet, MappedPart, RecallCounts
-from flexgen_h2o.cache.tiers import CachePart, Chosen, FetchedPart, Grid, Records, ResidentPart
+from flexgen_h2o.cache.hot_set import HotSet, RecallCounts, ZeroCopyPart
+from flexgen_h2o.cache.tiers import (
+    CachePart,
+    Capacity,
+    FetchedPart,
+    ResidentPart,
+    SelectedTokens,
+    SlotLayout,
+)
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import TURNS
 from flexgen_h2o.kernels import ops
@@ -24,18 +31,18 @@ from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
 
 
-def page_layout(records: Records, slots: int) -> PageLayout:
+def page_layout(records: SlotLayout, slots: int) -> PageLayout:
     """The layout of a layer with so many slots of a sequence."""
     return PageLayout(records.kv_heads, records.nbytes(1, 1) // records.kv_heads, slots)
 
 
-def in_records(buffer: Tensor, layout: PageLayout, records: Records) -> Tensor:
+def in_records(buffer: Tensor, layout: PageLayout, records: SlotLayout) -> Tensor:
     """Records in a buffer, uint8 [n * record_bytes], as [n, tokens, kinds, width] elements."""
     lines = buffer.view(-1, layout.record_bytes)[:, : layout.tokens * layout.token_bytes]
     return lines.view(records.dtype).unflatten(1, (layout.tokens, records.kinds, records.width))
 
 
-def in_rows(buffer: Tensor, layout: PageLayout, records: Records) -> Tensor:
+def in_rows(buffer: Tensor, layout: PageLayout, records: SlotLayout) -> Tensor:
     """Records in a buffer, as many of each head, as slots of tokens in their order, strided:
     [kinds, kv_heads, rows, tokens, width]."""
     rows = in_records(buffer, layout, records).unflatten(0, (layout.kv_heads, -1))
@@ -57,7 +64,7 @@ class _Fast:
     ----------
     records : Tensor [sequences, kv_heads, slots, kinds, width]
         The slots of the fast set, and behind them those of the newest tokens.
-    found : FastSet
+    found : HotSet
     cached : list of int
         Tokens of each sequence that are cached.
     written : list of int
@@ -69,20 +76,21 @@ class _Fast:
     """
 
     records: Tensor
-    found: FastSet
+    found: HotSet
     cached: list[int]
     written: list[int]
     empty: list[bool]
     coming: list[tuple[slice, Handle]] = field(default_factory=list)
 
 
-def layouts(records: Records, grid: Grid, fast: Sequence[int]) -> list[PageLayout | None]:
+def layouts(records: SlotLayout, capacity: Capacity, fast: Sequence[int]
+            ) -> list[PageLayout | None]:
     """The layout of each layer that has a fast set of so many slots; None where it has none."""
     return [page_layout(records, slots) if some else None
-            for slots, some in zip(grid.slots, fast, strict=True)]
+            for slots, some in zip(capacity.slots, fast, strict=True)]
 
 
-class RecalledPart(FetchedPart):
+class DiskRecallPart(FetchedPart):
     """A part on disk beside compute in host memory, whose tokens are recalled.
 
     Parameters
@@ -92,33 +100,34 @@ class RecalledPart(FetchedPart):
         fetched whole.
     """
 
-    def __init__(self, records: Records, first: int, last: int, *, grid: Grid,
+    def __init__(self, records: SlotLayout, first: int, last: int, *, capacity: Capacity,
                  transfers: Transfers, path: str, fast: Sequence[int]):
-        self._pages = layouts(records, grid, fast)
+        self._pages = layouts(records, capacity, fast)
         self._slots = fast
-        super().__init__(records, first, last, grid=grid, transfers=transfers, path=path)
+        super().__init__(records, first, last, capacity=capacity, transfers=transfers, path=path)
         self.counts = RecallCounts()
         sizes = [self._fast_bytes(layer, last - first) for layer in range(len(fast))]
-        self._starts = [0, *accumulate(size * grid.batches for size in sizes)]
+        self._starts = [0, *accumulate(size * capacity.batches for size in sizes)]
         self._buffer = self._device.empty(self._starts[-1])
         self._landing = self._device.host_empty(CHUNK)
         self._fast: dict[tuple[int, int], _Fast] = {}
 
     @staticmethod
-    def recalled_file_bytes(records: Records, sequences: int, grid: Grid, fast: Sequence[int]
-                            ) -> int:
+    def recalled_file_bytes(records: SlotLayout, sequences: int, capacity: Capacity,
+                            fast: Sequence[int]) -> int:
         """Bytes of the file of such a part; see `file_bytes`."""
-        whole = [slots for slots, some in zip(grid.slots, fast, strict=True) if not some]
-        pages = layouts(records, grid, fast)
-        return FetchedPart.file_bytes(records, sequences, Grid(grid.batches, tuple(whole))) + (
-            grid.batches * sequences * sum(
+        whole = [slots for slots, some in zip(capacity.slots, fast, strict=True) if not some]
+        pages = layouts(records, capacity, fast)
+        rest = Capacity(capacity.batches, tuple(whole))
+        return FetchedPart.file_bytes(records, sequences, rest) + (
+            capacity.batches * sequences * sum(
                 each.sequence_bytes for each in pages if each is not None))
 
-    def _layer_sizes(self, sequences: int, grid: Grid) -> list[tuple[int, int]]:
+    def _layer_sizes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
         return [sizes if pages is None else (
                     sequences * pages.sequence_bytes,
                     self.records.nbytes(sequences, pages.rows * pages.tokens))
-                for pages, sizes in zip(self._pages, super()._layer_sizes(sequences, grid),
+                for pages, sizes in zip(self._pages, super()._layer_sizes(sequences, capacity),
                                         strict=True)]
 
     def _fast_bytes(self, layer: int, sequences: int) -> int:
@@ -142,7 +151,7 @@ class RecalledPart(FetchedPart):
                      records.width)
             self._fast[layer, batch] = _Fast(
                 typed(self._buffer, start, shape, records.dtype),
-                FastSet(sequences * records.kv_heads, pages.slots, slots, pages.newest),
+                HotSet(sequences * records.kv_heads, pages.slots, slots, pages.newest),
                 [0] * sequences, [0] * sequences, [False] * sequences)
 
     def reset(self):
@@ -151,8 +160,8 @@ class RecalledPart(FetchedPart):
             with suppress(Exception):
                 handle.synchronize()
 
-    def settle(self):
-        super().settle()
+    def synchronize(self):
+        super().synchronize()
         for handle in self._under_way():
             handle.synchronize()
 
@@ -276,7 +285,7 @@ class RecalledPart(FetchedPart):
         place = self._slots[layer] + before % pages.newest
         fast.cached[rows] = (before + 1).tolist()
         spans = torch.stack((place, *chosen.spans[1:]))
-        return Chosen(slots, torch.stack((place, chosen.metadata[1])), spans)
+        return SelectedTokens(slots, torch.stack((place, chosen.metadata[1])), spans)
 
     def recalled(self, layer, batch, rows):
         if self._pages[layer] is None:
@@ -306,7 +315,7 @@ class RecalledPart(FetchedPart):
         else:
             self.counts.guesses += loads
 
-    def _take(self, layer: int, batch: int, rows: slice, chosen: Chosen
+    def _take(self, layer: int, batch: int, rows: slice, chosen: SelectedTokens
               ) -> tuple[Tensor, int, int]:
         """The slots of the tokens that some sequences choose, of which those that are missing
         start to come; how many were in memory, and how many were not."""
@@ -377,9 +386,9 @@ def recalls_in_place(device: Device) -> bool:
     return device.zero_copy and not ops.uses_reference(device.torch.type)
 
 
-def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers: Transfers,
-               on_host: bool, file: Callable[[int], str], recalled: Sequence[bool] = (),
-               fast: Sequence[int] = ()) -> list[CachePart]:
+def make_parts(records: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
+               transfers: Transfers, on_host: bool, file: Callable[[int], str],
+               recalled: Sequence[bool] = (), fast: Sequence[int] = ()) -> list[CachePart]:
     """The parts of a cache.
 
     Parameters
@@ -403,21 +412,22 @@ def make_parts(records: Records, grid: Grid, counts: Sequence[int], *, transfers
         gpu, cpu = gpu + cpu, 0
     parts: list[CachePart] = []
     if gpu:
-        parts.append(ResidentPart(records, 0, gpu, grid=grid, device=device))
+        parts.append(ResidentPart(records, 0, gpu, capacity=capacity, device=device))
     if cpu and on_host:
-        parts.append(ResidentPart(records, gpu, gpu + cpu, grid=grid, device=device, on_host=True))
+        parts.append(ResidentPart(records, gpu, gpu + cpu, capacity=capacity, device=device,
+                                  on_host=True))
     elif cpu and any(recalled) and recalls_in_place(device):
-        parts.append(MappedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
+        parts.append(ZeroCopyPart(records, gpu, gpu + cpu, capacity=capacity, transfers=transfers,
                                 recalled=recalled, fast=fast))
     elif cpu:
-        parts.append(FetchedPart(records, gpu, gpu + cpu, grid=grid, transfers=transfers,
+        parts.append(FetchedPart(records, gpu, gpu + cpu, capacity=capacity, transfers=transfers,
                                  path=None))
     if disk and any(fast) and not device.separate:
-        path = file(RecalledPart.recalled_file_bytes(records, disk, grid, fast))
-        parts.append(RecalledPart(records, gpu, gpu + disk, grid=grid, transfers=transfers,
-                                  path=path, fast=fast))
+        path = file(DiskRecallPart.recalled_file_bytes(records, disk, capacity, fast))
+        parts.append(DiskRecallPart(records, gpu, gpu + disk, capacity=capacity,
+                                    transfers=transfers, path=path, fast=fast))
     elif disk:
-        path = file(FetchedPart.file_bytes(records, disk, grid))
-        parts.append(FetchedPart(records, gpu + cpu, gpu + cpu + disk, grid=grid,
+        path = file(FetchedPart.file_bytes(records, disk, capacity))
+        parts.append(FetchedPart(records, gpu + cpu, gpu + cpu + disk, capacity=capacity,
                                  transfers=transfers, path=path))
     return parts

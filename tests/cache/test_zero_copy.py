@@ -11,7 +11,7 @@ from internals import cache_of, open_devices
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.cache.hot_set import MappedPart
+from flexgen_h2o.cache.hot_set import ZeroCopyPart
 from flexgen_h2o.cache.tiers import FetchedPart
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.storage.buffer_ring import BufferRing
@@ -102,7 +102,7 @@ def test_a_fast_set_without_host_memory_to_fill_it_from_is_refused(tiny_model, l
             LLM(folder, h2o=RECALL, policy=Policy(fetch_chosen=True, **placed))
 
 
-@pytest.mark.parametrize("zero_copy, kind", [(True, MappedPart), (False, FetchedPart)])
+@pytest.mark.parametrize("zero_copy, kind", [(True, ZeroCopyPart), (False, FetchedPart)])
 def test_devices_that_read_no_host_memory_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
                                                              kind):
     open_devices(monkeypatch, LazyDevice)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.cache.hot_set import FastSet
+from flexgen_h2o.cache.hot_set import HotSet
 
 TOKENS, NEWEST = 20, 3
 
@@ -54,7 +54,7 @@ def histories(draw):
 @given(histories())
 def test_the_fast_set_is_a_dictionary_that_drops_what_weighs_least(history):
     slots, steps = history
-    fast, models = FastSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
+    fast, models = HotSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
     for step in steps:
         if len(step) == 2:
             fast.forget(torch.tensor(step))
