@@ -45,8 +45,7 @@ from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.models.registry import from_transformers, read_config
-from flexgen_h2o.storage.disk import CHUNK, READ, WRITE, RunFolder
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import CHUNK, READ, WRITE, Extent, RunFolder
 from flexgen_h2o.storage.links import memory_read_rate
 from flexgen_h2o.storage.tiers import PAGE, open_device
 from flexgen_h2o.storage.transfer import D2H, H2D, Transfers

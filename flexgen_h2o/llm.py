@@ -22,6 +22,7 @@ from flexgen_h2o.config.sampling import SamplingParams, params_of_each
 from flexgen_h2o.config.validation import check_bool, check_int, typed
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.conversation import CHUNK, Stream
+from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.calls import Session, check_not_forked, one_at_a_time
@@ -35,7 +36,6 @@ from flexgen_h2o.engine.generation import (
 )
 from flexgen_h2o.engine.load_options import load_options
 from flexgen_h2o.engine.loading import OpenedModel, open_model
-from flexgen_h2o.engine.orders import Close, Generate, Orders
 from flexgen_h2o.engine.runner import Runner, RunnerSettings
 from flexgen_h2o.engine.tokenizer import several
 from flexgen_h2o.errors import TooLittleMemory, UserError, shown
@@ -111,12 +111,12 @@ class LLM(Session):
         self.policy, self.h2o = settings.policy, h2o
         self.stats: RunStats | None = None
         self._closed = False
-        self._orders = Orders(load.pipeline)
-        self._runs = BlockRuns(self._orders)
+        self._control = ControlChannel(load.pipeline)
+        self._runs = BlockRuns(self._control)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as opened:
-            found = open_model(settings, self._orders, device=device, dtype=dtype,
+            found = open_model(settings, self._control, device=device, dtype=dtype,
                                weight_bits=weight_bits)
             self.model_config = found.source.config
             self.weight_options = found.source.form.options
@@ -125,10 +125,10 @@ class LLM(Session):
             self.calls = self._runtime.calls
             self._memory = _memory_check(found)
             if found.workload is not None:
-                self._orders.agree_to_fit(partial(
+                self._control.check_all_fit(partial(
                     self._memory.refuse, self.policy, self._cache, found.workload,
                     loaded_bytes=None, show=load.verbose))
-            with self._runtime.sampled_memory(), self._orders.working():
+            with self._runtime.sampled_memory(), self._control.working():
                 self._runtime.load(opened)
             # From here on it is close() that closes, or the end of the last reference.
             self._opened = opened.pop_all()
@@ -146,7 +146,7 @@ class LLM(Session):
         if not self._closed:
             self._closed = True
             with contextlib.suppress(PipelineFailure):
-                self._orders.give(Close())
+                self._control.send(Close())
         try:
             for stream in self._streams:
                 stream.end()
@@ -243,7 +243,7 @@ class LLM(Session):
         UserError
             A prompt is empty or too long, an option is unknown, the run does not fit in memory.
         """
-        self._orders.check("generate")
+        self._control.check_first_rank("generate")
         prompts = several("prompt", prompts)
         work, run = self._begin_generation(prompts, sampling_params, sampling, cut_gen_len,
                                            add_special_tokens)
@@ -279,7 +279,7 @@ class LLM(Session):
         UserError
             As `generate`; and from the iterator, if the LLM has been closed.
         """
-        self._orders.check("generate_in_blocks")
+        self._control.check_first_rank("generate_in_blocks")
         given = several("prompt", prompts)
         _, run = self._begin_generation(given, sampling_params, sampling, None, add_special_tokens)
 
@@ -305,7 +305,7 @@ class LLM(Session):
         work = generation_work(self._prompts, prompts, each, cut_gen_len,
                                special=add_special_tokens)
         run = self._begin(work)
-        self._orders.give(Generate([request.prompt for request in work.requests], each,
+        self._control.send(Generate([request.prompt for request in work.requests], each,
                                    cut_gen_len), run)
         return work, run
 
@@ -342,7 +342,7 @@ class LLM(Session):
         UserError
             There is no tokenizer or no template, the template refuses messages, or as `generate`.
         """
-        self._orders.check("chat")
+        self._control.check_first_rank("chat")
         conversations = several("conversation", conversations)
         if conversations and isinstance(conversations[0], Mapping):
             conversations = [conversations]
@@ -372,12 +372,12 @@ class LLM(Session):
         self.calls.check_process()
         self._check_open()
         run: BlockRun | None = None
-        while not isinstance(order := self._orders.take(), Close):
-            if isinstance(order, Generate):
+        while not isinstance(message := self._control.receive(), Close):
+            if isinstance(message, Generate):
                 if run is not None:
                     self._runs.leave(run)
-                _, run = self._begin_generation(order.prompts, order.params, {},
-                                                order.cut_gen_len)
+                _, run = self._begin_generation(message.prompts, message.params, {},
+                                                message.cut_gen_len)
             elif run is not None:
                 # The first rank hears of it too, and decides what to do.
                 with contextlib.suppress(TooLittleMemory):
@@ -423,7 +423,7 @@ class LLM(Session):
         -------
         list of Scored, in the order of the pairs
         """
-        self._orders.refuse("score")
+        self._control.check_single_rank("score")
         work = scoring_work(self._prompts, pairs, whole=self._cache.plain
                             and self._cache.attn_sparsity == 1 and not self._cache.recalls,
                             on_logits=on_logits)
@@ -448,7 +448,7 @@ class LLM(Session):
             nothing fits, for the run itself to say so.
         """
         check_int("most", most, low=1)
-        self._orders.refuse("fit_batch")
+        self._control.check_single_rank("fit_batch")
         self._check_open()
         self._runs.free()  # its memory counts as free
         workload = Workload(prompt_len, gen_len, gpu_batch_size=most,
@@ -483,7 +483,7 @@ class LLM(Session):
             An evicting cache's sizes are shares of a prompt, which a stream has none of, or it
             only cuts prompts; a full one has no `max_tokens`; it does not fit in memory.
         """
-        self._orders.refuse("stream")
+        self._control.check_single_rank("stream")
         self._check_open()
         stream = Stream(self._runtime.in_chunks(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, max_tokens=max_tokens,
@@ -515,7 +515,7 @@ class LLM(Session):
         list of list of float
             For each pair, the natural log-probability of each token of the continuation.
         """
-        self._orders.refuse("probe")
+        self._control.check_single_rank("probe")
         if self.model_config.attention:
             raise UserError("a probe attends as the default form does, and layers of this model "
                             "have windows, soft caps, sinks or a scale of their own: take another "

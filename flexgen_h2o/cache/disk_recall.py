@@ -25,8 +25,7 @@ from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import TURNS
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
-from flexgen_h2o.storage.disk import CHUNK, AlignedRead
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
 

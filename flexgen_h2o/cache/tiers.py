@@ -18,8 +18,7 @@ import torch
 
 from flexgen_h2o.config.limits import CACHE_BUFFERS, GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
-from flexgen_h2o.storage.disk import AlignedRead
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Handle, Lane, Transfers
 

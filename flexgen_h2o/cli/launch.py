@@ -148,8 +148,8 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
                        name=f"pipeline {replica or 0}") as pipeline:
         try:
             yield pipeline
-            if launch.rank == 0 and not pipeline.has_ordered:
-                pipeline.order(b"")  # there was nothing to run
+            if launch.rank == 0 and not pipeline.has_broadcast:
+                pipeline.broadcast(b"")  # there was nothing to run
         except UserError as error:
             if not pipeline.fail(error):
                 sys.exit(2)
@@ -162,7 +162,7 @@ def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
     if pipeline is None:
         return open_llm(config, **others)
     # As it was planned here: others may not see the files that it came from.
-    pipeline.order(msgspec.json.encode(config.to_dict()))
+    pipeline.broadcast(msgspec.json.encode(config.to_dict()))
     return open_llm(config, pipeline=pipeline, bounds=bounds, **others)
 
 
@@ -172,7 +172,7 @@ def follow(pipeline: Pipeline) -> None:
     Nothing is read, written or printed but errors that are its own.
     """
     with Ending(lambda: None):  # signals go to all ranks alike: the first one decides
-        found = pipeline.listen()
+        found = pipeline.receive_broadcast()
         if not found:
             return
         given: Mapping[str, Any] = msgspec.json.decode(found)

@@ -18,13 +18,13 @@ LOGIT_ROWS = 512
 WEIGHT_BUFFERS = 2
 """Staging buffers of weights: one computed with, one being filled."""
 
-LAYER_CHUNKS = 8
+SHARDS_PER_LAYER = 8
 """Weights on disk that come in chunks do so in this part of a layer at a time, about."""
 
-LEAST_CHUNK = 1 << 20
+MIN_SHARD_BYTES = 1 << 20
 """Bytes of a chunk that is not made smaller: a disk and its threads have work to do."""
 
-CHUNK_BUFFERS = 4
+SHARD_BUFFERS = 4
 """Staging buffers of chunks: one multiplied with, three being filled."""
 
 HIDDEN_BUFFERS = 3

@@ -99,7 +99,7 @@ class Policy:
         placed = [self.weights] if self.experts is None else [self.weights, self.experts]
         return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
 
-    def cuts_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
+    def shards_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
         """True if matrices come from disk in chunks, and not a layer step's together.
 
         Several batches share each load of a layer, and beside a GPU weights travel once more: they

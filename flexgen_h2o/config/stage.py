@@ -44,20 +44,20 @@ class Stage:
         return self.last - self.first
 
     @property
-    def embeds(self) -> bool:
+    def is_first_stage(self) -> bool:
         """True if it begins a forward pass."""
         return self.first == 0
 
     @property
-    def heads(self) -> bool:
+    def is_last_stage(self) -> bool:
         """True if it ends a forward pass."""
         return self.last == self.num_layers
 
     def layer_steps(self, sep_layer: bool) -> range:
         """Its layer steps among those of a forward pass (`engine.schedule`)."""
         each = 2 if sep_layer else 1
-        return range(0 if self.embeds else self.first * each + 1,
-                     self.last * each + (2 if self.heads else 1))
+        return range(0 if self.is_first_stage else self.first * each + 1,
+                     self.last * each + (2 if self.is_last_stage else 1))
 
     def h2o(self, h2o: H2OConfig | None) -> H2OConfig | None:
         """The part of an H2O configuration that is of these layers."""

@@ -1,8 +1,4 @@
-"""A store that processes share, asked for no longer than one has patience. No torch.
-
-Calls of torch.distributed's stores wait without end where the store's host does not answer, as it
-is stopped or cut off, whatever their timeout.
-"""
+"""Heartbeats of the ranks of a pipeline, and store calls that time out. No torch."""
 
 from __future__ import annotations
 
@@ -20,100 +16,106 @@ from flexgen_h2o.config.launch import MESSAGES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import tell
 
+IDLE, WORKING, WAITING, FAILED, LEFT = "idle", "working", "waiting", "failed", "left"
+_BEATS_PER_TIMEOUT = 4
+_MAX_INTERVAL = 1.0  # seconds between heartbeats
+_WAIT_PARTS = 8
+
 _T = TypeVar("_T")
-_PARTS = 8
 
 
-class NoAnswer(RuntimeError):
-    """A call has not come back in time."""
+class StoreTimeout(RuntimeError):
+    """A call of the store did not return in time."""
 
 
-def answered(call: Callable[..., _T], *arguments: object, seconds: float) -> _T:
-    """The result of a call, which is made in a thread of its own.
+def call_with_timeout(call: Callable[..., _T], *arguments: object, seconds: float) -> _T:
+    """Return the result of a call, which runs in a thread of its own.
 
-    Raises `NoAnswer` if it takes longer than `seconds`, and whatever the call raises.
+    Raises
+    ------
+    StoreTimeout
+        The call takes longer than `seconds`.
     """
-    answer: Future[_T] = Future()
+    result: Future[_T] = Future()
 
-    def ask() -> None:
+    def run() -> None:
         try:
-            answer.set_result(call(*arguments))
+            result.set_result(call(*arguments))
         except BaseException as error:
-            answer.set_exception(error)
+            result.set_exception(error)
 
-    threading.Thread(target=ask, name=MESSAGES, daemon=True).start()
-    # In parts, as it may be this process that is stopped: one of them is over then, no more.
-    for _ in range(_PARTS):
-        if wait([answer], seconds / _PARTS).done:
-            return answer.result()
-    raise NoAnswer(f"no answer for {seconds:g} s")
+    threading.Thread(target=run, name=MESSAGES, daemon=True).start()
+    # This process may itself be stopped for a while: then only one of several short waits expires.
+    for _ in range(_WAIT_PARTS):
+        if wait([result], seconds / _WAIT_PARTS).done:
+            return result.result()
+    raise StoreTimeout(f"no answer for {seconds:g} s")
 
 
-class PatientStore:
-    """A store of torch.distributed whose calls raise `NoAnswer` after some time.
+class TimeoutStore:
+    """Distributed key-value store whose calls raise `StoreTimeout`.
 
-    Once one has done so, all do at once.
+    Calls of torch.distributed's stores block without end when the host of the store is stopped or
+    cut off, whatever their own timeout. After one timeout all further calls fail at once.
 
     Parameters
     ----------
     store : torch.distributed.Store
-    patience : float
-        Seconds.
+    timeout : float
+        Seconds that a call may take.
     """
 
-    def __init__(self, store: Any, patience: float):
-        self._store, self._patience = store, patience
-        self._silent = False
+    def __init__(self, store: Any, timeout: float):
+        self._store, self._timeout = store, timeout
+        self._timed_out = False
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        self._ask(self._store.set, key, value)
+        """Set the value of a key."""
+        self._call(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
-        return self._ask(self._store.get, key)
+        """Return the value of an existing key."""
+        return self._call(self._store.get, key)
 
     def add(self, key: str, amount: int) -> int:
-        """Count up, and get the sum."""
-        return self._ask(self._store.add, key, amount)
+        """Add to a counter and return its new value."""
+        return self._call(self._store.add, key, amount)
 
     def check(self, keys: list[str]) -> bool:
-        """True if all of these keys are there."""
-        return self._ask(self._store.check, keys)
+        """Return True if all keys exist."""
+        return self._call(self._store.check, keys)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value if it is the expected one; returns the value from then on."""
-        return self._ask(self._store.compare_set, key, expected, desired)
+        """Set a key to `desired` if its value is `expected`; return its value afterwards."""
+        return self._call(self._store.compare_set, key, expected, desired)
 
-    def _ask(self, call: Callable[..., Any], *arguments: object) -> Any:
-        if self._silent:
-            raise NoAnswer("no answer")
+    def _call(self, call: Callable[..., Any], *arguments: object) -> Any:
+        if self._timed_out:
+            raise StoreTimeout("no answer")
         try:
-            return answered(call, *arguments, seconds=self._patience)
-        except NoAnswer:
-            self._silent = True
+            return call_with_timeout(call, *arguments, seconds=self._timeout)
+        except StoreTimeout:
+            self._timed_out = True
             raise
 
 
-# The watch over the ranks of a pipeline: who is alive, who gets on, and what has gone wrong.
-#
-# Each rank's thread writes a heartbeat into the store that all share, with how far its work is, and
-# reads those of the others. What it finds is raised in the main thread where that waits for a rank;
-# where it does not come to that, the process is ended.
-
-
-IDLE, WORKING, WAITING, FAILED, LEFT = "idle", "working", "waiting", "failed", "left"
-_MOST_BEATS = 4  # within the time after which a rank counts as gone
-_SLOWEST = 1.0  # seconds from beat to beat at most
-
-
 class PipelineFailure(UserError):
-    """Another rank has failed or gone: the line says which, and why."""
+    """Another rank failed or disappeared; the message says which one and why."""
 
 
-class Beat(msgspec.Struct):
-    """A heartbeat: its number, how far the work is, the state, and the words that belong to it: of
-    `WAITING` for whom, of `FAILED` why."""
+class Heartbeat(msgspec.Struct):
+    """Latest sign of life of a rank.
+
+    Attributes
+    ----------
+    number : int
+        Sequence number of the heartbeat.
+    progress : int
+        Number of work units that the rank has finished.
+    state : str
+    words : str
+        Detail of the state: for `WAITING` the rank waited for, for `FAILED` the reason.
+    """
 
     number: int
     progress: int
@@ -121,182 +123,188 @@ class Beat(msgspec.Struct):
     words: str = ""
 
 
-class Board(Protocol):
-    """A place to leave words for other ranks: a store of torch.distributed."""
+class HeartbeatStore(Protocol):
+    """Store that all ranks share. Its calls must return, as those of a `TimeoutStore` do."""
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Leave a value."""
+        """Set the value of a key."""
 
     def get(self, key: str) -> bytes:
-        """A value that is there."""
+        """Return the value of an existing key."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count up, and get the sum."""
+        """Add to a counter and return its new value."""
 
 
-class Watch:
-    """Writes this rank's heartbeat and reads the others'.
+class HeartbeatMonitor:
+    """Publishes the heartbeat of this rank and checks those of the others.
+
+    A thread writes and reads heartbeats. The main thread raises a failure where it waits for
+    another rank (`check`). If the main thread does not get there in time, the process exits.
 
     Parameters
     ----------
-    board : Board
-        This watch's own connection to the store. Its calls must come to an end, as those of a
-        `PatientStore` do.
+    store : HeartbeatStore
+        A connection that only this monitor uses.
     rank : int
     names : sequence of str
-        What to call each rank.
-    patience : float
-        Seconds without a heartbeat after which a rank counts as gone.
-    limit : float
-        Seconds in which some rank has to get on while the pipeline works.
+        Name of each rank in messages.
+    timeout : float
+        Seconds without a heartbeat after which a rank counts as dead.
+    progress_timeout : float
+        Seconds in which some rank must make progress while the pipeline works.
     clock : callable
-        Seconds that never go backwards.
+        Monotonic clock in seconds.
     """
 
-    def __init__(self, board: Board, rank: int, names: Sequence[str], *, patience: float,
-                 limit: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, store: HeartbeatStore, rank: int, names: Sequence[str], *, timeout: float,
+                 progress_timeout: float, clock: Callable[[], float] = time.monotonic):
         self.rank, self.names = rank, names
-        self.patience, self.limit = patience, limit
-        self.interval = min(_SLOWEST, patience / _MOST_BEATS)
-        self._board, self._clock = board, clock
-        self._mine = Beat(0, 0, IDLE)
-        self._seen: dict[int, tuple[Beat, float]] = {}
-        self._moved = clock()
+        self.timeout, self.progress_timeout = timeout, progress_timeout
+        self.interval = min(_MAX_INTERVAL, timeout / _BEATS_PER_TIMEOUT)
+        self._store, self._clock = store, clock
+        self._own = Heartbeat(0, 0, IDLE)
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}
+        self._last_progress = clock()
         self._failure: str | None = None
-        self._found = threading.Condition()
-        self._over = threading.Event()
+        self._failure_found = threading.Condition()
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to beat, and to look; every rank has to, before any other looks."""
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        """Start the thread. Every rank must have written a first heartbeat before any starts."""
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def advance(self) -> None:
-        """Note that the work gets on."""
-        self._mine.progress += 1
+        """Count a finished unit of work."""
+        self._own.progress += 1
 
     @contextmanager
     def state(self, state: str, words: str = "") -> Iterator[None]:
-        """Note what the main thread is about during a ``with`` statement."""
-        before = self._mine.state, self._mine.words
-        self._mine.state, self._mine.words = state, words
+        """Set the published state during a ``with`` statement."""
+        before = self._own.state, self._own.words
+        self._own.state, self._own.words = state, words
         try:
             yield
         finally:
-            if self._mine.state != FAILED:
-                self._mine.state, self._mine.words = before
+            if self._own.state != FAILED:
+                self._own.state, self._own.words = before
 
     def waiting(self, rank: int) -> AbstractContextManager[None]:
-        """Note that the main thread waits for a rank, if there is work that has to get on: before
-        that, another may be loading for as long as it takes."""
-        if self._mine.state == IDLE:
+        """Return a context manager that publishes that this rank waits for another one.
+
+        While this rank is idle it is a no-op: the other rank may load its weights without limit.
+        """
+        if self._own.state == IDLE:
             return nullcontext()
         return self.state(WAITING, f"for {self.names[rank]}")
 
     def check(self) -> None:
-        """Raise `PipelineFailure` if something has gone wrong elsewhere."""
+        """Raise `PipelineFailure` if another rank failed."""
         if self._failure is not None:
             raise PipelineFailure(self._failure)
 
-    def lost(self, rank: int) -> PipelineFailure:
-        """The error for a connection that has closed: that of the watch, which may know why, or is
-        about to."""
-        with self._found:
-            # It may take a beat until its reason is there, and one until it is read.
-            self._found.wait_for(lambda: self._failure is not None, 2.5 * self.interval)
+    def connection_lost(self, rank: int) -> PipelineFailure:
+        """Return the error for a closed connection: the failure of the rank, if it is known soon.
+        """
+        with self._failure_found:
+            # The rank needs up to an interval to publish its failure, and this one to read it.
+            self._failure_found.wait_for(lambda: self._failure is not None, 2.5 * self.interval)
             return PipelineFailure(self._failure or f"{self.names[rank]} has gone: its connection "
                                    "has closed")
 
-    def fail(self, words: str) -> None:
-        """Let the others know that this rank ends, and why."""
-        if self._mine.state != FAILED:
-            self._mine = Beat(self._mine.number + 1, self._mine.progress, FAILED, words)
+    def fail(self, reason: str) -> None:
+        """Publish that this rank ends with an error."""
+        if self._own.state != FAILED:
+            self._own = Heartbeat(self._own.number + 1, self._own.progress, FAILED, reason)
             with suppress(RuntimeError):
                 self._write()
 
-    def tells(self) -> bool:
-        """True for one of the ranks only: who is to tell the user what has gone wrong."""
+    def claim_report(self) -> bool:
+        """Return True on exactly one rank: the one that reports the failure to the user."""
         try:
-            return self._board.add("told", 1) == 1
-        except RuntimeError:  # nobody can be asked any more
+            return self._store.add("told", 1) == 1
+        except RuntimeError:  # the store is gone
             return True
 
     def close(self) -> None:
-        """Beat no more: it is over, for good reasons unless `fail` has been called."""
-        self._over.set()
+        """Stop the thread and publish that this rank has left, unless `fail` was called."""
+        self._closed.set()
         if self._thread is not None:
-            self._thread.join(self.patience)
-        if self._mine.state != FAILED:
-            self._mine = Beat(self._mine.number + 1, self._mine.progress, LEFT)
+            self._thread.join(self.timeout)
+        if self._own.state != FAILED:
+            self._own = Heartbeat(self._own.number + 1, self._own.progress, LEFT)
             with suppress(RuntimeError):
                 self._write()
         elif self.rank == 0:
-            # The store may go with this rank: the others get the time to read why.
+            # The store may end with this rank: leave the others time to read the reason.
             time.sleep(2.5 * self.interval)
 
     def _write(self) -> None:
-        self._board.set(f"beat/{self.rank}", msgspec.json.encode(self._mine))
+        self._store.set(f"beat/{self.rank}", msgspec.json.encode(self._own))
 
     def _run(self) -> None:
-        while not self._over.wait(self.interval):
+        while not self._closed.wait(self.interval):
             try:
-                self._mine.number += 1
+                self._own.number += 1
                 self._write()
-                self.look()
-            except NoAnswer:
-                self._note(f"{self.names[0]}, which keeps the ranks' store, has not answered for "
-                           f"{self.patience:g} s: it has died or stopped, or can't be reached")
-            except RuntimeError:  # the store is that of rank 0, or of torchrun there
-                self._note(f"{self.names[0]} has gone: it does not keep the ranks' store any more")
+                self.poll()
+            except StoreTimeout:
+                self._set_failure(f"{self.names[0]}, which keeps the ranks' store, has not "
+                                  f"answered for {self.timeout:g} s: it has died or stopped, or "
+                                  "can't be reached")
+            except RuntimeError:  # rank 0, or torchrun on its host, serves the store
+                self._set_failure(f"{self.names[0]} has gone: it does not keep the ranks' store "
+                                  "any more")
             if self._failure is not None:
                 break
-        self._end_if_nobody_else_does()
+        self._exit_if_stuck()
 
-    def look(self) -> None:
-        """Read the others' beats, and judge. Called by the watch's own thread."""
+    def poll(self) -> None:
+        """Read all heartbeats and detect failures; the monitor's thread calls it."""
         now = self._clock()
         for rank in range(len(self.names)):
-            beat = self._mine if rank == self.rank else msgspec.json.decode(
-                self._board.get(f"beat/{rank}"), type=Beat)
+            beat = self._own if rank == self.rank else msgspec.json.decode(
+                self._store.get(f"beat/{rank}"), type=Heartbeat)
             before, since = self._seen.get(rank, (None, now))
             if before is None or beat.progress != before.progress or beat.state == IDLE and (
                     rank == 0):
-                self._moved = now
+                self._last_progress = now
             if before is None or beat.number != before.number:
                 since = now
-            self._seen[rank] = (Beat(beat.number, beat.progress, beat.state, beat.words), since)
+            self._seen[rank] = (Heartbeat(beat.number, beat.progress, beat.state, beat.words),
+                                since)
             if rank == self.rank:
                 continue
             if beat.state == FAILED:
-                self._note(beat.words)
-            elif beat.state != LEFT and now - since > self.patience:
-                self._note(f"{self.names[rank]} has not answered for {self.patience:g} s: it has "
-                           "died or stopped, or can't be reached")
-        if now - self._moved > self.limit:
-            self._note(self._who_hangs())
+                self._set_failure(beat.words)
+            elif beat.state != LEFT and now - since > self.timeout:
+                self._set_failure(f"{self.names[rank]} has not answered for {self.timeout:g} s: it "
+                                  "has died or stopped, or can't be reached")
+        if now - self._last_progress > self.progress_timeout:
+            self._set_failure(self._hang_reason())
 
-    def _who_hangs(self) -> str:
-        """A rank that computes and does not get on; without one, a rank that waits for another."""
+    def _hang_reason(self) -> str:
+        """Name a rank that works without progress, or else one that waits for another rank."""
         states = {rank: beat for rank, (beat, _) in self._seen.items()}
         working = [rank for rank, beat in states.items() if beat.state == WORKING]
+        seconds = f"for {self.progress_timeout:g} s"
         if working:
-            return f"{self.names[working[0]]} has not got on for {self.limit:g} s"
-        waiting = [rank for rank, beat in states.items() if beat.state == WAITING]
-        rank = waiting[0] if waiting else 0
-        return (f"{self.names[rank]} has waited {states[rank].words} for {self.limit:g} s".replace(
-            "  ", " "))
+            return f"{self.names[working[0]]} has made no progress {seconds}"
+        rank = next((rank for rank, beat in states.items() if beat.state == WAITING), 0)
+        return " ".join(filter(None, (self.names[rank], "has waited", states[rank].words, seconds)))
 
-    def _note(self, words: str) -> None:
-        with self._found:
-            self._failure = self._failure or words
-            self._found.notify_all()
+    def _set_failure(self, reason: str) -> None:
+        with self._failure_found:
+            self._failure = self._failure or reason
+            self._failure_found.notify_all()
 
-    def _end_if_nobody_else_does(self) -> None:
-        """End the process if the main thread does not come to it, as one that hangs."""
-        if self._failure is None or self._over.wait(max(self.patience, 2 * self.interval)):
+    def _exit_if_stuck(self) -> None:
+        """Exit the process if the main thread does not act on a failure, because it hangs."""
+        if self._failure is None or self._closed.wait(max(self.timeout, 2 * self.interval)):
             return
-        # Of one that hangs the others tell, who find the same.
-        if not self._failure.startswith(self.names[self.rank]) and self.tells():
+        # The other ranks report a hang of this one themselves.
+        if not self._failure.startswith(self.names[self.rank]) and self.claim_report():
             tell(f"error: {self._failure}")
         os._exit(2)

@@ -35,7 +35,7 @@ from flexgen_h2o.engine.workspace import WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import unwrap
 from flexgen_h2o.files.readers import json_records, read_text
-from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.free_memory import free_memory
@@ -176,7 +176,7 @@ class _InputSquares:
 
     def parts(self, name: str, parts: Sequence[tuple[slice, Tensor]], x: Tensor
               ) -> Iterator[tuple[slice, Tensor]]:
-        """Count the inputs x [rows, inputs] of a matrix; see `ChunkedMatrix`."""
+        """Count the inputs x [rows, inputs] of a matrix; see `ShardedMatrix`."""
         squares = x.float().square().sum(0)
         self._sums[name] = self._sums[name] + squares if name in self._sums else squares
         self._rows[name] += len(x)
@@ -199,7 +199,7 @@ class _InputSquares:
 
 
 @dataclass(frozen=True)
-class _MeasuredMatrix(ChunkedMatrix):
+class _MeasuredMatrix(ShardedMatrix):
     """A matrix in memory whose inputs are counted; a tied head is a lookup table, too."""
 
     weight: Tensor

@@ -20,7 +20,7 @@ from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeTables, all_tables
@@ -280,7 +280,7 @@ class DecoderLayers:
             token=self._batches[step.batch].batch_layout.token(step.forward_pass),
             sinks=self._weights.get(step.layer).get("sinks"))
 
-    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ChunkedMatrix],
+    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ShardedMatrix],
                 x: torch.Tensor, attended: torch.Tensor, row: int = 0,
                 beginnings: Sequence[slice] | None = None) -> None:
         """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
@@ -296,7 +296,7 @@ class DecoderLayers:
         """Let rows of a batch, from number `row` on, choose their experts."""
         self._experts.route(self.cached(step), weights, x, batch=step.batch,
                             forward_pass=step.forward_pass, row=row, beginnings=beginnings,
-                            following=self._weights.in_memory(
+                            following=self._weights.resident_weights(
                                 step.layer + 2, *weights.keys() & ROUTING))
 
     def _mlp(self, step: LayerStep, batch: Batch) -> None:

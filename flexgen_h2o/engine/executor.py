@@ -165,7 +165,7 @@ class Executor:
         """Send what follows the last compute of a block that ends before its schedule does."""
         if self._exchange is None:
             return
-        kind = Kind.SEND_TOKENS if self._stage.heads else Kind.SEND_HIDDEN
+        kind = Kind.SEND_TOKENS if self._stage.is_last_stage else Kind.SEND_HIDDEN
         if self._takes_part(step._replace(kind=kind)):
             self._ACTIONS[kind](self, step)
 
@@ -205,7 +205,7 @@ class Executor:
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._timing.slots += len(batch)
             self._timing.idle_slots += batch.ended
-        if self._stage.embeds:
+        if self._stage.is_first_stage:
             return
         _, positions = batch.inputs(step.forward_pass)
         x = self._hidden.get(step.batch, len(positions), fresh=True)

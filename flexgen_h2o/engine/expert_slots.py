@@ -167,7 +167,7 @@ class ChoiceCounter:
             self._tokens += sum(tokens.stop - tokens.start for tokens in beginnings)
             self._touched += int(seen.sum())  # a GPU is waited for once
 
-    def made(self, layers: int) -> ExpertChoices:
+    def summary(self, layers: int) -> ExpertChoices:
         """The choices of so many decoder layers, some of which may have no experts."""
         return ExpertChoices(tuple(tuple(self._counts.get(layer, ())) for layer in range(layers)),
                              self._experts.per_token, self._texts, self._tokens, self._touched)

@@ -21,7 +21,7 @@ from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
-from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family, mixture
 from flexgen_h2o.models.layers import Operations, activation
 from flexgen_h2o.models.model_config import ModelConfig
@@ -91,7 +91,7 @@ class ExpertProducts:
         table : callable, optional
             Gives a table that is kept, with all of these; the others that it has, no row chose.
         """
-        parts = isinstance(next(iter(group.values()))["down"], ChunkedMatrix)
+        parts = isinstance(next(iter(group.values()))["down"], ShardedMatrix)
         most = 0 if parts else self._most  # the C++ library takes whole matrices
         few = {number: w for number, w in group.items() if self._counts[number] <= most}
         if few:

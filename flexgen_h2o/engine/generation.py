@@ -11,8 +11,8 @@ from functools import partial
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.distributed.control_messages import ControlChannel, Step
 from flexgen_h2o.engine.batch import BlockQueue, Request
-from flexgen_h2o.engine.orders import Orders, Step
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer, OnLogits, PrefillScorer
@@ -244,11 +244,11 @@ class BlockRuns:
 
     Parameters
     ----------
-    orders : Orders
+    control : ControlChannel
     """
 
-    def __init__(self, orders: Orders):
-        self._orders = orders
+    def __init__(self, control: ControlChannel):
+        self._control = control
         self._open: weakref.WeakSet[BlockRun] = weakref.WeakSet()
         self._spares: list[Workspace] = []  # of runs that have ended
 
@@ -275,8 +275,8 @@ class BlockRuns:
         UserError
             As of `BlockRun.step`; or another run has been begun on several ranks.
         """
-        self._orders.give(Step(), run)
-        with self._orders.working():
+        self._control.send(Step(), run)
+        with self._control.working():
             return run.step(partial(self._enter, runtime, refuse))
 
     def _enter(self, runtime: Runner, refuse: Callable[[Workload], None], size: WorkspaceSize,
@@ -287,7 +287,7 @@ class BlockRuns:
             self._spares.remove(found)
         self.free()  # what is left of several runs would only take memory
         # Other ranks may have a room where this one has none.
-        self._orders.agree_to_fit(lambda: None if found is not None else refuse(workload))
+        self._control.check_all_fit(lambda: None if found is not None else refuse(workload))
         return runtime.workspace(size) if found is None else found
 
     def leave(self, run: BlockRun) -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import windowed
 from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.distributed.control_messages import ControlChannel
+from flexgen_h2o.distributed.pipeline import RankContext
 from flexgen_h2o.engine.calibration import calibrate
 from flexgen_h2o.engine.load_options import LoadOptions
-from flexgen_h2o.engine.orders import Orders
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import RankContext, RunnerSettings
+from flexgen_h2o.engine.runner import RunnerSettings
 from flexgen_h2o.engine.source import ModelSource, find_model
 from flexgen_h2o.engine.tokenizer import Prompts
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_halves, longest_prompt
 from flexgen_h2o.storage.tiers import Device, open_device
 
@@ -46,7 +48,7 @@ class OpenedModel:
     workload: Workload | None
 
 
-def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str,
+def open_model(given: RunnerSettings, control: ControlChannel, *, device: str, dtype: str,
                weight_bits: int | str) -> OpenedModel:
     """Find a model, open its device, and hold it against the options of an `LLM`.
 
@@ -54,7 +56,7 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     ----------
     given : RunnerSettings
         As the user set them.
-    orders : Orders
+    control : ControlChannel
     device, dtype, weight_bits : str, str, int or str
         As of `LLM`.
 
@@ -64,7 +66,7 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
         The model can't be had, or does not go with the options or with other ranks' models.
     """
     load, policy, h2o = given.load, given.policy, given.cache.h2o
-    opened = open_device(orders.device(device))
+    opened = open_device(control.device_name(device))
     opened.limit(load.device_memory_limit)
     with byte_bar("converting", off=load.no_bars) as bar:
         source = find_model(given.name, path=load.path, dtype=dtype, bits=weight_bits,
@@ -79,14 +81,22 @@ def open_model(given: RunnerSettings, orders: Orders, *, device: str, dtype: str
     if load.calibration is not None:
         calibrate(source, prompts, opened, settings)
     workload = _expected(prompts, load, longest_prompt(source.config, h2o))
-    rank = orders.rank_context(
-        source.config, policy, opened, bounds=load.bounds, workload=workload,
+    rank = control.rank_context(
+        policy, opened, layer_costs=_layer_costs(source.config), bounds=load.bounds,
+        workload=workload,
         form=f"{source.config}, {source.dtype}, {weight_bits} bits, {load.activation_bits} of "
         f"activations, calibration {source.calibration or None}, {cache}, {policy}")
     if rank is not None:
         workload = rank.workload
         settings = replace(settings, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
     return OpenedModel(source, opened, prompts, cache, settings, rank, workload)
+
+
+def _layer_costs(model: ModelConfig) -> list[float]:
+    """Return the active parameters of each decoder layer; the last one includes the head."""
+    costs = [float(model.layer_parameters(layer)) for layer in range(model.num_layers)]
+    costs[-1] += model.vocab_size * model.embed_dim
+    return costs
 
 
 def _expected(prompts: Prompts, load: LoadOptions, longest: int | None) -> Workload | None:

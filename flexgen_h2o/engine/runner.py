@@ -14,9 +14,9 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.policy import Policy, Workload, check_fetch_chosen
+from flexgen_h2o.config.policy import Policy, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage
-from flexgen_h2o.distributed.pipeline import Exchange, Pipeline
+from flexgen_h2o.distributed.pipeline import Exchange, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Timing
@@ -50,17 +50,6 @@ SAMPLED_TOKENS = 512
 
 SAMPLED_POSITIONS = 4096
 """Positions over which the keys of these tokens are spread, or the model's if it has fewer."""
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """A rank's place in a pipeline: its layers, and into how many groups all ranks cut the batches
-    of a block. `workload` is what the first rank expects to run, if it has said so."""
-
-    pipeline: Pipeline
-    stage: Stage
-    groups: int
-    workload: Workload | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +182,7 @@ class Runner:
 
     def _read_ahead(self, policy: Policy) -> bool | None:
         """True if chunks of weights are read ahead; None where weights do not come in chunks."""
-        cuts = policy.cuts_weights(has_gpu=self._device.separate,
+        cuts = policy.shards_weights(has_gpu=self._device.separate,
                                    mixture=self.config.experts is not None)
         return policy.overlap if cuts and policy.weights.disk > 0 else None
 
@@ -238,10 +227,10 @@ class Runner:
         """A callback that shows progress, and tells the other ranks of it."""
         if self.rank is None:
             return bar
-        watch = self.rank.pipeline.watch
+        monitor = self.rank.pipeline.monitor
 
         def show(done: int, total: int) -> None:
-            watch.advance()
+            monitor.advance()
             bar(done, total)
 
         return show
@@ -333,7 +322,7 @@ class Runner:
                 bars.show(block, step)
                 self._wait_policy.update()
                 if self.rank is not None:
-                    self.rank.pipeline.watch.advance()
+                    self.rank.pipeline.monitor.advance()
 
             try:
                 timing = executor.run(block, consumer, keeps=keeps, on_compute=computed)
@@ -357,7 +346,7 @@ class Runner:
         if experts_before is not None:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
-            stats.expert_choices = self._experts.choices.made(self.own.num_layers)
+            stats.expert_choices = self._experts.choices.summary(self.own.num_layers)
         if recalls is not None:
             for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
                 setattr(stats, f"recall_{name}", count)

@@ -264,7 +264,7 @@ class _Run:
 
     def _enters(self, compute: LayerStep) -> bool:
         """True if hidden states come from the rank before."""
-        return not self.stage.embeds and compute.layer == self._own[0]
+        return not self.stage.is_first_stage and compute.layer == self._own[0]
 
     def ready_ahead(self, number: int) -> bool:
         """True if what a compute gets of other ranks is asked for before the one before it.
@@ -283,24 +283,24 @@ class _Run:
         the pass before, by which a batch may have ended, and of hidden states."""
         if compute.layer != self._own[0]:
             return
-        if not self.stage.heads and compute.forward_pass > 0:
+        if not self.stage.is_last_stage and compute.forward_pass > 0:
             yield compute._replace(kind=Kind.TAKE_TOKENS, forward_pass=compute.forward_pass - 1)
         if self._enters(compute):
             yield compute._replace(kind=Kind.RECEIVE_HIDDEN)
 
     def receive_tokens(self, compute: LayerStep) -> Iterator[LayerStep]:
         """Made ready for before they can have been sent, so that no send of them ever waits."""
-        if compute.layer == self._own[0] and not self.stage.heads:
+        if compute.layer == self._own[0] and not self.stage.is_last_stage:
             yield compute._replace(kind=Kind.RECEIVE_TOKENS)
 
     def departures(self, compute: LayerStep) -> Iterator[LayerStep]:
         """The send to other ranks when a forward pass of a batch ends here."""
         if compute.layer == self._own[-1] and self.stage.ranks > 1:
-            kind = Kind.SEND_TOKENS if self.stage.heads else Kind.SEND_HIDDEN
+            kind = Kind.SEND_TOKENS if self.stage.is_last_stage else Kind.SEND_HIDDEN
             yield compute._replace(kind=kind)
 
     def last_tokens(self) -> Iterator[LayerStep]:
         """The tokens of the last forward pass."""
-        if not self.stage.heads:
+        if not self.stage.is_last_stage:
             for batch in range(self.groups[-1].stop):
                 yield LayerStep(Kind.TAKE_TOKENS, self.passes - 1, self._own[0], batch)

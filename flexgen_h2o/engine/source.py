@@ -28,7 +28,7 @@ from flexgen_h2o.config.weight_layout import (
     MatrixLayout,
     WeightOptions,
 )
-from flexgen_h2o.engine.weight_files import KeptWeights
+from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.kernels.gpus import gpu_of, has_tensor_cores
@@ -138,7 +138,8 @@ class ModelSource:
             return self.dummy
         return weight_cache is None
 
-    def kept(self, seed: int, weight_cache: str | os.PathLike | None) -> KeptWeights | None:
+    def kept(self, seed: int, weight_cache: str | os.PathLike | None
+             ) -> PersistentOffloadFile | None:
         """The file that keeps dummy weights, drawn with a seed, for later runs; None for those of
         checkpoints, of 16 bits, and without a weight cache. See `open`."""
         if not self.dummy or self.bits == 16 or weight_cache is None:
@@ -149,7 +150,7 @@ class ModelSource:
         title = f"{self.config.name.replace('/', '--')}-dummy-{self.bits}bit"
         key = [seed, str(self.dtype), self.bits, form.options.group, shapes]
         key += [sorted(form.options.mxfp4)] if form.options.mxfp4 else []
-        return KeptWeights(_weight_cache(weight_cache), title, key, sizes)
+        return PersistentOffloadFile(_weight_cache(weight_cache), title, key, sizes)
 
     def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:

@@ -18,14 +18,12 @@ import torch
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import open_atomic
-from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.convert import Keep, locked
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
-from flexgen_h2o.storage.checksums import Checksums
-from flexgen_h2o.storage.disk import AlignedRead, Disk, RunFolder, plan_reads
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import AlignedRead, Checksums, Disk, Extent, RunFolder, plan_reads
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -81,7 +79,7 @@ class Unit:
 
     specs: dict[str, TensorSpec]
     packs: dict[str, Pack] = field(default_factory=dict)
-    resident: dict[str, Weight | ChunkedMatrix] = field(default_factory=dict)
+    resident: dict[str, Weight | ShardedMatrix] = field(default_factory=dict)
     host: list[tuple[Pack, torch.Tensor]] = field(default_factory=list)
 
     @property
@@ -126,7 +124,7 @@ def _places(path: Path, sizes: Mapping[str, int]) -> dict[str, Extent]:
     return places
 
 
-class KeptWeights:
+class PersistentOffloadFile:
     """A model's tensors in a file that stays.
 
     Parameters
@@ -258,7 +256,7 @@ class WeightFiles:
         return None if info.extent.offset % dtype.itemsize else info.extent
 
     def write(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
-              kept: KeptWeights | None) -> None:
+              kept: PersistentOffloadFile | None) -> None:
         """Write those of these tensors that do not lie on disk in the right form.
 
         Parameters
@@ -267,7 +265,7 @@ class WeightFiles:
             All that belong on disk; a tied one may come twice.
         run_folder : callable
             Makes the folder for them if they have no other place.
-        kept : KeptWeights or None
+        kept : PersistentOffloadFile or None
             The file that keeps them for later runs.
         """
         missing = {spec.name: spec for spec in specs if self.extent(spec) is None}

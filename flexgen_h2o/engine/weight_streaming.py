@@ -12,17 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from flexgen_h2o.config.limits import CHUNK_BUFFERS
+from flexgen_h2o.config.limits import SHARD_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.weight_files import Pack, Weight
-from flexgen_h2o.kernels.matrix import ChunkedMatrix
+from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
-from flexgen_h2o.storage.checksums import Checksums
-from flexgen_h2o.storage.disk import plan_reads
-from flexgen_h2o.storage.extent import Extent
-from flexgen_h2o.storage.placement import assign, chunk_rows
+from flexgen_h2o.storage.disk import Checksums, Extent, plan_reads
+from flexgen_h2o.storage.placement import assign, shard_rows
 from flexgen_h2o.storage.transfer import Lane, Transfers
 
 
@@ -70,7 +68,7 @@ def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placemen
 def _chunks(spec: TensorSpec, form: WeightFormat, layer: int) -> list[slice]:
     """The outputs of each chunk of a matrix."""
     outputs = spec.shape[0]
-    step = chunk_rows(outputs, form.nbytes(spec), layer)
+    step = shard_rows(outputs, form.nbytes(spec), layer)
     return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
@@ -256,7 +254,7 @@ class ChunkedWeights:
         self._chunks: dict[int, list[Chunk]] = {}
         self._stream: ChunkStream | None = None
 
-    def load(self, unit: int, spec: TensorSpec, extent: Extent) -> ChunkedMatrix:
+    def load(self, unit: int, spec: TensorSpec, extent: Extent) -> ShardedMatrix:
         """Read what stays in memory of a matrix that a unit uses after those loaded before.
 
         Parameters
@@ -272,11 +270,11 @@ class ChunkedWeights:
         parts = [self._part(unit, each, spec, extent) for each in cuts]
         self._chunks.setdefault(unit, []).extend(
             part for part in parts if isinstance(part, Chunk))
-        return ChunkedMatrix(spec.shape, partial(self._parts, parts))
+        return ShardedMatrix(spec.shape, partial(self._parts, parts))
 
     def open(self, *, ahead: bool) -> ChunkStream:
         """The stream of the chunks of all matrices that are loaded; ahead: see `ChunkStream`."""
-        self._stream = ChunkStream(self._transfers, self._chunks, buffers=CHUNK_BUFFERS,
+        self._stream = ChunkStream(self._transfers, self._chunks, buffers=SHARD_BUFFERS,
                                    read=self._read_chunk, ahead=ahead)
         return self._stream
 

@@ -18,23 +18,22 @@ from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.engine.weight_files import KeptWeights, Pack, Unit, Weight, WeightFiles
+from flexgen_h2o.engine.weight_files import Pack, PersistentOffloadFile, Unit, Weight, WeightFiles
 from flexgen_h2o.engine.weight_streaming import ChunkedWeights, ChunkStream, CutRows, cut
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import ChunkedMatrix, QuantizedMatrix
+from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.model_config import ModelWeights, TensorSpec
-from flexgen_h2o.storage.arena import Arena
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.placement import (
     assign,
     compute_tiers,
-    experts_apart,
     fill,
-    set_apart,
+    place_experts,
+    place_first,
 )
-from flexgen_h2o.storage.tiers import PAGE, Device, round_up
+from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
 
@@ -111,12 +110,12 @@ class WeightStore:
         kept = {}
         each = {key: sum(map(self._bytes, unit.specs.values()))
                 for key, unit in self.experts.items()}
-        placement, experts = experts_apart(sum(sizes.values()), sum(each.values()), placement,
+        placement, experts = place_experts(sum(sizes.values()), sum(each.values()), placement,
                                            experts)
         if self.units[-1].specs:  # only the last rank of a pipeline has a head
             head = max((spec.name for spec in self.units[-1].specs.values()),
                        key=sizes.__getitem__)
-            tier, placement = set_apart(
+            tier, placement = place_first(
                 sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
             kept = {} if tier is None else {head: tier}
         if choices is None:
@@ -144,7 +143,7 @@ class WeightStore:
 
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None, *,
-             kept: KeptWeights | None = None) -> None:
+             kept: PersistentOffloadFile | None = None) -> None:
         """Bring every tensor to its tier. `progress` gets bytes done and in all.
 
         Tensors for the disk tier stay where they lie in the checkpoint; those that do not lie
@@ -286,16 +285,16 @@ class WeightStore:
 
     def is_resident(self, index: int) -> bool:
         """True if all weights of a unit are in compute memory for good."""
-        comes = any(isinstance(each, ChunkedMatrix) for each in self.units[index].resident.values())
+        comes = any(isinstance(each, ShardedMatrix) for each in self.units[index].resident.values())
         return not comes and not self.units[index].fetched_bytes
 
-    def in_memory(self, index: int, *names: str) -> dict[str, Weight] | None:
+    def resident_weights(self, index: int, *names: str) -> dict[str, Weight] | None:
         """A unit's weights that are in compute memory for good, if the tensors of these names are;
         None if not, or if there is no such unit."""
         held = self.units[index].resident if index < len(self.units) else {}
         return held if held.keys() >= set(names) else None
 
-    def get(self, index: int) -> dict[str, Weight | ChunkedMatrix]:
+    def get(self, index: int) -> dict[str, Weight | ShardedMatrix]:
         """A unit's weights by local name, on the compute device, ready for compute to use.
 
         A fetched tensor stays valid until `release`.

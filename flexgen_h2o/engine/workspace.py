@@ -32,8 +32,7 @@ from flexgen_h2o.models.layers import Operations
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import rope_tables
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
-from flexgen_h2o.storage.disk import AlignedRead, RunFolder
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import AlignedRead, Extent, RunFolder
 from flexgen_h2o.storage.placement import split
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers

@@ -52,7 +52,7 @@ def signed_group(layout: MatrixLayout) -> int:
 
 
 @dataclass(frozen=True)
-class ChunkedMatrix:
+class ShardedMatrix:
     """A weight [outputs, inputs] of which only parts are in memory at a time.
 
     Attributes
@@ -71,5 +71,5 @@ class ChunkedMatrix:
         return self.shape[0]
 
 
-Matrix = Tensor | QuantizedMatrix | ChunkedMatrix
+Matrix = Tensor | QuantizedMatrix | ShardedMatrix
 """A weight [outputs, inputs] of any kind."""

@@ -14,7 +14,7 @@ import torch
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import Extent
 
 _SCRATCH_ELEMENTS = 1 << 20  # read at a time where rows are selected or transposed
 _READABLE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -22,7 +22,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-from flexgen_h2o.kernels.matrix import ChunkedMatrix, Matrix, QuantizedMatrix
+from flexgen_h2o.kernels.matrix import Matrix, QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
@@ -194,7 +194,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
     Parameters
     ----------
     x : Tensor [rows, in]
-    weight : Tensor, QuantizedMatrix or ChunkedMatrix [out, in]
+    weight : Tensor, QuantizedMatrix or ShardedMatrix [out, in]
     bias : Tensor [out], optional
     out : Tensor [rows, out], optional
         Where to write; must not overlap x. Without it the result is a new tensor.
@@ -203,7 +203,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
     -------
     Tensor [rows, out], in x's dtype
     """
-    if isinstance(weight, ChunkedMatrix):
+    if isinstance(weight, ShardedMatrix):
         out = x.new_empty((len(x), len(weight))) if out is None else out
         for outputs, part in weight.parts(x):
             linear(x, part, None if bias is None else bias[outputs], out=out[:, outputs])
@@ -225,7 +225,7 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None
 
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
-    if isinstance(weight, ChunkedMatrix):
+    if isinstance(weight, ShardedMatrix):
         for outputs, part in weight.parts(x):
             add_linear_(residual[:, outputs], x, part, None if bias is None else bias[outputs])
         return residual

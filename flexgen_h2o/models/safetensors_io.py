@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.checkpoint import TensorInfo
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import Extent
 
 _TORCH_NAMES = {
     "BOOL": "bool",

@@ -16,9 +16,9 @@ from functools import partial
 import numpy as np
 
 from flexgen_h2o.config.limits import (
-    CHUNK_BUFFERS,
-    LAYER_CHUNKS,
     ROW_BLOCK,
+    SHARD_BUFFERS,
+    SHARDS_PER_LAYER,
 )
 from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.errors import UserError
@@ -117,10 +117,10 @@ def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStep
     prompt_rows = rows * run.workload.prompt_len / passes
     prefill = [costs.prompt_layer(passes * layers)]
     step = [costs.token_layer(layers)]
-    if run.embeds:
+    if run.is_first_stage:
         prefill.insert(0, costs.embedding(prompt_rows, passes))
         step.insert(0, costs.embedding(rows, 1))
-    if run.heads:
+    if run.is_last_stage:
         prefill.append(costs.head(prompt_rows, passes))
         step.append(costs.head(rows, 1))
     return tuple(prefill), tuple(step)
@@ -164,9 +164,9 @@ class _Costs:
         if policy.overlap and self._batches <= 1:
             # The GPU has no other batch to compute while the host attends.
             lanes = np.vstack((seconds[:2].sum(axis=0), seconds[2:]))
-        if policy.overlap and self._run.cuts_weights and attention is not None:
+        if policy.overlap and self._run.shards_weights and attention is not None:
             stalled = attention + seconds[RESOURCES.index("disk->cpu")] * _IS_WEIGHTS
-            ahead = (CHUNK_BUFFERS - 1) / LAYER_CHUNKS * self._weight_bytes
+            ahead = (SHARD_BUFFERS - 1) / SHARDS_PER_LAYER * self._weight_bytes
             stalled[0] -= ahead / self._hardware.links["disk->cpu"]
             lanes = np.vstack((lanes, stalled))
         if policy.overlap and awaited is not None:
@@ -208,7 +208,7 @@ class _Costs:
         # Chunks are cut between sequences.
         together = min(batch, max(1, int(self._run.chunk_rows // tokens)))
         trips = 1.0
-        if self._run.cuts_weights:  # each chunk of rows reads them anew, and blocks of a long one
+        if self._run.shards_weights:  # each shard reads them again, blocks of a long one
             trips = math.ceil(batch / together) * math.ceil(together * tokens / ROW_BLOCK)
         tally = self._rows(batch * tokens, trips)
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):

@@ -13,7 +13,6 @@ from itertools import chain
 from flexgen_h2o.config.cache_layout import IndexLayout, PageLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
-    CHUNK_BUFFERS,
     EXPERT_ROUND,
     FEWEST_TASKS,
     HIDDEN_BUFFERS,
@@ -22,6 +21,7 @@ from flexgen_h2o.config.limits import (
     PRODUCT_ROWS,
     QUERY_LANES,
     ROW_BLOCK,
+    SHARD_BUFFERS,
     SLOT_TILE,
     STARTED_BATCHES,
     TILED_INPUTS,
@@ -40,7 +40,7 @@ from flexgen_h2o.planning.planned_run import (
     part_bytes,
     record_bytes,
 )
-from flexgen_h2o.storage.placement import chunk_rows, compute_tiers, set_apart, split
+from flexgen_h2o.storage.placement import compute_tiers, place_first, shard_rows, split
 
 RESERVE = 128 << 20
 """Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
@@ -60,7 +60,7 @@ def workspace_bytes(run: PlannedRun) -> int:
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
-    logits *= run.heads
+    logits *= run.is_last_stage
     own = max(_own_attention(run), _carried(run)) + _own_products(run) + mixture_bytes(run)
     return layer + logits + own + RESERVE + TUNING * run.has_gpu
 
@@ -190,7 +190,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
     layers = model.over_layers(at_rest)
     head, total = head_bytes(run)
     others, _ = run.spread
-    kept, placement = set_apart(head, total, others, compute_tiers(run.has_gpu))
+    kept, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
     vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
     for name, nbytes, apart, stays in (
@@ -198,14 +198,14 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
             ("embeddings", total - layers, head if kept else 0, 0)):
         gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
                           for tier, fraction in zip(TIERS, fractions, strict=True))
-        if run.cuts_weights and placement.disk > 0:
+        if run.shards_weights and placement.disk > 0:
             # Vectors stay in memory, and matrices are written whole.
             gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
         yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers, options = 0, run.weights.widest
-    if run.cuts_weights and away > 0:
-        buffers = CHUNK_BUFFERS * _chunk_bytes(run, head=not kept)
+    if run.shards_weights and away > 0:
+        buffers = SHARD_BUFFERS * _chunk_bytes(run, head=not kept)
     elif away > 0:
         # Placement is by whole tensors: a layer may hold one more of them than its share, and the
         # head's matrix is there or it is not.
@@ -228,11 +228,11 @@ def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
     model, options = run.model, run.weights.widest
     layer = part_bytes(options, model.layer_shapes(), run.itemsize)
     shapes = {*model.layer_shapes().matrices}
-    if head and run.heads:
+    if head and run.is_last_stage:
         shapes.add((model.vocab_size, model.embed_dim))
     most = 0
     for outputs, inputs in shapes:
-        rows = chunk_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
+        rows = shard_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
         most = max(most, options.matrix_bytes((rows, inputs), run.itemsize))
     # It may begin and end anywhere in a page.
     return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
@@ -383,5 +383,6 @@ def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
         # On their way: to the next rank those of a group, and two from the rank before. Groups
         # without a stage are of a search for all ranks, which stands for those in the middle.
         stage = run.stage
-        sent = 0 if stage and stage.heads else math.ceil(load.num_gpu_batches / run.groups)
-        yield PlanRow("message buffers", batch * (sent + (0 if stage and stage.embeds else 2)))
+        sent = 0 if stage and stage.is_last_stage else math.ceil(load.num_gpu_batches / run.groups)
+        received = 0 if stage and stage.is_first_stage else 2
+        yield PlanRow("message buffers", batch * (sent + received))

@@ -20,7 +20,7 @@ from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, slots
-from flexgen_h2o.storage.placement import experts_apart
+from flexgen_h2o.storage.placement import place_experts
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
@@ -176,14 +176,14 @@ class PlannedRun:
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
 
     @property
-    def embeds(self) -> bool:
+    def is_first_stage(self) -> bool:
         """True if it begins forward passes."""
-        return self.stage is None or self.stage.embeds
+        return self.stage is None or self.stage.is_first_stage
 
     @property
-    def heads(self) -> bool:
+    def is_last_stage(self) -> bool:
         """True if it ends forward passes."""
-        return self.stage is None or self.stage.heads
+        return self.stage is None or self.stage.is_last_stage
 
     @property
     def sequences(self) -> int:
@@ -208,7 +208,7 @@ class PlannedRun:
     def spread(self) -> tuple[Placement, Placement]:
         """The placements of what every token needs, and of the experts."""
         _, others = head_bytes(self)
-        return experts_apart(others, self.all_experts * self.expert_bytes, self.policy.weights,
+        return place_experts(others, self.all_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
 
     def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
@@ -264,10 +264,10 @@ class PlannedRun:
         return largest + 6 * mmap.PAGESIZE
 
     @property
-    def cuts_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """True if weights that are on disk come in chunks."""
         mixture = self.model.experts is not None
-        return self.policy.cuts_weights(has_gpu=self.has_gpu, mixture=mixture)
+        return self.policy.shards_weights(has_gpu=self.has_gpu, mixture=mixture)
 
     @property
     def pass_rows(self) -> int:
@@ -366,12 +366,12 @@ def head_bytes(run: PlannedRun) -> tuple[int, int]:
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     total = model.over_layers(at_rest)
-    if run.embeds:
+    if run.is_first_stage:
         total += at_rest(model.embed_shapes())
-    if not run.heads:
+    if not run.is_last_stage:
         return 0, total
     head = run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize)
     total += at_rest(model.head_shapes())
-    if model.tie_word_embeddings and not run.embeds:
+    if model.tie_word_embeddings and not run.is_first_stage:
         total += head  # the table of another rank
     return head, total

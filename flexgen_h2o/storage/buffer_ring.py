@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import Extent
 from flexgen_h2o.storage.tiers import Event
 from flexgen_h2o.storage.transfer import Handle, Lane, Transfers
 

@@ -27,9 +27,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
+from xxhash import xxh3_64_intdigest
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,26 @@ RUN_PREFIX = "flexgen_h2o-run-"
 
 _Chunk = tuple[Future[None], Callable[[], None]]
 """What a worker does, and what then comes to who waits for it."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file: the raw, row-major, little-endian elements of one tensor.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    offset : int
+        Where the bytes start, in bytes from the start of the file. Any value: the safetensors
+        format promises no alignment.
+    nbytes : int
+        How many bytes.
+    """
+
+    path: Path
+    offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -85,6 +105,41 @@ def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10):
         places[extent] = reads[-1].buffer_offset + extent.offset - start
         size = reads[-1].buffer_offset + reads[-1].nbytes
     return reads, places, size
+
+
+class Checksums:
+    """XXH3 (64 bits) of extents of files, each made when its bytes were first read or written.
+
+    It finds what changes by accident: a failing disk, a file that is copied over. Somebody who
+    writes to the files on purpose can make other bytes of the same checksum. Threads may share it:
+    large buffers are hashed without the interpreter lock.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Extent, int] = {}
+
+    def written(self, extent: Extent, data: torch.Tensor) -> None:
+        """Note what is written to an extent: uint8 on the host."""
+        self._known[extent] = _checksum(data)
+
+    def expect(self, extent: Extent, checksum: int) -> None:
+        """Hold an extent against a checksum that its file keeps."""
+        self._known[extent] = checksum
+
+    def read(self, extent: Extent, data: torch.Tensor) -> None:
+        """Check what was read of an extent (uint8 on the host); the first time, note it.
+
+        Raises `UserError`, which names file and offset, where it is not what it was.
+        """
+        found = _checksum(data)
+        if self._known.setdefault(extent, found) != found:
+            raise UserError(f"{extent.path} has changed: the {extent.nbytes} bytes at byte "
+                            f"{extent.offset} are not those that were first read or written; "
+                            "check the disk, and get or make the file again")
+
+
+def _checksum(data: torch.Tensor) -> int:
+    return xxh3_64_intdigest(memoryview(data.numpy()))
 
 
 class Disk:

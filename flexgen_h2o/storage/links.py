@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import CHUNK, WORKERS, AlignedRead, Disk, Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
-from flexgen_h2o.config.limits import LAYER_CHUNKS, LEAST_CHUNK, MATRIX_TILE
+from flexgen_h2o.config.limits import MATRIX_TILE, MIN_SHARD_BYTES, SHARDS_PER_LAYER
 from flexgen_h2o.config.placement import TIERS, Placement
 
 Name = TypeVar("Name", bound=Hashable)
@@ -67,7 +67,7 @@ def compute_tiers(has_gpu: bool) -> tuple[str, ...]:
     return TIERS[:1] if has_gpu else TIERS[:2]
 
 
-def set_apart(nbytes: int, total: int, placement: Placement, tiers: Sequence[str]
+def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[str]
               ) -> tuple[str | None, Placement]:
     """Put `nbytes` of `total` bytes onto the first of `tiers` whose share has room for them.
 
@@ -87,15 +87,15 @@ def set_apart(nbytes: int, total: int, placement: Placement, tiers: Sequence[str
     return None, placement
 
 
-def chunk_rows(outputs: int, nbytes: int, layer: int) -> int:
+def shard_rows(outputs: int, nbytes: int, layer: int) -> int:
     """Outputs in each chunk of a matrix of so many bytes, of a model whose layers have `layer`: a
     multiple of the tile that quantized outputs lie in, or all."""
-    most = max(layer // LAYER_CHUNKS, LEAST_CHUNK)
+    most = max(layer // SHARDS_PER_LAYER, MIN_SHARD_BYTES)
     rows = -(-outputs // -(-nbytes // most))
     return min(outputs, -(-rows // MATRIX_TILE) * MATRIX_TILE)
 
 
-def experts_apart(others: int, experts: int, placement: Placement, given: Placement | None
+def place_experts(others: int, experts: int, placement: Placement, given: Placement | None
                   ) -> tuple[Placement, Placement]:
     """The placements of so many bytes of `others` and of so many bytes of `experts`.
 

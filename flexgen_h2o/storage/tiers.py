@@ -21,6 +21,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.report import sizes
 
 HUGE_PAGE = 2 << 20
+ARENA_BYTES = 64 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
 _LACKING = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
 """Words of errors that have no class of their own: of PyTorch's allocator for a CPU, of CUDA and
@@ -183,6 +184,32 @@ class Device:
     def description(self) -> str:
         """The device in a word, for reports."""
         return "cpu"
+
+
+class Arena:
+    """Buffers one after the other in shared memory, which goes when all of them have gone.
+
+    Alone a buffer of few MB has small pages where it fills no huge one (`Device.host_empty`), and
+    two mappings of its own; thousands of experts are read faster, and are fewer pages to look up,
+    side by side.
+
+    Parameters
+    ----------
+    device : Device
+        Gives the memory: its `host_empty`.
+    """
+
+    def __init__(self, device: Device):
+        self._device = device
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised page-aligned bytes in host memory: uint8 [nbytes rounded to a page]."""
+        size = max(round_up(nbytes, PAGE), PAGE)
+        if size > len(self._left):
+            self._left = self._device.host_empty(max(size, ARENA_BYTES), pinned=False)
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
 
 
 class _CudaEvent(Event):

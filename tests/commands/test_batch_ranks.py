@@ -128,7 +128,7 @@ def test_a_rank_that_dies_or_hangs_ends_all_and_the_job_goes_on(folder, words, c
         assert codes[rank] == status and codes[1 - rank] == 2, told
         line = error_line(told[told.index("error: "):], f"rank {rank} (")
         assert {"kill": "has gone", "stop": "has not answered for 4 s",
-                "hang": "has not got on for 4 s"}[how] in line
+                "hang": "has made no progress for 4 s"}[how] in line
         assert seconds < 60
         answered = texts(folder / f"{name}.jsonl")
         assert 0 < len(answered) < 30

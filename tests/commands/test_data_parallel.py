@@ -24,7 +24,7 @@ from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch import data_parallel
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.launch import Launch, launched
-from flexgen_h2o.distributed.window_queue import QueueLost, WindowQueue
+from flexgen_h2o.distributed.replicas import QueueLost, WindowQueue
 
 # --- the queue
 
@@ -155,7 +155,7 @@ def test_a_launcher_s_variables_say_which_rank_this_is():
              "LOCAL_RANK": "1"}
     assert launched(found) == Launch(3, 6, 1, 2)
     assert launched({}) == Launch()
-    seat = data_parallel.ReplicaSeat
+    seat = data_parallel.ReplicaRank
     assert seat.of(launched(found)) == seat(3, 6, 1)
     assert seat.of(launched(found), 2) == seat(1, 3, 1, leads=False)
     assert seat.of(launched(found | {"RANK": "4"}), 2) == seat(2, 3, 1)

@@ -29,7 +29,7 @@ NEW = 5
 @pytest.fixture
 def cut_small(monkeypatch):
     """Tiny matrices come in several chunks, too, and tiny prompts go through layers in blocks."""
-    monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
     monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
     monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 24)
 
@@ -96,7 +96,7 @@ def test_a_layers_matrices_stand_in_the_order_of_their_use(key):
 @pytest.mark.parametrize("disk", [30, 100])
 def test_nothing_is_read_in_vain_into_small_buffers(tiny_model, disk, monkeypatch):
     """As large as the plan says."""
-    monkeypatch.setattr(placement, "LEAST_CHUNK", 1)
+    monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
     tiny = tiny_model("opt")
     config = from_transformers(tiny.config, "tiny")
     policy = Policy(weights=Placement(100 - disk, 0, disk), gpu_batch_size=5)
@@ -105,7 +105,7 @@ def test_nothing_is_read_in_vain_into_small_buffers(tiny_model, disk, monkeypatc
     def look(llm):
         assert chunks_out_of_turn(llm) == 0
         sizes, units = staging_bytes(llm), weights_of(llm).units
-        assert len(sizes) == limits.CHUNK_BUFFERS
+        assert len(sizes) == limits.SHARD_BUFFERS
         assert sum(sizes) == next(row.cpu for row in planned.rows if row.name == "weight buffers")
         assert all(unit.fetched_bytes == 0 for unit in units)
 

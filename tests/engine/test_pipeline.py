@@ -226,7 +226,7 @@ def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
         with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
                  policy=small(num_gpu_batches=2), progress=False) as llm:
             if pipeline.rank:
-                with pytest.raises(UserError, match="does what the first rank says"):
+                with pytest.raises(UserError, match="follows the first rank"):
                     llm.generate(prompts)
                 return llm.follow()
             for call in (lambda: llm.score([([1], [2])]), llm.stream,
@@ -346,12 +346,12 @@ def test_messages_of_a_channel_come_in_their_order():
         if pipeline.rank == 0:
             for number in range(50):
                 pipeline.send(1, number % 2, torch.full((number + 1,), float(number)))
-            return pipeline.agree(b"done")
+            return pipeline.all_gather(b"done")
         waiting = [pipeline.receive(0, number % 2, torch.empty(number + 1))
                    for number in range(50)]
         for number, message in reversed(list(enumerate(waiting))):
             assert (message.wait() == number).all()
-        return pipeline.agree(b"")
+        return pipeline.all_gather(b"")
 
     assert in_ranks(2, work) == [b"done", b""]
-    assert not [each for each in threading.enumerate() if each.name in ("watch", "messages")]
+    assert not [each for each in threading.enumerate() if each.name in ("heartbeat", "messages")]

@@ -167,7 +167,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
                     if step.forward_pass == passes - 1 and not options["keeps"]:
                         cache.pop(key)
                 if step.kind is Kind.COMPUTE and step.layer == own[-1] == own.stop - 1 and (
-                        Stage.of_rank(rank, bounds).heads):
+                        Stage.of_rank(rank, bounds).is_last_stage):
                     hidden.pop(where)
         assert not weights and not hidden
         attended = Counter(step.kind for step in steps)[Kind.LOAD_CACHE]

@@ -14,8 +14,7 @@ from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import generate
 from flexgen_h2o.models.safetensors_io import read_header, write_safetensors
-from flexgen_h2o.storage.checksums import Checksums
-from flexgen_h2o.storage.extent import Extent
+from flexgen_h2o.storage.disk import Checksums, Extent
 
 DISK = Policy(weights=Placement(0, 0, 100), gpu_batch_size=2)
 # Where the weights of a run lie: in the checkpoint, in the weight cache, in the run's own folder.

@@ -20,7 +20,7 @@ from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
-from flexgen_h2o.engine.weight_files import KeptWeights
+from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -188,7 +188,7 @@ def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
 @pytest.fixture
 def three_tensors(tmp_path):
     """A file that keeps tensors of 4 KB each, and the names of those that a run has to write."""
-    kept = KeptWeights(Keep(tmp_path, ""), "model", "seed 0", dict.fromkeys("abc", 4096))
+    kept = PersistentOffloadFile(Keep(tmp_path, ""), "model", "seed 0", dict.fromkeys("abc", 4096))
 
     def write(names):
         with kept.writing(names) as spill:

@@ -21,7 +21,7 @@ from flexgen_h2o.planning.placement_solver import Placing
 from flexgen_h2o.planning.planned_run import ExpertUse
 from flexgen_h2o.planning.search import PlanRequest, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
-from flexgen_h2o.storage.placement import experts_apart
+from flexgen_h2o.storage.placement import place_experts
 
 QWEN = published("Qwen3-30B-A3B")
 MIXTRAL = published("Mixtral-8x7B-v0.1")
@@ -41,14 +41,14 @@ def test_published_shapes_have_the_published_sizes(name, billions):
 
 
 def test_what_every_token_needs_is_in_the_fastest_memory_first():
-    fast, host = experts_apart(10, 90, Placement(25, 75, 0), None)
+    fast, host = place_experts(10, 90, Placement(25, 75, 0), None)
     assert fast == Placement(100, 0, 0)
     assert host.gpu == pytest.approx(100 * 15 / 90) and host.disk == 0
-    fast, host = experts_apart(10, 90, Placement(5, 0, 95), None)
+    fast, host = place_experts(10, 90, Placement(5, 0, 95), None)
     assert (fast.gpu, fast.disk) == (50, 50) and host == Placement(0, 0, 100)
     given = Placement(0, 100, 0)
-    assert experts_apart(10, 90, Placement(25, 75, 0), given) == (Placement(25, 75, 0), given)
-    assert experts_apart(10, 0, Placement(25, 75, 0), None)[0] == Placement(25, 75, 0)
+    assert place_experts(10, 90, Placement(25, 75, 0), given) == (Placement(25, 75, 0), given)
+    assert place_experts(10, 0, Placement(25, 75, 0), None)[0] == Placement(25, 75, 0)
 
 
 def test_experts_and_their_slots_in_the_memory_plan():

@@ -28,10 +28,10 @@ from flexgen_h2o.storage.disk import (
     RUN_PREFIX,
     AlignedRead,
     Disk,
+    Extent,
     RunFolder,
     plan_reads,
 )
-from flexgen_h2o.storage.extent import Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up
 from flexgen_h2o.storage.transfer import ATTENTION, Transfers
 

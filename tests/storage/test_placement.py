@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.placement import TIERS, Placement
-from flexgen_h2o.storage.placement import assign, compute_tiers, fill, set_apart, split
+from flexgen_h2o.storage.placement import assign, compute_tiers, fill, place_first, split
 
 
 @st.composite
@@ -51,7 +51,7 @@ def test_like_layers_carry_like_offloaded_bytes():
 @given(st.integers(1, 10**12), st.integers(1, 10**12), placements(), st.booleans())
 def test_what_is_set_apart_leaves_the_shares_as_they_are(nbytes, others, placement, has_gpu):
     total, tiers = nbytes + others, compute_tiers(has_gpu)
-    tier, rest = set_apart(nbytes, total, placement, tiers)
+    tier, rest = place_first(nbytes, total, placement, tiers)
     room = [each for each in tiers if getattr(placement, each) / 100 * total >= nbytes]
     assert tier == (room[0] if room else None)
     for each in TIERS:

@@ -36,7 +36,7 @@ from flexgen_h2o.commands.batch.preparation import (
 from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.weight_layout import AUTO
-from flexgen_h2o.distributed.window_queue import WindowQueue
+from flexgen_h2o.distributed.replicas import WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.line_file import SettingsBeside
@@ -109,7 +109,7 @@ def _share(options: BatchOptions) -> int:
         return 0
 
 
-def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+def _lead(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
           pipeline: Pipeline | None) -> int:
     """Share the job with the replicas that follow, and put the results together."""
     said = False
@@ -131,7 +131,7 @@ def _lead(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Window
         raise
 
 
-def _follow(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+def _follow(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
             pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 shares."""
     with _source(options) as source:
@@ -143,7 +143,7 @@ def _follow(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: Wind
     return 0
 
 
-def _work(options: BatchOptions, place: data_parallel.ReplicaSeat, queue: WindowQueue,
+def _work(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
           windows: tuple[np.ndarray, int], *, pipeline: Pipeline | None, source: JobInput,
           progress: JobProgress, files: tuple[ResultsFile, ResultsFile]) -> None:
     """Answer windows of the job, as the first rank of a replica."""

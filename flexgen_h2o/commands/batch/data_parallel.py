@@ -28,8 +28,8 @@ from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.results import ResultsFile, key_of
 from flexgen_h2o.config.launch import Launch, launched
-from flexgen_h2o.distributed.heartbeat import PatientStore, answered
-from flexgen_h2o.distributed.window_queue import WindowQueue
+from flexgen_h2o.distributed.heartbeat import TimeoutStore, call_with_timeout
+from flexgen_h2o.distributed.replicas import WindowQueue
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import writing
 from flexgen_h2o.storage.free_memory import free_memory
@@ -80,7 +80,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 @dataclass(frozen=True)
-class ReplicaSeat:
+class ReplicaRank:
     """The replica that a process belongs to, of `replicas`, and its place among the processes of
     its host. The first rank of a replica leads it: it takes the windows."""
 
@@ -90,25 +90,25 @@ class ReplicaSeat:
     leads: bool = True
 
     @classmethod
-    def of(cls, launch: Launch, ranks_of_each: int = 1) -> ReplicaSeat:
+    def of(cls, launch: Launch, ranks_of_each: int = 1) -> ReplicaRank:
         """The seat of a rank where each replica has so many ranks, one after the other."""
         ranks = launch.within(ranks_of_each)
         return cls(launch.rank // ranks_of_each, launch.ranks // ranks_of_each, launch.local_rank,
                    ranks.rank == 0)
 
 
-def seat(ranks_of_each: int) -> ReplicaSeat:
+def seat(ranks_of_each: int) -> ReplicaRank:
     """The seat of this process, where each replica has so many ranks. Raises `UserError` if no
     launcher has started it."""
     if "RANK" not in os.environ:
         raise UserError("--data-parallel is for several processes, and a launcher has to start "
                         "them: torchrun --nproc-per-node 2 -m flexgen_h2o.batch --data-parallel "
                         "... (any that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)")
-    return ReplicaSeat.of(launched(), ranks_of_each)
+    return ReplicaRank.of(launched(), ranks_of_each)
 
 
 @contextmanager
-def joined(place: ReplicaSeat) -> Iterator[WindowQueue]:
+def joined(place: ReplicaRank) -> Iterator[WindowQueue]:
     """The queue that the replicas of this job share, with this one's signs of life in it.
 
     Raises `UserError` if there is no replica 0.
@@ -119,14 +119,14 @@ def joined(place: ReplicaSeat) -> Iterator[WindowQueue]:
 
     try:
         found = torch.distributed.rendezvous("env://", timeout=_START)
-        store, _, _ = answered(next, found, seconds=_START.total_seconds() + PATIENCE)
+        store, _, _ = call_with_timeout(next, found, seconds=_START.total_seconds() + PATIENCE)
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError("the processes of --data-parallel do not find each other at MASTER_ADDR "
                         f"{os.environ.get('MASTER_ADDR')}: {str(error).splitlines()[0]}") from None
     # torchrun keeps its store, with what is in it, when it starts all processes again.
     store = torch.distributed.PrefixStore(
         "start " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    queue = WindowQueue(PatientStore(store, PATIENCE), place.replica, place.replicas,
+    queue = WindowQueue(TimeoutStore(store, PATIENCE), place.replica, place.replicas,
                         patience=PATIENCE)
     with queue.beating():
         yield queue
@@ -180,12 +180,12 @@ def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
     queue.check()  # that there is no queue any more is a reason to end, too
 
 
-def own_file(options: BatchOptions, place: ReplicaSeat) -> ResultsFile:
+def own_file(options: BatchOptions, place: ReplicaRank) -> ResultsFile:
     """The file of the results of a replica that is not the first."""
     return ResultsFile("--output", f"{options.output}.rank{place.replica}")
 
 
-def open_replica(config: RunConfig, place: ReplicaSeat, pipeline: Pipeline | None) -> LLM:
+def open_replica(config: RunConfig, place: ReplicaRank, pipeline: Pipeline | None) -> LLM:
     """The `LLM` of a replica: on GPUs of its own, or with its share of the host's memory.
 
     The ranks of a pipeline choose their GPUs themselves.

@@ -51,7 +51,7 @@ class WindowQueue:
     Parameters
     ----------
     store : SharedStore
-        Its calls must come to an end, as those of a `PatientStore` do.
+        Its calls must come to an end, as those of a `TimeoutStore` do.
     replica, replicas : int
         Its number, and how many there are.
     patience : float
