@@ -22,8 +22,9 @@ from flexgen_h2o.engine.expert_slots import ExpertSlots, put
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.kernels.cpu.experts import ExpertTable, experts, max_expert_rows
 from flexgen_h2o.kernels.matrix import ShardedMatrix
-from flexgen_h2o.models import family, mixture
+from flexgen_h2o.models import family
 from flexgen_h2o.models.layers import Operations, activation
+from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import D2H, EXPERTS, H2D, Handle, Lane, Transfers
@@ -75,7 +76,8 @@ class ExpertProducts:
         self._x, self._ids, self._shares, self._sums = x, ids, shares, sums
         self._counts = counts
         self._picks: Sequence[Tensor] | None = None
-        same = isinstance(self._function, tuple) or self._family.expert is mixture.expert
+        same = (isinstance(self._function, tuple)
+                or type(self._family).expert is MixtureDecoder.expert)
         fit = same and x.is_cpu and x.dtype == torch.bfloat16
         options = self._options
         self._most = min(max_expert_rows(bits, options.activation_bits)

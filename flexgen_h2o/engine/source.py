@@ -438,8 +438,7 @@ def _same(checkpoint: Checkpoint, *names: str) -> bool:
 
 def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
     """Places in larger tensors of a checkpoint of those that the model needs."""
-    views = getattr(family(config), "views", None)
-    return {} if views is None else views(config)
+    return family(config).views(config)
 
 
 def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:

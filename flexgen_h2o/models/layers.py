@@ -96,16 +96,16 @@ class Operations(Scratch):
         """See `activate_`."""
         return activate_(x, name, factor)
 
-    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int,
-              normalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
+              per_token: int, normalise: bool) -> tuple[Tensor, Tensor]:
         """See `reference_experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
         if ours:
-            return native_experts.route(x, router, bias, each=each, normalise=normalise)
+            return native_experts.route(x, router, bias, each=per_token, normalise=normalise)
         logits = x.float() @ router.float().t()
         if bias is not None:
             logits += bias.float()
-        shares, ids = logits.softmax(-1).topk(each, dim=-1)
+        shares, ids = logits.softmax(-1).topk(per_token, dim=-1)
         if normalise:
             shares /= shares.sum(-1, keepdim=True)
         return ids, shares

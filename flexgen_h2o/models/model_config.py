@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import chain
-from types import ModuleType
+from typing import Any
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.experts import ExpertsConfig
@@ -389,14 +389,14 @@ class ModelConfig:
                 + min(rows, ROW_BLOCK) * (self.hidden_size + wide))
 
 
-def family(config: ModelConfig) -> ModuleType:
-    """Return the module of a model's family."""
-    return family_module(config.family)
+def family(config: ModelConfig) -> Any:
+    """Return the `decoder.Decoder` of a model: its tensors and its forward pass."""
+    return family_named(config.family)
 
 
 @cache
-def family_module(name: str) -> ModuleType:
-    """Return a module of `families`.
+def family_named(name: str) -> Any:
+    """Return the `decoder.Decoder` of a module of `families`.
 
     Raises
     ------
@@ -404,6 +404,7 @@ def family_module(name: str) -> ModuleType:
         If there is no such family; `registry.from_transformers` never makes such a config.
     """
     try:
-        return importlib.import_module(f"flexgen_h2o.models.families.{name}")
+        module = importlib.import_module(f"flexgen_h2o.models.families.{name}")
     except ModuleNotFoundError as error:
         raise ValueError(f"there is no model family {name!r}") from error
+    return module.FAMILY

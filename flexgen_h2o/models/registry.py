@@ -14,7 +14,8 @@ from typing import Any
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, is_there
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, family_module
+from flexgen_h2o.models.mixture import MixtureDecoder
+from flexgen_h2o.models.model_config import ModelConfig, family_named
 from flexgen_h2o.models.quantization import Quantization, quantization
 from flexgen_h2o.models.shapes import PUBLISHED, SAME_AS
 
@@ -39,7 +40,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
     "olmo2": "olmo2",
     "stablelm": "stablelm",
 })
-"""From model_type in config.json to the module in `families`."""
+"""Modules of `families` by the model_type of config.json."""
 
 
 def published(name: str) -> ModelConfig | None:
@@ -108,7 +109,7 @@ def from_transformers(config: Any, name: str) -> ModelConfig:
         raise UserError(f"{name}: config.json must hold an object, not {type(values).__name__}")
     _refuse_unsupported(values, name)
     model_type = values["model_type"]
-    family = family_module(FAMILIES[model_type])
+    family = family_named(FAMILIES[model_type])
     return family.read(Fields(name, values, family.DEFAULTS[model_type]))
 
 
@@ -120,9 +121,9 @@ def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: ALiBi attention biases are not supported")
     model_type = values.get("model_type")
     known = isinstance(model_type, str) and model_type in FAMILIES
-    routes = known and hasattr(family_module(FAMILIES[model_type]), "route")
+    has_experts = known and isinstance(family_named(FAMILIES[model_type]), MixtureDecoder)
     for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
-        if values.get(key) and not routes:
+        if values.get(key) and not has_experts:
             raise UserError(f"{name}: mixture of experts ({key}) is not supported")
     quantization(values, name)
     if not known:

@@ -23,7 +23,7 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.torch_ops import argmax
-from flexgen_h2o.models.families import opt
+from flexgen_h2o.models.families.opt import FAMILY as OPT
 from flexgen_h2o.models.layers import CapturingOperations, Operations, add_linear_, linear
 from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
@@ -132,9 +132,9 @@ class DecodeStep:
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
-    attended = attend(*opt.attention_inputs(config, weights, x, do))
-    opt.attention_output(config, weights, x, attended, do)
-    opt.mlp(config, weights, x, do)
+    attended = attend(*OPT.attention_inputs(config, weights, x, do))
+    OPT.attention_output(config, weights, x, attended, do)
+    OPT.mlp(config, weights, x, do)
 
 
 def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
@@ -422,7 +422,7 @@ class Rates:
         config = from_transformers({
             "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads,
             "ffn_dim": 4 * hidden, "num_hidden_layers": 1}, "calibration")
-        specs, = opt.weights(config).layers
+        specs, = OPT.weights(config).layers
         return config, {name: self._random(*spec.shape) * 0.02 for name, spec in specs.items()}
 
     def _random(self, *shape: int) -> Tensor:

@@ -1,4 +1,13 @@
-"""One readable file a model family: how its config.json is read, its tensors, its functions.
+"""Model families, one module each. No torch is imported here: the memory plan reads sizes only.
 
-None of them imports torch: the memory plan reads a model's sizes off the tables of tensors.
+To add a family:
+
+1. Write a module with a subclass of `decoder.Decoder` (`mixture.MixtureDecoder` with experts) and
+   its instance `FAMILY`. It has the `DEFAULTS` of config.json and `read`; where the model differs
+   from LLaMA, it overrides the table of tensors (`layer_specs`) or steps of the forward pass.
+2. Add a line for each `model_type` to `registry.FAMILIES`.
+3. Add a tiny config to `TINY` in tests/conftest.py, and its key to tests/models/test_families.py:
+   logits, tokens, sizes and eviction are compared with transformers.
+
+docs/families.md has a complete example.
 """

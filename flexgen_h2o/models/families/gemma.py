@@ -3,23 +3,10 @@ norms before and after, soft caps, scaled embeddings."""
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import (
-    attention_inputs,
-    attention_output,
-    attention_specs,
-    embed,
-    head,
-    mlp,
-    mlp_specs,
-    model_specs,
-    norm_specs,
-)
+from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm_specs
 from flexgen_h2o.models.fields import LAYER_TYPES, Fields
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec, renamed
+from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 from flexgen_h2o.models.rope import RopeConfig, read_rope
-
-__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "head", "mlp",
-           "read", "weights"]
 
 _GEMMA = {
     "hidden_size": 2304, "num_hidden_layers": 26, "intermediate_size": 9216,
@@ -30,72 +17,64 @@ _GEMMA = {
 }
 _GEMMA3 = {**_GEMMA, "vocab_size": 262208, "max_position_embeddings": 131072,
            "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6}
-DEFAULTS = {
-    "gemma2": {**_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192,
-               "rope_theta": 10000.0, "sliding_window_pattern": 2,
-               "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-    "gemma3_text": _GEMMA3,
-    "gemma3": _GEMMA3,
-}
-
-# Checkpoints with a vision part call what is in front of the layers in two ways.
-PREFIXES = (("model.", ""), ("model.", "language_model.model."),
-            ("model.", "model.language_model."), ("lm_head.", "language_model.lm_head."))
 
 
-def read(f: Fields) -> ModelConfig:
-    """The model of a config.json: of one with a vision part its text."""
-    if f.values["model_type"] == "gemma3":
-        f = f.inside("text_config")
-    f.refuse("use_bidirectional_attention")
-    pattern = f.count("sliding_window_pattern")
-    local = f.local_layers(lambda layer: bool((layer + 1) % pattern))
-    rope, local_rope = _ropes(f)
-    common = f.decoder("gemma", rope, activation="hidden_activation")
-    return ModelConfig(
-        **common,
-        norm_offset=1.0,  # weights are kept less one
-        attention_bias=f.flag("attention_bias"),
-        out_bias=f.flag("attention_bias"),
-        qk_norm=local_rope is not None,
-        embed_scale=common["hidden_size"] ** 0.5,
-        # transformers' Gemma 3 has the key of a cap on attention, too, and does not read it
-        logit_softcap=f.number_or("final_logit_softcapping", 0.0),
-        local_rope=local_rope,
-        local_layers=local if local_rope is not None else (),
-        attention=f.forms(
-            local, scale=f.number("query_pre_attn_scalar") ** -0.5,
-            softcap=0.0 if local_rope else f.number_or("attn_logit_softcapping", 0.0)),
-    )
+class Gemma(Decoder):
+    DEFAULTS = {
+        "gemma2": {**_GEMMA, "vocab_size": 256000, "max_position_embeddings": 8192,
+                   "rope_theta": 10000.0, "sliding_window_pattern": 2,
+                   "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        "gemma3_text": _GEMMA3,
+        "gemma3": _GEMMA3,
+    }
+    # Checkpoints with a vision part call what is in front of the layers in two ways.
+    prefixes = (("model.", ""), ("model.", "language_model.model."),
+                ("model.", "model.language_model."), ("lm_head.", "language_model.lm_head."))
 
+    def read(self, f: Fields) -> ModelConfig:
+        """The model of a config.json: of one with a vision part its text."""
+        if f.values["model_type"] == "gemma3":
+            f = f.inside("text_config")
+        f.refuse("use_bidirectional_attention")
+        pattern = f.count("sliding_window_pattern")
+        local = f.local_layers(lambda layer: bool((layer + 1) % pattern))
+        rope, local_rope = _ropes(f)
+        common = f.decoder("gemma", rope, activation="hidden_activation")
+        return ModelConfig(
+            **common,
+            norm_offset=1.0,  # weights are kept less one
+            attention_bias=f.flag("attention_bias"),
+            out_bias=f.flag("attention_bias"),
+            qk_norm=local_rope is not None,
+            embed_scale=common["hidden_size"] ** 0.5,
+            # transformers' Gemma 3 has the key of a cap on attention, too, and does not read it
+            logit_softcap=f.number_or("final_logit_softcapping", 0.0),
+            local_rope=local_rope,
+            local_layers=local if local_rope is not None else (),
+            attention=f.forms(
+                local, scale=f.number("query_pre_attn_scalar") ** -0.5,
+                softcap=0.0 if local_rope else f.number_or("attn_logit_softcapping", 0.0)),
+        )
 
-def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig | None]:
-    """Rope of global layers, and of local ones where that is another."""
-    if f.values["model_type"] == "gemma2":
-        return read_rope(f), None
-    given = f.mapping("rope_parameters")
-    if not set(LAYER_TYPES) & set(given):  # transformers 4: scaling is of global layers alone
-        given = {LAYER_TYPES[0]: f.mapping("rope_scaling") or given}
-    whole, local = (given.get(kind) or {} for kind in LAYER_TYPES)
-    return read_rope(f, given=whole), read_rope(f, given=local, theta=f.raw("rope_local_base_freq"))
-
-
-def aliases(name: str) -> tuple[str, ...]:
-    """The names that a checkpoint may use for a tensor, the canonical one first."""
-    return renamed(name, PREFIXES)
-
-
-def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors, by short names, as a checkpoint calls them."""
-    def layer(prefix: str) -> dict[str, TensorSpec]:
+    def layer_specs(self, cfg: ModelConfig, prefix: str) -> dict[str, TensorSpec]:
         norms = {"ln1": "input_layernorm", "post1": "post_attention_layernorm",
                  "ln2": "pre_feedforward_layernorm", "post2": "post_feedforward_layernorm"}
         specs = {**attention_specs(cfg, prefix), **mlp_specs(cfg, prefix)}
         for short, name in norms.items():
             specs |= norm_specs(short, f"{prefix}{name}", cfg.hidden_size)
-        if cfg.qk_norm:
-            for name in "qk":
-                specs |= norm_specs(f"{name}_norm", f"{prefix}self_attn.{name}_norm", cfg.head_dim)
-        return specs
+        return specs | self.qk_norm_specs(cfg, prefix)
 
-    return model_specs(cfg, layer)
+
+def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rope of global layers, and that of local layers where it is another."""
+    if f.values["model_type"] == "gemma2":
+        return read_rope(f), None
+    given = f.mapping("rope_parameters")
+    if not set(LAYER_TYPES) & set(given):  # transformers 4: scaling is of global layers alone
+        given = {LAYER_TYPES[0]: f.mapping("rope_scaling") or given}
+    global_rope, local_rope = (given.get(kind) or {} for kind in LAYER_TYPES)
+    return (read_rope(f, given=global_rope),
+            read_rope(f, given=local_rope, theta=f.raw("rope_local_base_freq")))
+
+
+FAMILY = Gemma()

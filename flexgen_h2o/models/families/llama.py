@@ -2,63 +2,42 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import (
-    aliases,
-    attention_inputs,
-    attention_output,
-    attention_specs,
-    embed,
-    head,
-    mlp,
-    mlp_specs,
-    model_specs,
-    norm_specs,
-)
+from flexgen_h2o.models.decoder import Decoder
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
 
-__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "head", "mlp",
-           "read", "weights"]
 
-DEFAULTS = {
-    "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 11008, "num_attention_heads": 32,
-        "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-    "mistral": {
-        "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
-        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "sliding_window": 4096,
-        "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
-    },
-}
+class Llama(Decoder):
+    DEFAULTS = {
+        "llama": {
+            "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+            "intermediate_size": 11008, "num_attention_heads": 32,
+            "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "attention_bias": False, "mlp_bias": False, "rope_theta": 10000.0,
+            "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        },
+        "mistral": {
+            "vocab_size": 32000, "hidden_size": 4096, "num_hidden_layers": 32,
+            "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "max_position_embeddings": 131072, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "sliding_window": 4096,
+            "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    }
 
-
-def read(f: Fields) -> ModelConfig:
-    """The model of a config.json."""
-    mistral = f.values["model_type"] == "mistral"  # differs in its window, and never has a bias
-    bias = not mistral and f.flag("attention_bias")
-    common = f.decoder("llama", read_rope(f))
-    return ModelConfig(
-        **common,
-        attention_bias=bias,
-        out_bias=bias,
-        mlp_bias=not mistral and f.flag("mlp_bias"),
-        # With layer_types transformers makes a Ministral of it.
-        attention=f.forms(f.local_layers(lambda layer: True)) if mistral else (),
-    )
+    def read(self, f: Fields) -> ModelConfig:
+        mistral = f.values["model_type"] == "mistral"  # differs in its window, and never has a bias
+        bias = not mistral and f.flag("attention_bias")
+        common = f.decoder("llama", read_rope(f))
+        return ModelConfig(
+            **common,
+            attention_bias=bias,
+            out_bias=bias,
+            mlp_bias=not mistral and f.flag("mlp_bias"),
+            # With layer_types transformers makes a Ministral of it.
+            attention=f.forms(f.local_layers(lambda layer: True)) if mistral else (),
+        )
 
 
-def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors, by short names, as a checkpoint calls them."""
-    def layer(prefix: str) -> dict[str, TensorSpec]:
-        return {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size),
-                **norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size),
-                **attention_specs(cfg, prefix), **mlp_specs(cfg, prefix)}
-
-    return model_specs(cfg, layer)
+FAMILY = Llama()

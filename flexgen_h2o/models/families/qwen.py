@@ -3,24 +3,10 @@ queries, keys and values, or with norms of queries and keys."""
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import (
-    aliases,
-    attention_inputs,
-    attention_output,
-    attention_specs,
-    embed,
-    head,
-    mlp,
-    mlp_specs,
-    model_specs,
-    norm_specs,
-)
+from flexgen_h2o.models.decoder import Decoder
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
-
-__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "head", "mlp",
-           "read", "weights"]
 
 _QWEN = {
     "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 32,
@@ -29,47 +15,38 @@ _QWEN = {
     "rope_theta": 10000.0, "tie_word_embeddings": False, "use_sliding_window": False,
     "sliding_window": 4096, "max_window_layers": 28,
 }
-DEFAULTS = {
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
-    "seed_oss": {
-        "vocab_size": 155136, "hidden_size": 4096, "num_hidden_layers": 64,
-        "intermediate_size": 27648, "num_attention_heads": 80, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 524288, "hidden_act": "silu",
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
-        "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 2,
-    },
-}
 
 
-def read(f: Fields) -> ModelConfig:
-    """The model of a config.json."""
-    rope, kind = read_rope(f), f.values["model_type"]
-    windows = f.flag("use_sliding_window")
-    local = f.local_layers(lambda layer: windows and layer >= f.value(int, "max_window_layers"))
-    # Biases that config.json doesn't choose are not chosen by a key of that name either.
-    bias = kind == "qwen2" or f.flag("attention_bias")
-    common = f.decoder("qwen", rope)
-    return ModelConfig(
-        **common,
-        attention_bias=bias,
-        out_bias=f.flag("attention_out_bias") if kind == "seed_oss" else bias and kind == "qwen3",
-        mlp_bias=kind == "seed_oss" and f.flag("mlp_bias"),
-        qk_norm=kind == "qwen3",
-        attention=f.forms(local) if windows else (),
-    )
+class Qwen(Decoder):
+    DEFAULTS = {
+        "qwen2": _QWEN,
+        "qwen3": {**_QWEN, "head_dim": 128, "attention_bias": False},
+        "seed_oss": {
+            "vocab_size": 155136, "hidden_size": 4096, "num_hidden_layers": 64,
+            "intermediate_size": 27648, "num_attention_heads": 80, "num_key_value_heads": 8,
+            "head_dim": 128, "max_position_embeddings": 524288, "hidden_act": "silu",
+            "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+            "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+            "use_sliding_window": False, "bos_token_id": 0, "eos_token_id": 2,
+        },
+    }
+
+    def read(self, f: Fields) -> ModelConfig:
+        rope, kind = read_rope(f), f.values["model_type"]
+        windows = f.flag("use_sliding_window")
+        local = f.local_layers(lambda layer: windows and layer >= f.value(int, "max_window_layers"))
+        # Biases that config.json doesn't choose are not chosen by a key of that name either.
+        bias = kind == "qwen2" or f.flag("attention_bias")
+        common = f.decoder("qwen", rope)
+        return ModelConfig(
+            **common,
+            attention_bias=bias,
+            out_bias=(f.flag("attention_out_bias") if kind == "seed_oss"
+                      else bias and kind == "qwen3"),
+            mlp_bias=kind == "seed_oss" and f.flag("mlp_bias"),
+            qk_norm=kind == "qwen3",
+            attention=f.forms(local) if windows else (),
+        )
 
 
-def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors, by short names, as a checkpoint calls them."""
-    def layer(prefix: str) -> dict[str, TensorSpec]:
-        specs = {**norm_specs("ln1", f"{prefix}input_layernorm", cfg.hidden_size),
-                 **norm_specs("ln2", f"{prefix}post_attention_layernorm", cfg.hidden_size),
-                 **attention_specs(cfg, prefix), **mlp_specs(cfg, prefix)}
-        if cfg.qk_norm:
-            for name in "qk":
-                specs |= norm_specs(f"{name}_norm", f"{prefix}self_attn.{name}_norm", cfg.head_dim)
-        return specs
-
-    return model_specs(cfg, layer)
+FAMILY = Qwen()

@@ -2,58 +2,37 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import (
-    aliases,
-    attention_inputs,
-    attention_output,
-    embed,
-    head,
-    mlp,
-)
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.mixture import (
-    expert,
-    mixture_specs,
-    read_dense_layers,
-    read_experts,
-    route,
-    shared,
-    views,
-)
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
+from flexgen_h2o.models.mixture import MixtureDecoder, read_dense_layers, read_experts
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
 
-__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "expert", "head",
-           "mlp", "read", "route", "shared", "views", "weights"]
 
-DEFAULTS = {
-    "qwen2_moe": {
-        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
-        "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
-        "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "qkv_bias": True, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
-        "norm_topk_prob": False, "tie_word_embeddings": False, "use_sliding_window": False,
-        "sliding_window": 4096, "max_window_layers": 28,
-    },
-}
+class Qwen2Moe(MixtureDecoder):
+    DEFAULTS = {
+        "qwen2_moe": {
+            "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
+            "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16,
+            "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "qkv_bias": True, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60,
+            "norm_topk_prob": False, "tie_word_embeddings": False, "use_sliding_window": False,
+            "sliding_window": 4096, "max_window_layers": 28,
+        },
+    }
 
-
-def read(f: Fields) -> ModelConfig:
-    """The model of a config.json."""
-    windows = f.flag("use_sliding_window")
-    local = f.local_layers(lambda layer: windows and layer % 2 == 0
-                           and layer < f.value(int, "max_window_layers"))
-    common = f.decoder("qwen2_moe", read_rope(f))
-    return ModelConfig(
-        **common,
-        attention_bias=f.flag("qkv_bias"),
-        attention=f.forms(local) if windows else (),
-        experts=read_experts(f, shared="shared_expert_intermediate_size"),
-        dense_layers=read_dense_layers(f),
-    )
+    def read(self, f: Fields) -> ModelConfig:
+        windows = f.flag("use_sliding_window")
+        local = f.local_layers(lambda layer: windows and layer % 2 == 0
+                               and layer < f.value(int, "max_window_layers"))
+        common = f.decoder("qwen2_moe", read_rope(f))
+        return ModelConfig(
+            **common,
+            attention_bias=f.flag("qkv_bias"),
+            attention=f.forms(local) if windows else (),
+            experts=read_experts(f, shared="shared_expert_intermediate_size"),
+            dense_layers=read_dense_layers(f),
+        )
 
 
-def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors, by short names, as a checkpoint calls them."""
-    return mixture_specs(cfg)
+FAMILY = Qwen2Moe()

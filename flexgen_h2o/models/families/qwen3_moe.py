@@ -2,56 +2,35 @@
 
 from __future__ import annotations
 
-from flexgen_h2o.models.decoder import (
-    aliases,
-    attention_inputs,
-    attention_output,
-    embed,
-    head,
-    mlp,
-)
 from flexgen_h2o.models.fields import Fields
-from flexgen_h2o.models.mixture import (
-    expert,
-    mixture_specs,
-    read_dense_layers,
-    read_experts,
-    route,
-    shared,
-    views,
-)
-from flexgen_h2o.models.model_config import ModelConfig, ModelWeights
+from flexgen_h2o.models.mixture import MixtureDecoder, read_dense_layers, read_experts
+from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import read_rope
 
-__all__ = ["DEFAULTS", "aliases", "attention_inputs", "attention_output", "embed", "expert", "head",
-           "mlp", "read", "route", "shared", "views", "weights"]
 
-DEFAULTS = {
-    "qwen3_moe": {
-        "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
-        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
-        "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0, "attention_bias": False, "moe_intermediate_size": 768,
-        "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
-        "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
-    },
-}
+class Qwen3Moe(MixtureDecoder):
+    DEFAULTS = {
+        "qwen3_moe": {
+            "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
+            "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4,
+            "max_position_embeddings": 32768, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0, "attention_bias": False, "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8, "num_experts": 128, "norm_topk_prob": False,
+            "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 4096,
+        },
+    }
 
-
-def read(f: Fields) -> ModelConfig:
-    """The model of a config.json."""
-    common = f.decoder("qwen3_moe", read_rope(f))
-    return ModelConfig(
-        **common,
-        attention_bias=f.flag("attention_bias"),
-        out_bias=f.flag("attention_bias"),
-        qk_norm=True,
-        attention=f.forms((f.flag("use_sliding_window"),) * common["num_layers"]),
-        experts=read_experts(f),
-        dense_layers=read_dense_layers(f),
-    )
+    def read(self, f: Fields) -> ModelConfig:
+        common = f.decoder("qwen3_moe", read_rope(f))
+        return ModelConfig(
+            **common,
+            attention_bias=f.flag("attention_bias"),
+            out_bias=f.flag("attention_bias"),
+            qk_norm=True,
+            attention=f.forms((f.flag("use_sliding_window"),) * common["num_layers"]),
+            experts=read_experts(f),
+            dense_layers=read_dense_layers(f),
+        )
 
 
-def weights(cfg: ModelConfig) -> ModelWeights:
-    """The tensors, by short names, as a checkpoint calls them."""
-    return mixture_specs(cfg, head_norms=(cfg.head_dim, cfg.head_dim))
+FAMILY = Qwen3Moe()
