@@ -37,8 +37,8 @@ from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.rows import RowsFile, cell, keeping
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import cpu_model, origin
-from flexgen_h2o.metrics.report import aligned
-from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.metrics.report import align_columns
+from flexgen_h2o.metrics.statistics import compare_to_full
 
 TEXTS = "benchmarks/data/articles.jsonl"
 CALIBRATION = "docs/quickstart.md"  # no text that is scored
@@ -249,9 +249,9 @@ def measure(model: str, path: str, length: str, todo: Sequence[Mode], articles: 
                 llm.generate([head for head, _ in pairs], max_new_tokens=GENERATED, eos_token_id=-1)
                 rate = llm.stats.decode_tokens_per_second
         log_probs[mode.name] = [each.log_probs for each in found]
-        limits = [(over, bound, against(log_probs[mode.name], log_probs[over]))
+        limits = [(over, bound, compare_to_full(log_probs[mode.name], log_probs[over]))
                   for over, bound in mode.limits(model)]
-        factor = against(log_probs[mode.name], log_probs["full"])
+        factor = compare_to_full(log_probs[mode.name], log_probs["full"])
         yield {
             **origin(), "cpu": cpu_model(), "model": model, "mode": mode.name,
             "context_tokens": LENGTHS[length] - SCORED, "scored_tokens": SCORED, "texts": most,
@@ -302,7 +302,7 @@ def main() -> None:
     articles = read_articles(args.input_path)
     file, worse = RowsFile(args.csv, COLUMNS), []
     with keeping(file):
-        print(aligned([SHOWN]), flush=True)
+        print(align_columns([SHOWN]), flush=True)
         for model in args.models:
             path = fetched(model, Path(args.folder))
             for length in args.lengths:

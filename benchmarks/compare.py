@@ -33,7 +33,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import keeping
-from flexgen_h2o.metrics.report import aligned
+from flexgen_h2o.metrics.report import align_columns
 
 
 def check_limits(config: Comparison) -> None:
@@ -63,7 +63,7 @@ def summary(rows: Sequence[dict[str, str]]) -> str:
         elif row["projected"] == "True":
             figures[0] += " (projected)"
         lines.append((row["scenario"], row["at"], row["batch"], row["system"], *figures))
-    return aligned(lines)
+    return align_columns(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

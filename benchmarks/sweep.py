@@ -32,7 +32,7 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import RowTable, csv_cell, keeping
 from flexgen_h2o.metrics.provenance import origin
-from flexgen_h2o.metrics.report import aligned
+from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.trace import GB
 
 Run = Callable[[RunConfig], Outcome]
@@ -109,7 +109,7 @@ def summary(sweep: Sweep, table: RowTable) -> str:
         good = [row for row in rows if row["status"] == OK]
         lines.append((*cell.axes.values(), str(len(good)), *(
             figures(good) if good else (rows[-1]["status"], "", "", "", ""))))
-    return f"{sweep.name}\n{aligned(lines)}"
+    return f"{sweep.name}\n{align_columns(lines)}"
 
 
 def figures(rows: Sequence[Mapping[str, str]]) -> list[str]:

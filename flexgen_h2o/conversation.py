@@ -90,7 +90,7 @@ class Stream(Session):
         self.stats: RunStats | None = None
         most = BatchLayout((max_tokens or _ENDLESS,), 0)
         slots = slots_of(most.sizes, self._h2o, self._layers)
-        memory.refuse(policy, cache, Workload(
+        memory.check_fits(policy, cache, Workload(
             prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
             gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runtime.loaded_bytes)
         workspace = runtime.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))

@@ -126,7 +126,7 @@ class LLM(Session):
             self._memory = _memory_check(found)
             if found.workload is not None:
                 self._control.check_all_fit(partial(
-                    self._memory.refuse, self.policy, self._cache, found.workload,
+                    self._memory.check_fits, self.policy, self._cache, found.workload,
                     loaded_bytes=None, show=load.verbose))
             with self._runtime.sampled_memory(), self._control.working():
                 self._runtime.load(opened)
@@ -558,7 +558,7 @@ class LLM(Session):
 
     def _refuse(self, workload: Workload) -> None:
         """Stop a run for which there is no memory beside the weights."""
-        self._memory.refuse(self.policy, self._cache, workload,
+        self._memory.check_fits(self.policy, self._cache, workload,
                             loaded_bytes=self._runtime.loaded_bytes)
 
 

@@ -10,22 +10,22 @@ from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.models.registry import published
-from flexgen_h2o.planning.hardware import Compute, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware import ComputeRates, Hardware, HostAttentionRates
 from flexgen_h2o.planning.planned_run import PlannedRun
 
 OPT = published("opt-125m")  # 12 layers of 12 heads of 64, hidden size 768
 ALL_HERE, ON_HOST, ON_DISK = (100, 0), (0, 100), (0, 0)
 BITS = (16, 8, 4)
 
-FREE = Compute(linear={bits: {1: 1e-9, 1 << 30: 1e-9} for bits in BITS},
+FREE = ComputeRates(linear={bits: {1: 1e-9, 1 << 30: 1e-9} for bits in BITS},
                prefill_attention={"plain": 1e30, "scored": 1e30},
                decode_attention=dict.fromkeys(BITS, 1e30),
                head_seconds=0.0, elementwise=0.0, layer_seconds=0.0, logit_seconds=0.0)
-"""Compute that takes next to no time."""
+"""ComputeRates that takes next to no time."""
 
 
-def machine(compute: Compute = FREE, *, gpu: bool = True, host: HostAttentionRates | None = None,
-            **links: float) -> Hardware:
+def machine(compute: ComputeRates = FREE, *, gpu: bool = True,
+            host: HostAttentionRates | None = None, **links: float) -> Hardware:
     """A machine whose links move a byte a second unless `links` says more, as up, down, ..."""
     names = dict(zip(("read", "write", "up", "down"), LINKS, strict=True))
     rates = {name: links.get(short, 1.0) for short, name in names.items()
@@ -35,11 +35,11 @@ def machine(compute: Compute = FREE, *, gpu: bool = True, host: HostAttentionRat
                     (host or free_host) if gpu else None)
 
 
-def roofline(tflops: float, bandwidth: float, **figures: object) -> Compute:
-    """Compute that reads weights at so many GB/s and has so many TFLOP/s."""
+def roofline(tflops: float, bandwidth: float, **figures: object) -> ComputeRates:
+    """ComputeRates that reads weights at so many GB/s and has so many TFLOP/s."""
     linear = {bits: {rows: max(bits / 8 / bandwidth, 2e-3 * rows / tflops)
                      for rows in (1, 4, 16, 64, 256, 2048)} for bits in BITS}
-    return Compute(**{
+    return ComputeRates(**{
         "linear": linear, "prefill_attention": {"plain": tflops * 4e11, "scored": tflops * 2e11},
         "decode_attention": {16: bandwidth * 8e8, 8: bandwidth * 6e8, 4: bandwidth * 4e8},
         "head_seconds": 1e-7, "elementwise": 5 / bandwidth, "layer_seconds": 1e-4,

@@ -154,7 +154,8 @@ def no_cuda() -> str | None:
 
 def installed(*packages: str) -> str:
     """Names and versions of packages, for a row; of one that is not installed only its name."""
-    return " ".join(f"{package} {provenance.installed(package)}".strip() for package in packages)
+    return " ".join(f"{package} {provenance.package_version(package)}".strip()
+                    for package in packages)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:

@@ -72,12 +72,13 @@ class Ours(Baseline):
         return installed("flexgen_h2o", "torch")
 
     def ready(self, model: Path) -> None:
-        from flexgen_h2o.planning.calibrate import machine
+        from flexgen_h2o.planning.calibrate import load_or_calibrate
         from flexgen_h2o.storage.tiers import open_device
 
         config = self.config(model, self.settings)
         if config.percent == AUTO:
-            machine(open_device(config.device), config.offload_dir, progress=lambda words: None)
+            load_or_calibrate(open_device(config.device), config.offload_dir,
+                              progress=lambda words: None)
         if config.resolved_weight_bits != 16:  # quantized, into the cache of such weights
             open_llm(config, policy=Policy(weights=Placement(0, 0, 100)), progress=False).close()
 

@@ -11,7 +11,7 @@ from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.quantization import weight_options
 from flexgen_h2o.models.registry import published_quantization
-from flexgen_h2o.planning.planned_run import part_bytes, record_bytes
+from flexgen_h2o.planning.planned_run import kv_entry_bytes, part_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -68,7 +68,7 @@ def work(model: ModelConfig, load: Load) -> WorkAmount:
         options, model.expert_shapes(), load.itemsize)
     ends = sum(part_bytes(options, part, load.itemsize)
                for part in (model.embed_shapes(), model.head_shapes()))
-    record = model.num_layers * record_bytes(
+    record = model.num_layers * kv_entry_bytes(
         CacheOptions(bits=load.cache_bits), model, load.itemsize)
     return WorkAmount(
         all_bytes=layers + ends + (0 if experts is None else experts.count * expert),

@@ -15,7 +15,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.hardware import load_hardware
-from flexgen_h2o.planning.pipeline import Network, search_ranks
+from flexgen_h2o.planning.pipeline import Network, search_pipeline
 from flexgen_h2o.planning.search import Choice, PlanRequest, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
@@ -71,7 +71,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
 
     def best(way: str) -> Choice:
         if way == PIPELINE:
-            return search_ranks(hardware, request(prompts), cluster.machines, limits,
+            return search_pipeline(hardware, request(prompts), cluster.machines, limits,
                                 cluster.network)[0].choice
         return search(hardware, request(-(-prompts // cluster.machines)), limits)[0]
 

@@ -30,7 +30,7 @@ from flexgen_h2o import H2OConfig
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.files.articles import choose, read_articles
 from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.metrics.statistics import bootstrap
+from flexgen_h2o.metrics.statistics import bootstrap_interval
 from flexgen_h2o.models.sources import checkpoint_folder
 
 SETTINGS = [Setting(20, "prompt"), Setting(5, "prompt"), Setting(20, "text"), Setting(5, "text")]
@@ -63,13 +63,13 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
     95 % over articles."""
     over = (full - log_probs).double()
     tokens = [over.shape[1]] * len(over)
-    low, high = bootstrap(over.sum(1).tolist(), tokens)
+    low, high = bootstrap_interval(over.sum(1).tolist(), tokens)
     found = {"perplexity": math.exp(-log_probs.double().mean()),
              "over_full": math.exp(over.mean()), "delta_nats": float(over.mean()),
              "delta_nats_low": low, "delta_nats_high": high}
     if plain is not None:
         more = (plain - log_probs).double()
-        low, high = bootstrap(more.sum(1).tolist(), tokens)
+        low, high = bootstrap_interval(more.sum(1).tolist(), tokens)
         found |= {"over_sum": math.exp(more.mean()), "over_sum_low": math.exp(low),
                   "over_sum_high": math.exp(high)}
     return found

@@ -23,7 +23,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.rows import RowsFile, keeping
 from flexgen_h2o.metrics.provenance import cpu_model, origin
-from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.metrics.statistics import compare_to_full
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.gguf.checkpoint import mapped
 from flexgen_h2o.models.gguf.header import read_header
@@ -112,7 +112,7 @@ def main() -> None:
                 ("4 bits", str(args.source), four),
                 ("4 bits, calibrated", str(args.source), four | {"calibration": gate.CALIBRATION})):
             log_probs, bits = score(model, **options)
-            loss = against(log_probs, full)
+            loss = compare_to_full(log_probs, full)
             row = {**origin(), "cpu": cpu_model(), "source": args.source.name, "weights": name,
                    "bits_per_weight": file_bits if model == str(quantized) else bits,
                    "scored_tokens": args.articles * gate.SCORED, "loss_nats": loss["delta_nats"],

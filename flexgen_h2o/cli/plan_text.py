@@ -13,9 +13,9 @@ from flexgen_h2o.models.gguf.config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.pipeline import runs_of_ranks
+from flexgen_h2o.planning.pipeline import rank_runs
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import ALIKE, Choice, advantage
+from flexgen_h2o.planning.search import TIE_RATIO, Choice, tie_break_reason
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 ALTERNATIVES = 3
@@ -77,14 +77,14 @@ def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list
     return [(f"rank {rank}", f"layers {first} to {last - 1}, "
              f"{MemoryPlan(part).summary(limits)}")
             for rank, (first, last, part) in enumerate(zip(
-                bounds, bounds[1:], runs_of_ranks(run, bounds), strict=False))]
+                bounds, bounds[1:], rank_runs(run, bounds), strict=False))]
 
 
 def _not_taken(best: Choice, other: Choice) -> str:
     """Why another that is predicted faster is not the choice, if it is."""
-    reason = advantage(best, other)
+    reason = tie_break_reason(best, other)
     return "" if reason is None else (
-        f" (within {1 - ALIKE:.0%}, and the policy above {reason})")
+        f" (within {1 - TIE_RATIO:.0%}, and the policy above {reason})")
 
 
 def _phase(phase: Phase) -> str:

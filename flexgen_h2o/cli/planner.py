@@ -35,9 +35,9 @@ from flexgen_h2o.models.registry import (
 )
 from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.pipeline import judge_ranks, search_ranks
+from flexgen_h2o.planning.pipeline import predict_pipeline, search_pipeline
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import ALIKE, Choice, PlanRequest, judge, search
+from flexgen_h2o.planning.search import TIE_RATIO, Choice, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
 HEAVY_RATIO = 0.1
@@ -122,7 +122,7 @@ class Plan:
     best : Choice
         The run that it describes, and what is predicted of it.
     implementations : mapping
-        The fastest on the machine that is planned for, where there is a choice: see `Compute`.
+        The fastest on the machine that is planned for, where there is a choice: see `ComputeRates`.
     text : str
         To print.
     bounds : tuple of int or None
@@ -183,7 +183,7 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     from flexgen_h2o.engine.progress import byte_bar
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import Prompts
-    from flexgen_h2o.planning.calibrate import machine
+    from flexgen_h2o.planning.calibrate import load_or_calibrate
     from flexgen_h2o.storage.tiers import open_device
 
     def tell_of(words: str) -> None:
@@ -200,7 +200,8 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate
         prompts.check_longest(texts, config.gen_len)
-    hardware = machine(device, config.offload_dir, recalibrate=config.recalibrate, progress=tell_of)
+    hardware = load_or_calibrate(device, config.offload_dir, recalibrate=config.recalibrate,
+                                 progress=tell_of)
     free = free_memory(config.offload_dir, device.free_bytes())
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
         here = launched().local_ranks
@@ -321,7 +322,7 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
             choices, _ = _choices(other, subject, load, prompts)
             found.append(RecallProposal(flags, choices[0]))
     best = max(found, key=lambda each: each.choice.tokens_per_second, default=None)
-    if best is None or ALIKE * best.choice.tokens_per_second <= full.tokens_per_second:
+    if best is None or TIE_RATIO * best.choice.tokens_per_second <= full.tokens_per_second:
         return None
     return best
 
@@ -332,7 +333,7 @@ def _searched(config: RunConfig, subject: PlanSubject, request: PlanRequest
     hardware, limits = subject.hardware, subject.limits
     if config.pipeline_parallel == 1:
         return search(hardware, request, limits), None
-    found = search_ranks(hardware, request, config.pipeline_parallel, limits)
+    found = search_pipeline(hardware, request, config.pipeline_parallel, limits)
     return [each.choice for each in found], found[0].bounds
 
 
@@ -344,11 +345,11 @@ def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts:
                      subject.hardware.has_gpu, bits in _written_bits(config),
                      config.cache(), subject.weights(bits))
     if config.pipeline_parallel > 1:
-        found = judge_ranks(subject.hardware, run, config.pipeline_parallel, subject.limits,
+        found = predict_pipeline(subject.hardware, run, config.pipeline_parallel, subject.limits,
                             prompts)
         return found.choice, found.bounds
     MemoryPlan(run).check(subject.limits)
-    return judge(subject.hardware, run, prompts), None
+    return predict(subject.hardware, run, prompts), None
 
 
 def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:

@@ -10,7 +10,7 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.report import sizes
+from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.planning.memory_plan import memory_plan
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ReplicaResources:
                 return found
         one = replace(self, num_cpus=1)
         room = sum(one.room(node) for node in nodes)
-        needs = ", ".join(["1 CPU", f"{sizes(self.memory)[0]} of host memory",
+        needs = ", ".join(["1 CPU", f"{format_bytes(self.memory)[0]} of host memory",
                            *([f"{self.num_gpus} GPU"] if self.num_gpus else [])])
         raise UserError(f"Ray has room for {room} replicas of {needs} each, not for {replicas}: "
                         "lower --replicas, the batch sizes or --memory-limit, or keep more of the "

@@ -19,8 +19,8 @@ from flexgen_h2o.files import writing as atomic
 from flexgen_h2o.files.rows import append_row, check_header, csv_cell, one_line
 from flexgen_h2o.files.writing import check_writable, is_stream, writing
 from flexgen_h2o.metrics import run_stats
-from flexgen_h2o.metrics.provenance import installed, source_commit
-from flexgen_h2o.metrics.run_stats import RATES, RunStats, over
+from flexgen_h2o.metrics.provenance import package_version, source_commit
+from flexgen_h2o.metrics.run_stats import RATES, RunStats, ratio
 from flexgen_h2o.metrics.trace import GB, LINKS, Trace
 from flexgen_h2o.outputs import Output
 
@@ -63,7 +63,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         "version": VERSION,
         "commit": source_commit(),
         "host": platform.node(),
-        "torch": installed("torch"),
+        "torch": package_version("torch"),
         "parameters": stats.num_parameters,
         # With real prompts config.prompt_len is not used; the mean holds for both.
         "prompt_len": stats.prompt_tokens / max(stats.num_prompts, 1),
@@ -78,7 +78,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
         row[f"{name}_gb"] = nbytes / GB
-        row[f"{name}_gb_per_s"] = over(nbytes / GB, seconds)
+        row[f"{name}_gb_per_s"] = ratio(nbytes / GB, seconds)
     row["expert_gb"] = stats.expert_bytes / GB
     return {name: row[name] if name in row else getattr(stats, name) for name in CSV_COLUMNS}
 

@@ -29,7 +29,7 @@ from flexgen_h2o.files.terminal import ProgressBar, show
 from flexgen_h2o.files.writing import check_folder, writing
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
-from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.metrics.statistics import compare_to_full
 
 _SHARED = ("path", "device", "dtype")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32"}
@@ -221,7 +221,7 @@ def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases:
                 log_probs = llm.probe(pairs, _counting(attend, bar))
             rows.append({**run, "evicted": kind, "evicted_percent": percent,
                          "evicted_tokens_mean": fmean(counts),
-                         "scored_tokens": sum(map(len, full)), **against(log_probs, full)})
+                         "scored_tokens": sum(map(len, full)), **compare_to_full(log_probs, full)})
             with writing("--output-dir", options.output_dir):
                 file.write(rows[-1])
     return _finish(options, "evicted", file, rows)

@@ -24,8 +24,8 @@ from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import show
 from flexgen_h2o.files.writing import writing
-from flexgen_h2o.metrics.report import aligned, table
-from flexgen_h2o.metrics.run_stats import RunStats, over
+from flexgen_h2o.metrics.report import align_columns, stats_table
+from flexgen_h2o.metrics.run_stats import RunStats, ratio
 
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
@@ -148,7 +148,7 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
     if dtype != str(measured).removeprefix("torch."):
         return f"not known in {dtype}: rates are measured in {measured}"
     try:
-        hardware = calibrate.kept(device, config.offload_dir)
+        hardware = calibrate.load_calibration(device, config.offload_dir)
     except (OSError, UserError) as error:
         return f"not known: {error}"
     if hardware is None:
@@ -191,15 +191,15 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
              *([name, *("-" if each is None else f"{each:.4g}" for each in row)]
                for name, row in rows.items())]
     note = f"\nroofline: {least}" if isinstance(least, str) else ""
-    return f"{table(middle)}\n\n{aligned(lines)}{note}"
+    return f"{stats_table(middle)}\n\n{align_columns(lines)}{note}"
 
 
 def _least(least: Choice, stats: RunStats) -> list[float | None]:
     """The roofline's row of the table."""
     step = least.estimate.step.seconds if least.estimate.steps else None
-    return [least.prefill, over(stats.prompt_tokens, least.prefill), least.decode or None,
-            over(stats.generated_tokens - stats.num_prompts, least.decode),
-            over(stats.generated_tokens, least.seconds), step, step]
+    return [least.prefill, ratio(stats.prompt_tokens, least.prefill), least.decode or None,
+            ratio(stats.generated_tokens - stats.num_prompts, least.decode),
+            ratio(stats.generated_tokens, least.seconds), step, step]
 
 
 @command

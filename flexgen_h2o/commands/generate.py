@@ -84,7 +84,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         if best is not None:
             stats = replace(stats, predicted_prefill_seconds=best.prefill,
                             predicted_decode_seconds=best.decode)
-    summary = report.table(stats)
+    summary = report.stats_table(stats)
     if config.debug_mode == "breakdown":
         summary += f"\n\n{report.breakdown_table(trace.spans())}"
     try:

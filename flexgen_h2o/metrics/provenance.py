@@ -35,7 +35,7 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
     return ", ".join((name, *(f"{key} {value}" for key, value in numbers.items())))
 
 
-def installed(package: str) -> str:
+def package_version(package: str) -> str:
     """The version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.metrics.run_stats import RunStats, over
+from flexgen_h2o.metrics.run_stats import RunStats, ratio
 from flexgen_h2o.metrics.trace import (
     COMPUTE,
     GB,
     PHASES,
     WAITING,
     Interval,
-    common,
-    minus,
+    difference,
+    intersection,
     seconds,
     union,
 )
@@ -21,7 +21,7 @@ from flexgen_h2o.metrics.trace import (
 _UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
 
 
-def sizes(*nbytes: int) -> list[str]:
+def format_bytes(*nbytes: int) -> list[str]:
     """Bytes as people read them, in GB or the unit that suits; no two that differ read the same.
 
     They have one digit after the point, or as many more as it takes to tell them apart.
@@ -40,7 +40,7 @@ def _size(nbytes: int, digits: int) -> str:
     return f"{nbytes} bytes"
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> str:
+def align_columns(lines: Sequence[Sequence[str]]) -> str:
     """Cells as text in columns, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([line[0].ljust(widths[0]),
@@ -50,7 +50,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 # The figures of a run as text in aligned columns.
 
 
-def table(stats: RunStats) -> str:
+def stats_table(stats: RunStats) -> str:
     """The figures as text in aligned columns; a projected run says so on every line it touches."""
     mark = " (projected)" if stats.projected else ""
     cut = " (of the steps that were measured)" if stats.projected else ""
@@ -84,7 +84,7 @@ def table(stats: RunStats) -> str:
         rows.append(("recall from disk", f"{100 * stats.recall_hit_rate:.1f} % in memory",
                      f"waited {stats.recall_wait_seconds:.3f} s for the others" + cut))
     for link, (nbytes, busy) in stats.links.items():
-        rate = _figure(over(nbytes / GB, busy), "GB/s")
+        rate = _figure(ratio(nbytes / GB, busy), "GB/s")
         rows.append((link, f"{nbytes / GB:.3f} GB", rate + cut))
     if stats.sent_bytes:
         rows.append(("sent to next rank", f"{stats.sent_bytes / GB:.6f} GB", "hidden states" + cut))
@@ -105,7 +105,7 @@ def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
     if prefill is None or decode is None:
         return []
     measured = stats.prefill_seconds + stats.decode_seconds
-    share = over(prefill + decode, measured)
+    share = ratio(prefill + decode, measured)
     return [("predicted", f"{prefill:.3f} + {decode:.3f} s",
              "" if share is None else f"{share:.2f} of prefill and decode")]
 
@@ -179,23 +179,24 @@ def phases(spans: Spans) -> list[PhaseTime]:
     busy = {lane: union((s[2], s[3]) for s in spans if s[1] == lane) for lane in lanes}
     if COMPUTE in busy:
         waiting = union((s[2], s[3]) for s in spans if s[1] == WAITING)
-        busy[COMPUTE] = minus(busy[COMPUTE], waiting)
+        busy[COMPUTE] = difference(busy[COMPUTE], waiting)
     return [_phase(name, spans, busy) for name in names]
 
 
 def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTime:
     windows = union((s[2], s[3]) for s in spans if s[:2] == (name, PHASES))
-    mine = {lane: common(intervals, windows) for lane, intervals in busy.items()}
+    mine = {lane: intersection(intervals, windows) for lane, intervals in busy.items()}
     moved = dict.fromkeys(mine, 0.0)
     for _, lane, start, end, nbytes in spans:
         if lane in moved and end > start:
-            moved[lane] += nbytes * seconds(common([(start, end)], windows)) / (end - start)
+            moved[lane] += nbytes * seconds(intersection([(start, end)], windows)) / (end - start)
     times = {}
     for lane, intervals in mine.items():
         others = union(i for other, some in mine.items() if other != lane for i in some)
-        times[lane] = LaneTime(seconds(intervals), seconds(minus(intervals, others)), moved[lane])
+        times[lane] = LaneTime(seconds(intervals), seconds(difference(intervals, others)),
+                               moved[lane])
     any_busy = union(i for some in mine.values() for i in some)
-    return PhaseTime(name, seconds(windows), seconds(minus(windows, any_busy)),
+    return PhaseTime(name, seconds(windows), seconds(difference(windows, any_busy)),
                      {lane: time for lane, time in times.items() if time.busy})
 
 
@@ -209,7 +210,7 @@ def breakdown_table(spans: Spans) -> str:
         lines.append(_line(f"{phase.name}, s", f"{phase.wall:.3f}", "of it", "alone, s", "GB",
                            "GB/s"))
         for lane, time in phase.lanes.items():
-            moved, rate = time.nbytes / GB, over(time.nbytes / GB, time.busy)
+            moved, rate = time.nbytes / GB, ratio(time.nbytes / GB, time.busy)
             figures = (f"{moved:.3f}", f"{rate:.4g}") if moved else ()
             lines.append(_line(f"  {lane}", f"{time.busy:.3f}", _share(time.busy, phase.wall),
                                f"{time.alone:.3f}", *figures))

@@ -87,33 +87,33 @@ class RunStats:
     @property
     def prefill_tokens_per_second(self) -> float | None:
         """Prompt tokens / prefill seconds."""
-        return over(self.prompt_tokens, self.prefill_seconds)
+        return ratio(self.prompt_tokens, self.prefill_seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Generated tokens but each prompt's first (prefill makes it) / decode seconds."""
-        return over(self.generated_tokens - self.num_prompts, self.decode_seconds)
+        return ratio(self.generated_tokens - self.num_prompts, self.decode_seconds)
 
     @property
     def total_tokens_per_second(self) -> float | None:
         """Generated tokens / (prefill + decode) seconds."""
-        return over(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
+        return ratio(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
 
     @property
     def idle_share(self) -> float | None:
         """Idle slots / slots of the decode steps: what was computed for nothing. None without any.
         """
-        return over(self.idle_slots, self.decode_slots)
+        return ratio(self.idle_slots, self.decode_slots)
 
     @property
     def expert_hit_rate(self) -> float | None:
         """Hits / touches of experts that do not rest in compute memory. None without any."""
-        return over(self.expert_hits, self.expert_hits + self.expert_loads)
+        return ratio(self.expert_hits, self.expert_hits + self.expert_loads)
 
     @property
     def recall_hit_rate(self) -> float | None:
         """Hits / tokens that were recalled and rest on disk. None without any."""
-        return over(self.recall_hits, self.recall_hits + self.recall_loads)
+        return ratio(self.recall_hits, self.recall_hits + self.recall_loads)
 
     @property
     def latency_p50_seconds(self) -> float | None:
@@ -169,6 +169,6 @@ class RunStats:
         )
 
 
-def over(amount: float, seconds: float) -> float | None:
+def ratio(amount: float, seconds: float) -> float | None:
     """A rate or share; None where no time was measured, or there is nothing to share."""
     return amount / seconds if seconds > 0 else None

@@ -16,7 +16,7 @@ def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
         return float(np.exp(-fmean(values)))
 
 
-def bootstrap(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
+def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
               seed: int = 0) -> tuple[float, float]:
     """95 % interval of the mean difference per token, when articles are drawn again and again.
 
@@ -38,7 +38,7 @@ def bootstrap(differences: Sequence[float], tokens: Sequence[int], *, draws: int
     return float(low), float(high)
 
 
-def against(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
+def compare_to_full(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
             ) -> dict[str, float]:
     """Log-probabilities of some articles' tokens beside those of the model as it is, by column.
 
@@ -47,7 +47,7 @@ def against(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]
     tokens = [len(article) for article in full]
     differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
                    for ours, theirs in zip(log_probs, full, strict=True)]
-    low, high = bootstrap(differences, tokens)
+    low, high = bootstrap_interval(differences, tokens)
     ours, theirs = perplexity(log_probs), perplexity(full)
     return {"perplexity": ours, "perplexity_over_full": ours / theirs,
             "delta_nats": math.fsum(differences) / sum(tokens),

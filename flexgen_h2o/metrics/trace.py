@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import open_atomic
-from flexgen_h2o.metrics.run_stats import over
+from flexgen_h2o.metrics.run_stats import ratio
 
 LINKS = ("disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu")
 GB = 1e9
@@ -36,7 +36,7 @@ class LinkStats:
         """Forget everything: the next run starts at zero."""
         with self._lock:
             self._bytes = dict.fromkeys(LINKS, 0)
-            self._busy = {link: Union(self.MOST_INTERVALS) for link in LINKS}
+            self._busy = {link: IntervalUnion(self.MOST_INTERVALS) for link in LINKS}
 
     def add(self, link: str, nbytes: int, start: float, end: float) -> None:
         """Count a transfer of `nbytes` that took from `start` to `end` (perf_counter seconds)."""
@@ -58,7 +58,7 @@ Interval = tuple[float, float]
 """Start and end, in seconds."""
 
 
-class Union:
+class IntervalUnion:
     """A growing union of intervals.
 
     Parameters
@@ -98,13 +98,13 @@ class Union:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same instants in disjoint intervals, in order."""
-    merged = Union()
+    merged = IntervalUnion()
     for start, end in sorted(intervals):
         merged.add(start, end)
     return merged.intervals
 
 
-def minus(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+def difference(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
     """Intervals without the holes; both are disjoint and in order."""
     left, first = [], 0
     for start, end in intervals:
@@ -121,9 +121,9 @@ def minus(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Inte
     return left
 
 
-def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """The instants in both; both are disjoint and in order."""
-    return minus(one, minus(one, other))
+    return difference(one, difference(one, other))
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
@@ -219,7 +219,7 @@ class Trace:
             event = {"ph": "X", "name": name, "cat": lane, "pid": 1, "tid": lanes[lane],
                      "ts": (start - self._origin) * 1e6, "dur": max(end - start, 0.0) * 1e6}
             if nbytes:
-                event["args"] = {"bytes": nbytes, "GB/s": over(nbytes / GB, end - start)}
+                event["args"] = {"bytes": nbytes, "GB/s": ratio(nbytes / GB, end - start)}
             events.append(event)
         for what, at, nbytes in self.samples():
             events.append({"ph": "C", "name": what, "pid": 1, "ts": (at - self._origin) * 1e6,

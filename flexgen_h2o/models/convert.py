@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from flexgen_h2o.config.weight_layout import DTYPES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_text
-from flexgen_h2o.metrics.report import sizes
+from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.models.checkpoint import Checkpoint, View, unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.registry import read_config
@@ -190,7 +190,7 @@ def write_weights(
     need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free
     if need + _SPARE_BYTES > free:
-        needed, left = sizes(need + _SPARE_BYTES, free)
+        needed, left = format_bytes(need + _SPARE_BYTES, free)
         raise UserError(f"a converted copy takes {needed}, but {keep.root} has {left} free; free "
                         f"some or {keep.advice}")
     write_safetensors(folder / "model.safetensors", layout, chunks, progress=progress)

@@ -1,4 +1,4 @@
-"""The tally of a layer step: what it takes of each resource, by shares of placements. No torch."""
+"""The cost of a layer step: what it takes of each resource, by shares of placements. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexgen_h2o.config.placement import PLACED, TIERS
 from flexgen_h2o.h2o.budget import budget
 from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning.hardware import Hardware
-from flexgen_h2o.planning.planned_run import PlannedRun, layer_slots, record_bytes
+from flexgen_h2o.planning.planned_run import PlannedRun, kv_entry_bytes, layer_slots
 from flexgen_h2o.planning.recall_cost import CachedTokens
 
 COMPUTE, HOST = "compute", "cpu attention"
@@ -45,7 +45,7 @@ class LayerStepCost:
         return self.count * (self.lanes @ shares).max(axis=0)
 
 
-class Tally:
+class CostAccumulator:
     """Sums up what a layer step takes of each resource, by `TERMS`."""
 
     def __init__(self, hardware: Hardware):
@@ -101,7 +101,7 @@ class CacheCosts:
         self._run = run
         self._sequences = run.group_batches * run.workload.gpu_batch_size
         self._prompt = run.workload.prompt_len
-        self._record = record_bytes(run.cache, run.model, run.itemsize)
+        self._record = kv_entry_bytes(run.cache, run.model, run.itemsize)
         self._tokens = CachedTokens(run, hardware.recall)
 
     def prompt_attention_seconds(self) -> float:
@@ -121,30 +121,30 @@ class CacheCosts:
             seconds += heads * self._prompt * each.get(kind, 0.0)
         return seconds / model.num_layers
 
-    def add_prompt(self, tally: Tally) -> None:
+    def add_prompt(self, cost: CostAccumulator) -> None:
         """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
         run, passes = self._run, self._run.passes
         if not run.attends_on_host:
             each = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
                        for bits in run.cache.kind_bits)
             kept = self._sequences * self._slots(self._prompt) * run.model.kv_size
-            tally.add(COMPUTE, kept * each / passes)
+            cost.add(COMPUTE, kept * each / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + GROWTH) * self._record
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
             # There whole prompts go down to be cut.
-            tally.link("gpu->cpu", plain * self._prompt / passes, ("cache", "cpu"))
+            cost.link("gpu->cpu", plain * self._prompt / passes, ("cache", "cpu"))
         if run.gathers_prompts:
-            tally.bring("cache", plain * self._prompt * (passes - 1) / passes)
-            tally.send("cache", plain * self._prompt * (passes - 1) / passes)
-            tally.send("cache", cut / passes, fetched)
+            cost.bring("cache", plain * self._prompt * (passes - 1) / passes)
+            cost.send("cache", plain * self._prompt * (passes - 1) / passes)
+            cost.send("cache", cut / passes, fetched)
         else:
-            tally.bring("cache", cut * (passes - 1) / passes, fetched)
-            tally.send("cache", cut, fetched)
+            cost.bring("cache", cut * (passes - 1) / passes, fetched)
+            cost.send("cache", cut, fetched)
 
-    def add_token(self, tally: Tally) -> None:
+    def add_token(self, cost: CostAccumulator) -> None:
         """Attention where the cache is brought or lies, and the new records on their way back."""
         run, model, hardware = self._run, self._run.model, self._hardware
         new = self._sequences * self._record
@@ -154,20 +154,20 @@ class CacheCosts:
             # Recall on a GPU counts as if all were read: an H200 takes 0.93 to 1.24 of that for
             # 8,192 tokens, as choosing costs what it saves.
             each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
-            tally.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
+            cost.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
         mean = self._prompt + (run.workload.gen_len + GROWTH) / 2
         whole = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
-            tally.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
-            tally.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
+            cost.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
+            cost.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
             # All keys, and of the values those that are chosen; by recall what it chooses.
             brought = whole * (1 + run.cache.attn_sparsity) / 2
             if run.recalls_in_place:
                 brought = self._sequences * self._tokens.read_in_place()[0]
-            tally.bring("cache", brought, ("cpu",))
-            tally.send("cache", new, ("cpu",))
+            cost.bring("cache", brought, ("cpu",))
+            cost.send("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
         fetching = (run.group_batches * hardware.fetch_seconds
                     + self._sequences * model.num_kv_heads * hardware.fetch_head_seconds)
@@ -175,28 +175,28 @@ class CacheCosts:
             whole, written = self._sequences * self._tokens.disk_reads()[0], new
             each = hardware.recall.fetching * hardware.compute.layer_seconds
             fetching = run.group_batches * each
-        tally.add(COMPUTE, fetching, ("cache", "disk"))
-        tally.bring("cache", whole, ("disk",))
+        cost.add(COMPUTE, fetching, ("cache", "disk"))
+        cost.bring("cache", whole, ("disk",))
         if run.has_gpu:
-            tally.link("gpu->cpu", new, ("cache", "disk"))
-        tally.link("cpu->disk", written, ("cache", "disk"))
+            cost.link("gpu->cpu", new, ("cache", "disk"))
+        cost.link("cpu->disk", written, ("cache", "disk"))
 
     def awaited(self) -> np.ndarray | None:
         """Seconds [TERMS] for which attention waits for what it has chosen.
 
         From disk that comes in turns: while those of some sequences come, others choose or attend.
         """
-        run, tally = self._run, Tally(self._hardware)
+        run, cost = self._run, CostAccumulator(self._hardware)
         if run.recalls_from_disk:
-            tally.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
+            cost.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
             each = self._tokens.attention_seconds(self._hardware.compute, recalls=True)
             beside = 1 - 1 / min(TURNS, run.workload.gpu_batch_size)
-            tally.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
+            cost.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
         elif run.recalls_in_place:
-            tally.bring("cache", self._sequences * self._tokens.read_in_place()[1], ("cpu",))
+            cost.bring("cache", self._sequences * self._tokens.read_in_place()[1], ("cpu",))
         else:
             return None
-        return tally.seconds.sum(axis=0)
+        return cost.seconds.sum(axis=0)
 
     def _slots(self, grown: float) -> float:
         """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""

@@ -17,9 +17,9 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.metrics.trace import LinkStats, Trace
-from flexgen_h2o.planning.compute_rates import LEAST_SECONDS, Clock, Sizes
-from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
-from flexgen_h2o.planning.recall_cost import RecalledTokens, fitted
+from flexgen_h2o.planning.compute_rates import MIN_SECONDS, Sizes, Timer
+from flexgen_h2o.planning.hardware import ComputeRates, HostAttentionRates, RecallRates
+from flexgen_h2o.planning.recall_cost import RecalledTokens, fit_recall_rates
 from flexgen_h2o.storage.tiers import Device, typed
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -46,7 +46,7 @@ def fetch_rates(device: Device, file: Path) -> tuple[float, float]:
     few, many = SEQUENCES
     short, long = (_fetch_seconds(device, file, sequences) for sequences in SEQUENCES)
     each = max((long - short) / (many - few), 0.0)
-    return max(short - few * each, LEAST_SECONDS), max(each / KV_HEADS, LEAST_SECONDS)
+    return max(short - few * each, MIN_SECONDS), max(each / KV_HEADS, MIN_SECONDS)
 
 
 def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
@@ -125,13 +125,13 @@ def _spans(sequences: int, first: int, count: int) -> torch.Tensor:
     return torch.tensor([[first], [first], [count]], dtype=torch.int32).repeat(1, sequences)
 
 
-def recall_rates(rates: Compute | HostAttentionRates, dtype: torch.dtype, sizes: Sizes
+def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, sizes: Sizes
                  ) -> RecallRates:
     """`Hardware.recall` of this machine's CPU.
 
     Parameters
     ----------
-    rates : Compute or HostAttentionRates
+    rates : ComputeRates or HostAttentionRates
         Of attention to a cache that is read in order, on the CPU.
     dtype : torch.dtype
         Of the cache.
@@ -148,7 +148,7 @@ def recall_rates(rates: Compute | HostAttentionRates, dtype: torch.dtype, sizes:
     kv_heads = max(1, sizes.heads // GROUP)
     block = torch.randn(2, sizes.sequences, kv_heads, many + 1, sizes.head_dim, dtype=dtype)
     count = -(-sizes.rotated // block.nbytes)
-    caches, clock = [_RandomCache.make(block) for _ in range(count)], Clock(Device(), sizes.seconds)
+    caches, clock = [_RandomCache.make(block) for _ in range(count)], Timer(Device(), sizes.seconds)
     heads = sizes.sequences * kv_heads
     record = block[:, 0, 0, 0].nbytes
     times = []
@@ -156,7 +156,7 @@ def recall_rates(rates: Compute | HostAttentionRates, dtype: torch.dtype, sizes:
         programs = itertools.cycle([cache.bound(cached, chosen) for cache in caches])
         tokens = RecalledTokens(chosen, cached, heads, heads * record)
         times.append((tokens, clock.seconds(partial(_run_next, programs))))
-    return fitted(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
+    return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
 
 
 def _run_next(programs: itertools.cycle) -> None:

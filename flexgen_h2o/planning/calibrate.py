@@ -31,7 +31,7 @@ from flexgen_h2o.planning.cache_rates import fetch_rates, recall_rates
 from flexgen_h2o.planning.compute_rates import Rates, Sizes
 from flexgen_h2o.planning.hardware import (
     RECALL_FIGURES,
-    Compute,
+    ComputeRates,
     Hardware,
     HostAttentionRates,
     load_hardware,
@@ -50,7 +50,7 @@ _DIGITS = 4  # a measurement has no more
 _log = logging.getLogger(__name__)
 
 
-def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
+def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
             progress: Note) -> Hardware:
     """This machine: as an earlier call has measured it, else measured now and kept.
 
@@ -73,7 +73,7 @@ def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool
     path = _file(device, offload_dir)
     if not recalibrate:
         try:
-            if (found := kept(device, offload_dir)) is not None:
+            if (found := load_calibration(device, offload_dir)) is not None:
                 return found
         except UserError as error:
             _log.warning("measuring this machine anew: %s", error)
@@ -87,7 +87,7 @@ def machine(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool
     return hardware
 
 
-def kept(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
+def load_calibration(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
     """This machine as an earlier call of `machine` has measured it; None if none has.
 
     Raises `UserError` for a file of its figures that is damaged.
@@ -151,7 +151,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
     return _figures(dict(zip(LINKS, found, strict=False))), beside
 
 
-def _compute(rates: Rates, progress: Note) -> Compute:
+def _compute(rates: Rates, progress: Note) -> ComputeRates:
     linear = {}
     for bits in WEIGHT_BITS:
         progress(f"products with weights of {bits} bits")
@@ -166,11 +166,11 @@ def _compute(rates: Rates, progress: Note) -> Compute:
                               for each in zip(plain, scored, strict=True))
     decode, head_seconds = _decode_attention(rates)
     progress("a decoder layer, and the choice of tokens")
-    bound = rates.bound_layer_seconds()
-    return Compute(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
+    bound = rates.captured_layer_seconds()
+    return ComputeRates(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
                    head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
                    layer_seconds=_figure(rates.layer_seconds()),
-                   bound_layer_seconds=bound and _figure(bound),
+                   captured_layer_seconds=bound and _figure(bound),
                    logit_seconds=_figure(rates.logit_seconds()),
                    query_seconds=_figures(query_seconds), caching=_figures(rates.caching()),
                    implementations=rates.implementations, rounded_linear=rounded)

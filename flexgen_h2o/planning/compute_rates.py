@@ -32,7 +32,7 @@ from flexgen_h2o.planning.hardware import BILLION, BITS, ROWS
 from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device
 
-LEAST_SECONDS = 1e-9
+MIN_SECONDS = 1e-9
 """The least that is left when one time is taken from another: noise must not make it negative."""
 
 FEWEST, MOST = 7, 200
@@ -42,7 +42,7 @@ PATIENCE = 8
 """Times as long is taken for a difference, which is small beside what it is made of."""
 
 
-class Clock:
+class Timer:
     """Times work on a device, in samples of so many calls that reading the clock costs nothing.
 
     Parameters
@@ -232,8 +232,8 @@ class Rates:
         self._device = device
         self._dtype = dtype
         self.sizes = sizes
-        self._clock = Clock(device, sizes.seconds)
-        self.implementations: dict[str, dict[int, dict[int, str]]] = {}  # `Compute`'s
+        self._clock = Timer(device, sizes.seconds)
+        self.implementations: dict[str, dict[int, dict[int, str]]] = {}  # `ComputeRates`'s
 
     def interference(self, scratch: Path) -> tuple[float, float]:
         """`Hardware.interference` and `Hardware.read_interference`, of products that read all of
@@ -259,7 +259,7 @@ class Rates:
         return not self._device.separate
 
     def linear(self, bits: int, *, activation_bits: int = 16) -> dict[int, float]:
-        """`Compute.linear` of so many bits; with 8 `activation_bits`, `Compute.rounded_linear`."""
+        """`ComputeRates.linear` of so many bits; with 8 `activation_bits`, `rounded_linear`."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, WeightOptions(bits, activation_bits=activation_bits))
         operation = "linear" if bits == 16 else "linear_quantized"
@@ -304,7 +304,7 @@ class Rates:
                                 for _ in range(self._rounds(rest.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
-        """`Compute.prefill_attention` and `query_seconds`, with or without scores, from prompts
+        """`ComputeRates.prefill_attention` and `query_seconds`, from long prompts
         and from as many rows in short ones."""
         sizes = self.sizes
         sequences, tokens = sizes.prompts
@@ -324,10 +324,10 @@ class Rates:
         flops, fewer = (4 * sizes.head_dim * sizes.heads * rows * (each + 1) / 2
                         for each in (tokens, few))
         rate = (flops - fewer) / max(took - short, took / 2)
-        return rate, max(short - fewer / rate, LEAST_SECONDS) / (rows * sizes.heads)
+        return rate, max(short - fewer / rate, MIN_SECONDS) / (rows * sizes.heads)
 
     def caching(self) -> dict[int, float]:
-        """`Compute.caching`, of whole prompts with scores."""
+        """`ComputeRates.caching`, of whole prompts with scores."""
         sizes = self.sizes
         sequences, tokens = sizes.prompts
         k, v = (self._random(sequences * tokens, sizes.heads, sizes.head_dim) for _ in range(2))
@@ -355,7 +355,7 @@ class Rates:
         fixed = []
         for (few, short), (many, long) in found.values():
             fixed.append((short - few * (long - short) / (many - few)) / heads)
-        each = max(statistics.median(fixed), LEAST_SECONDS)
+        each = max(statistics.median(fixed), MIN_SECONDS)
         return {bits: nbytes / max(took - each * heads, took / 2)
                 for bits, (_, (nbytes, took)) in found.items()}, each
 
@@ -378,13 +378,13 @@ class Rates:
         return records
 
     def layer_seconds(self) -> float:
-        """`Compute.layer_seconds`: a layer so small that its products and attention are nothing."""
+        """`ComputeRates.layer_seconds`: a layer whose products and attention are nothing."""
         config, weights, step, x = self._small_layer()
         do = Operations(self._device.torch)
         return self._clock.seconds(lambda: run_layer(config, weights, x, do, attend=step))
 
-    def bound_layer_seconds(self) -> float | None:
-        """`Compute.bound_layer_seconds`, of the same layer."""
+    def captured_layer_seconds(self) -> float | None:
+        """`ComputeRates.captured_layer_seconds`, of the same layer."""
         if self._device.separate or self._dtype != torch.bfloat16 or ops.uses_reference("cpu"):
             return None
         config, weights, step, x = self._small_layer()
@@ -402,7 +402,7 @@ class Rates:
         return config, weights, step, self._random(1, config.hidden_size)
 
     def elementwise(self) -> float:
-        """`Compute.elementwise`: what a layer with no attention takes beyond its products."""
+        """`ComputeRates.elementwise`: what a layer with no attention takes beyond its products."""
         sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
         do = Operations(self._device.torch)
@@ -410,10 +410,10 @@ class Rates:
         beyond = self._clock.difference(
             lambda: run_layer(config, weights, x, do, attend=lambda q, k, v: q),
             lambda: run_products(weights, source, x, do))
-        return BILLION * max(beyond, LEAST_SECONDS) / x.numel()
+        return BILLION * max(beyond, MIN_SECONDS) / x.numel()
 
     def logit_seconds(self) -> float:
-        """`Compute.logit_seconds`, for the likeliest token."""
+        """`ComputeRates.logit_seconds`, for the likeliest token."""
         logits = self._random(*self.sizes.logits)
         return BILLION * self._clock.seconds(lambda: argmax(logits)) / logits.numel()
 

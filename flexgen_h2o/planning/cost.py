@@ -28,8 +28,8 @@ from flexgen_h2o.planning.cache_cost import (
     RESOURCES,
     TERMS,
     CacheCosts,
+    CostAccumulator,
     LayerStepCost,
-    Tally,
 )
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.planned_run import (
@@ -89,9 +89,9 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
         As the memory plan takes it. Shares of weights are taken as exact in each layer, and in the
         head too, although placement is by whole tensors.
     """
-    shares, load = shares_of(run), run.workload
+    shares, load = placement_shares(run), run.workload
     phases = []
-    for layer_steps in layer_steps_of(hardware, run):
+    for layer_steps in layer_step_costs(hardware, run):
         alone = sum(layer_step.count * (layer_step.seconds @ shares) for layer_step in layer_steps)
         phases.append(Phase(float(sum(layer_step.elapsed(shares) for layer_step in layer_steps)),
                             {name: float(alone[row]) for row, name in enumerate(RESOURCES)}))
@@ -99,15 +99,15 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     return Estimate(*phases, steps=load.gen_len - 1, generated=sequences * load.gen_len)
 
 
-def shares_of(run: PlannedRun) -> np.ndarray:
+def placement_shares(run: PlannedRun) -> np.ndarray:
     """The shares of a run's placements by `TERMS`; of the cache, what whole sequences make."""
     policy, batch = run.policy, run.workload.gpu_batch_size
     sequences = (count / batch for count in split(batch, policy.cache))
-    weights = policy.weights if run.model.experts is None else run.spread[1]
+    weights = policy.weights if run.model.experts is None else run.weight_placements[1]
     return np.array([1, *weights.fractions(), *sequences, *policy.activations.fractions()])
 
 
-def layer_steps_of(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
+def layer_step_costs(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
                                                                  tuple[LayerStepCost, ...]]:
     """The layer steps of the prefill, and those of a mean decode step, whatever the placements
     are."""
@@ -151,7 +151,7 @@ class _Costs:
             partial(part_bytes, run.weights, itemsize=run.itemsize)) / model.num_layers
         self._mixed = model.expert_layers / model.num_layers
 
-    def _layer_step(self, count: float, tally: Tally, attention: np.ndarray | None = None,
+    def _layer_step(self, count: float, cost: CostAccumulator, attention: np.ndarray | None = None,
                     awaited: np.ndarray | None = None) -> LayerStepCost:
         """Groups of resources that run side by side: all resources, or with overlap off none of
         them.
@@ -159,7 +159,7 @@ class _Costs:
         While attention takes its seconds [TERMS] no chunk of weights is used, and a few are read.
         For `awaited` seconds [TERMS] of reading, compute waits.
         """
-        policy, seconds = self._run.policy, tally.seconds
+        policy, seconds = self._run.policy, cost.seconds
         lanes = seconds if policy.overlap else seconds.sum(axis=0, keepdims=True)
         if policy.overlap and self._batches <= 1:
             # The GPU has no other batch to compute while the host attends.
@@ -181,25 +181,25 @@ class _Costs:
 
     def embedding(self, rows: float, count: int) -> LayerStepCost:
         """Rows of a batch looked up where the table is; only they travel."""
-        tally = Tally(self._hardware)
+        cost = CostAccumulator(self._hardware)
         self._bring_weights(
-            tally, self._batches * rows * self._model.embed_dim * self._run.itemsize)
-        tally.send("activations", self._hidden(rows))
-        return self._layer_step(count, tally)
+            cost, self._batches * rows * self._model.embed_dim * self._run.itemsize)
+        cost.send("activations", self._hidden(rows))
+        return self._layer_step(count, cost)
 
     def head(self, rows: float, count: int) -> LayerStepCost:
         """Logits of one row of each sequence, once in a phase; the matrix comes in each forward
         pass."""
         model, run, batch = self._model, self._run, self._run.workload.gpu_batch_size
-        tally = Tally(self._hardware)
+        cost = CostAccumulator(self._hardware)
         matrix = (model.vocab_size, model.embed_dim)
-        self._bring_weights(tally, run.weights.matrix_bytes(matrix, run.itemsize))
-        tally.bring("activations", self._hidden(rows))
+        self._bring_weights(cost, run.weights.matrix_bytes(matrix, run.itemsize))
+        cost.bring("activations", self._hidden(rows))
         logits = batch * model.vocab_size / 1e9
         seconds = (self._products(batch, math.prod(matrix))
                    + logits * self._compute.logit_seconds)
-        tally.add(COMPUTE, self._batches * seconds / count)
-        return self._layer_step(count, tally)
+        cost.add(COMPUTE, self._batches * seconds / count)
+        return self._layer_step(count, cost)
 
     def prompt_layer(self, count: int) -> LayerStepCost:
         """A decoder layer with a part of all prompts."""
@@ -210,57 +210,57 @@ class _Costs:
         trips = 1.0
         if self._run.shards_weights:  # each shard reads them again, blocks of a long one
             trips = math.ceil(batch / together) * math.ceil(together * tokens / ROW_BLOCK)
-        tally = self._rows(batch * tokens, trips)
+        cost = self._rows(batch * tokens, trips)
         for sequences, chunks in ((together, batch // together), (batch % together, 1)):
             if sequences:
-                tally.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
-        self._bring_experts(tally, tokens)
-        self._experts(tally, tokens)
-        tally.add(COMPUTE, self._sequences * self._cache.prompt_attention_seconds() / passes)
-        self._cache.add_prompt(tally)
-        return self._layer_step(count, tally)
+                cost.add(COMPUTE, self._batches * chunks * self._row_seconds(sequences * tokens))
+        self._bring_experts(cost, tokens)
+        self._experts(cost, tokens)
+        cost.add(COMPUTE, self._sequences * self._cache.prompt_attention_seconds() / passes)
+        self._cache.add_prompt(cost)
+        return self._layer_step(count, cost)
 
     def token_layer(self, count: int) -> LayerStepCost:
         """A decoder layer with one new token of each sequence."""
         batch = self._run.workload.gpu_batch_size
-        tally = self._rows(batch)
-        tally.add(COMPUTE, self._batches * self._row_seconds(batch))
-        self._bind_layers(tally)
-        self._bring_experts(tally, 1.0)
-        self._experts(tally, 1.0)
-        products = tally.seconds[0].copy()
-        self._cache.add_token(tally)
-        return self._layer_step(count, tally, tally.seconds[0] - products, self._cache.awaited())
+        cost = self._rows(batch)
+        cost.add(COMPUTE, self._batches * self._row_seconds(batch))
+        self._bind_layers(cost)
+        self._bring_experts(cost, 1.0)
+        self._experts(cost, 1.0)
+        products = cost.seconds[0].copy()
+        self._cache.add_token(cost)
+        return self._layer_step(count, cost, cost.seconds[0] - products, self._cache.awaited())
 
-    def _bind_layers(self, tally: Tally) -> None:
+    def _bind_layers(self, cost: CostAccumulator) -> None:
         """Less for layers that are bound: those whose weights are in memory, but for experts."""
-        bound = self._compute.bound_layer_seconds
-        if bound is None or not self._run.binds_layers:
+        bound = self._compute.captured_layer_seconds
+        if bound is None or not self._run.captures_layers:
             return
         spared = self._batches * (self._compute.layer_seconds - bound)
         if self._model.experts is None:
-            tally.add(COMPUTE, -spared, ("weights", "gpu"))
-        elif self._run.spread[0].gpu == 100:
-            tally.add(COMPUTE, -spared)
+            cost.add(COMPUTE, -spared, ("weights", "gpu"))
+        elif self._run.weight_placements[0].gpu == 100:
+            cost.add(COMPUTE, -spared)
 
-    def _rows(self, rows: float, trips: float = 1.0) -> Tally:
+    def _rows(self, rows: float, trips: float = 1.0) -> CostAccumulator:
         """A decoder layer's weights, so many times, and the hidden states of `rows` in each batch
         both ways."""
-        tally = Tally(self._hardware)
-        self._bring_weights(tally, trips * self._weight_bytes)
-        tally.bring("activations", self._hidden(rows))
-        tally.send("activations", self._hidden(rows))
-        return tally
+        cost = CostAccumulator(self._hardware)
+        self._bring_weights(cost, trips * self._weight_bytes)
+        cost.bring("activations", self._hidden(rows))
+        cost.send("activations", self._hidden(rows))
+        return cost
 
-    def _bring_weights(self, tally: Tally, nbytes: float) -> None:
+    def _bring_weights(self, cost: CostAccumulator, nbytes: float) -> None:
         """Weights that every token needs. Beside experts they are where they are."""
         if self._model.experts is None:
-            tally.bring("weights", nbytes)
+            cost.bring("weights", nbytes)
             return
-        for tier, share in zip(TIERS, self._run.spread[0].fractions(), strict=True):
-            tally.bring_fixed(tier, share * nbytes)
+        for tier, share in zip(TIERS, self._run.weight_placements[0].fractions(), strict=True):
+            cost.bring_fixed(tier, share * nbytes)
 
-    def _bring_experts(self, tally: Tally, tokens: float) -> None:
+    def _bring_experts(self, cost: CostAccumulator, tokens: float) -> None:
         """The experts that so many tokens of each sequence choose, but for those that slots have.
 
         What is chosen most often rests on the fastest tier. The bytes of a tier grow with its share
@@ -270,14 +270,14 @@ class _Costs:
         if self._model.experts is None:
             return
         nbytes = self._mixed * run.missed(sequences, tokens) * run.expert_bytes
-        shares = run.spread[1].fractions()
+        shares = run.weight_placements[1].fractions()
         for tier in ("disk",) if run.computes_experts_on_host else ("cpu", "disk"):
             share = shares[TIERS.index(tier)]
             last = sum(shares[: TIERS.index(tier) + 1]) if share else 1.0
             touched = run.touched(sequences, tokens, last - (share or 1.0), last) / (share or 1.0)
-            tally.bring("weights", nbytes * touched, (tier,))
+            cost.bring("weights", nbytes * touched, (tier,))
 
-    def _experts(self, tally: Tally, tokens: float) -> None:
+    def _experts(self, cost: CostAccumulator, tokens: float) -> None:
         """Products with the experts that so many tokens of each sequence choose, wherever they are
         made.
 
@@ -289,17 +289,17 @@ class _Costs:
             return
         touched, rows = run.touched(self._sequences, tokens), self._sequences * tokens
         if not run.computes_experts_on_host:
-            tally.add(COMPUTE, self._expert_seconds(touched, rows))
+            cost.add(COMPUTE, self._expert_seconds(touched, rows))
             return
         for tier in ("gpu", "disk"):
-            tally.add(COMPUTE, self._expert_seconds(touched, rows), ("weights", tier))
+            cost.add(COMPUTE, self._expert_seconds(touched, rows), ("weights", tier))
         each = max(1.0, rows * experts.per_token / touched / READ_ROWS)
         rate = self._hardware.host_attention.decode_attention[16]
         rows *= self._mixed
-        tally.add(HOST, self._mixed * each * touched * run.expert_bytes / rate, ("weights", "cpu"))
+        cost.add(HOST, self._mixed * each * touched * run.expert_bytes / rate, ("weights", "cpu"))
         sums = rows * self._model.hidden_size * (8 if run.itemsize == 4 else 4)
-        tally.link("gpu->cpu", rows * self._model.hidden_size * run.itemsize, ("weights", "cpu"))
-        tally.link("cpu->gpu", sums, ("weights", "cpu"))
+        cost.link("gpu->cpu", rows * self._model.hidden_size * run.itemsize, ("weights", "cpu"))
+        cost.link("cpu->gpu", sums, ("weights", "cpu"))
 
     def _expert_seconds(self, touched: float, rows: float) -> float:
         """So many experts of a layer for so many rows: products, and for each choice what else a

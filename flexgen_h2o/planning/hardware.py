@@ -24,7 +24,7 @@ from flexgen_h2o.metrics.trace import GB, LINKS
 
 
 @dataclass(frozen=True)
-class Compute:
+class ComputeRates:
     """Rates of the compute device for the parts of a step.
 
     Attributes
@@ -54,7 +54,7 @@ class Compute:
         billion elements of its hidden states (rows x hidden size), at hundreds of rows and up.
     layer_seconds : float
         What a decoder layer takes for each GPU batch however few rows there are.
-    bound_layer_seconds : float or None
+    captured_layer_seconds : float or None
         The same of a decode step's layers whose weights are in this device's memory, where these
         are bound (`engine.captured_step`); None where nothing is.
     logit_seconds : float
@@ -75,7 +75,7 @@ class Compute:
     logit_seconds: float
     implementations: AutotuneTable = field(default_factory=dict)
     rounded_linear: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
-    bound_layer_seconds: float | None = None
+    captured_layer_seconds: float | None = None
     query_seconds: Mapping[str, float] = field(default_factory=dict)
     caching: Mapping[int, float] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Compute:
 class HostAttentionRates:
     """Rates of attention on the host's CPU over a cache in host memory, beside a GPU.
 
-    Attributes are those of `Compute`; copies to and from the GPU are counted apart.
+    Attributes are those of `ComputeRates`; copies to and from the GPU are counted apart.
     """
 
     decode_attention: Mapping[int, float]
@@ -144,7 +144,7 @@ class Hardware:
         Host memory and disk space that a run may have.
     links : mapping of str to float
         Bytes per second of each of `report.LINKS`; those of a GPU only where there is one.
-    compute : Compute
+    compute : ComputeRates
     host_attention : HostAttentionRates or None
         Beside a GPU.
     interference : float
@@ -168,7 +168,7 @@ class Hardware:
     cpu_bytes: int
     disk_bytes: int
     links: Mapping[str, float]
-    compute: Compute
+    compute: ComputeRates
     host_attention: HostAttentionRates | None = None
     interference: float = 0.0
     read_interference: float = 0.0
@@ -206,7 +206,7 @@ _FIGURES = {
     "layer_microseconds": ("layer_seconds", MICRO),
     "logit_seconds_per_billion": ("logit_seconds", 1),
 }
-"""Keys of single figures of `Compute`: the field, and the unit in that of the field."""
+"""Keys of single figures of `ComputeRates`: the field, and the unit in that of the field."""
 
 RECALL_FIGURES = ("index_work", "apart", "calls")
 """Fields of `RecallRates` that are measured."""
@@ -232,7 +232,7 @@ class _Roofline(Entries):
     memory_gb_per_s: _Rate
 
 
-class _ComputeRates(Entries):
+class _ComputeEntries(Entries):
     prefill_attention_tflop_per_s: each_of(("plain", "scored"), _Rate)
     decode_attention_gb_per_s: each_of(BITS, _Rate)
     head_microseconds: _Rate
@@ -273,7 +273,7 @@ class _Machine(Entries):
     cpu_gb: _Size
     disk_gb: _Size
     links_gb_per_s: dict[str, _Rate]
-    compute: _ComputeRates
+    compute: _ComputeEntries
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
     recall: each_of(RECALL_FIGURES, _Rate) | None = None
@@ -321,15 +321,15 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     )
 
 
-def _compute(file: _ComputeRates) -> Compute:
+def _compute(file: _ComputeEntries) -> ComputeRates:
     table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
-    return Compute(
+    return ComputeRates(
         linear=roofline(_rounded(rates.tflop_per_s * TERA), _rounded(rates.memory_gb_per_s * GB))
         if rates else {bits: _times(1, column) for bits, column in table.items()},
         prefill_attention=_times(TERA, file.prefill_attention_tflop_per_s),
         decode_attention=_times(GB, file.decode_attention_gb_per_s),
         **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
-        bound_layer_seconds=file.bound_layer_microseconds and _rounded(
+        captured_layer_seconds=file.bound_layer_microseconds and _rounded(
             file.bound_layer_microseconds * MICRO),
         query_seconds=_times(NANO, file.query_nanoseconds or {}),
         caching=_times(1, file.caching_seconds_per_billion or {}),
@@ -360,8 +360,8 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
             "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
-            **({"bound_layer_microseconds": _rounded(compute.bound_layer_seconds / MICRO)}
-               if compute.bound_layer_seconds else {}),
+            **({"bound_layer_microseconds": _rounded(compute.captured_layer_seconds / MICRO)}
+               if compute.captured_layer_seconds else {}),
             **({"query_nanoseconds": _in_units(compute.query_seconds, NANO)}
                if compute.query_seconds else {}),
             **({"caching_seconds_per_billion": _in_units(compute.caching, 1)}
@@ -384,7 +384,7 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
 
 
 def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
-    """`Compute.linear` from FLOP/s, and bytes per second at which weights are read.
+    """`ComputeRates.linear` from FLOP/s, and bytes per second at which weights are read.
 
     A product takes as long as its FLOPs or its weights' bytes, whichever is more.
     """

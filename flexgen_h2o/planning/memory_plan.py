@@ -18,9 +18,9 @@ from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import TooLittleMemory
 from flexgen_h2o.files import terminal
-from flexgen_h2o.metrics.report import sizes
+from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.metrics.trace import GB
-from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, PlanRow, plan_rows
+from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, MemoryRow, plan_rows
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
 
@@ -42,7 +42,7 @@ class MemoryPlan:
     run: PlannedRun
 
     @cached_property
-    def rows(self) -> tuple[PlanRow, ...]:
+    def rows(self) -> tuple[MemoryRow, ...]:
         """Bytes of each kind of data."""
         return plan_rows(self.run)
 
@@ -87,7 +87,7 @@ class MemoryPlan:
         rows = sorted(((row.name, getattr(row, tier)) for row in self.rows),
                       key=lambda row: -row[1])
         rows = [row for row in rows[:3] if row[1]]
-        needs, free, *parts = sizes(self.total(tier), limits.free(tier),
+        needs, free, *parts = format_bytes(self.total(tier), limits.free(tier),
                                     *(nbytes for _, nbytes in rows))
         named = (f"{name} {part}" for (name, _), part in zip(rows, parts, strict=True))
         return f"needs {needs} ({', '.join(named)}), {free} free"
@@ -227,7 +227,7 @@ class MemoryCheck:
         self._device_bytes = device_bytes
         self._stage, self._groups = stage, groups
 
-    def refuse(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
+    def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                loaded_bytes: int | None, show: bool = False) -> None:
         """Stop a run that does not fit, before anything is allocated for it.
 
@@ -253,7 +253,7 @@ class MemoryCheck:
 
     def largest_batch(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                       loaded_bytes: int | None) -> int:
-        """Sequences together for which there is memory; parameters as of `refuse`.
+        """Sequences together for which there is memory; parameters as of `check_fits`.
 
         Returns the workload's own number, or a power of two below; 1 where nothing fits.
         """

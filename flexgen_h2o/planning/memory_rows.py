@@ -35,10 +35,10 @@ from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.h2o.budget import hot_slots, recalled
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
-    head_bytes,
+    head_and_total_bytes,
+    kv_entry_bytes,
     layer_slots,
     part_bytes,
-    record_bytes,
 )
 from flexgen_h2o.storage.placement import compute_tiers, place_first, shard_rows, split
 
@@ -89,7 +89,7 @@ def _carried(run: PlannedRun) -> int:
     load, options = run.workload, run.cache
     sequences = load.gpu_batch_size * load.num_gpu_batches
     carried = sequences - math.ceil(run.policy.refill_share * sequences)
-    return carried * max(layer_slots(options, run.model, load)) * record_bytes(
+    return carried * max(layer_slots(options, run.model, load)) * kv_entry_bytes(
         options, run.model, run.itemsize)
 
 
@@ -129,7 +129,7 @@ def _sparse_attention(run: PlannedRun) -> int:
     vector = 4 * model.kv_size
     unpacked = vector * (1 if cache.bits == 16 else 3)
     # Of the chosen values the records too, and a copy that has the new token's beside them.
-    record = record_bytes(cache, model, run.itemsize) // 2
+    record = kv_entry_bytes(cache, model, run.itemsize) // 2
     chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
@@ -165,7 +165,7 @@ WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slo
 
 
 @dataclass(frozen=True)
-class PlanRow:
+class MemoryRow:
     """Bytes that one kind of data takes on each tier."""
 
     name: str
@@ -174,22 +174,22 @@ class PlanRow:
     disk: int = 0
 
 
-def plan_rows(run: PlannedRun) -> tuple[PlanRow, ...]:
+def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     """The memory plan of a run. Without a GPU the tier gpu is host memory, and counted there."""
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
-            PlanRow("workspace", workspace_bytes(run)))
+            MemoryRow("workspace", workspace_bytes(run)))
     if run.has_gpu:
         return rows
-    return tuple(PlanRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
+    return tuple(MemoryRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
 
 
-def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
+def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Decoder layers, embeddings and head as placed, and buffers for what is fetched."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     layers = model.over_layers(at_rest)
-    head, total = head_bytes(run)
-    others, _ = run.spread
+    head, total = head_and_total_bytes(run)
+    others, _ = run.weight_placements
     kept, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
     vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
@@ -201,7 +201,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
         if run.shards_weights and placement.disk > 0:
             # Vectors stay in memory, and matrices are written whole.
             gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
-        yield PlanRow(name, gpu, cpu, disk if run.writes_weights else 0)
+        yield MemoryRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers, options = 0, run.weights.widest
     if run.shards_weights and away > 0:
@@ -218,7 +218,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[PlanRow]:
                       for part in chain.from_iterable(parts))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
                                        0 if kept else head)
-    yield PlanRow("weight buffers", buffers, buffers if run.has_gpu else 0)
+    yield MemoryRow("weight buffers", buffers, buffers if run.has_gpu else 0)
     if model.experts is not None:
         yield from _expert_rows(run)
 
@@ -238,24 +238,24 @@ def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
     return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
 
 
-def _expert_rows(run: PlannedRun) -> Iterator[PlanRow]:
+def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Experts as placed, and the slots of those that are brought."""
-    _, placement = run.spread
-    gpu, cpu, disk = (int(run.all_experts * run.expert_bytes * share)
+    _, placement = run.weight_placements
+    gpu, cpu, disk = (int(run.num_experts * run.expert_bytes * share)
                       for share in placement.fractions())
-    yield PlanRow("experts", gpu, cpu, disk if run.writes_weights else 0)
+    yield MemoryRow("experts", gpu, cpu, disk if run.writes_weights else 0)
     slots = run.expert_slots * run.slot_bytes
     host = slots if run.has_gpu and placement.disk > 0 else 0
     if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
         host += mixture_bytes(run)
-    yield PlanRow("expert slots", slots, host)
+    yield MemoryRow("expert slots", slots, host)
 
 
-def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
+def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
     model, load, options = run.model, run.workload, run.cache
     held = layer_slots(options, model, load)
-    record = record_bytes(options, model, run.itemsize)
+    record = kv_entry_bytes(options, model, run.itemsize)
     placed = split(load.gpu_batch_size, run.policy.cache)
     # A simulation has its full cache where it computes.
     cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
@@ -264,11 +264,11 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
     if run.recalls_from_disk:
         fast = _recalled_cache(run, held, record)
         disk, in_memory = cached[2] * fast.disk, cached[2] * fast.cpu
-    yield PlanRow("cache", gpu, cpu, disk)
+    yield MemoryRow("cache", gpu, cpu, disk)
     if run.recalls_from_disk:
-        yield PlanRow("fast set", 0, in_memory)
+        yield MemoryRow("fast set", 0, in_memory)
     if run.has_hot_set:
-        yield PlanRow("fast set", placed[1] * _fast_bytes(run, held, record))
+        yield MemoryRow("fast set", placed[1] * _fast_bytes(run, held, record))
     here, host = _staging(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
     if run.attends_on_host:
@@ -279,14 +279,14 @@ def _cache_rows(run: PlannedRun) -> Iterator[PlanRow]:
         plain = 2 * model.kv_size * run.itemsize
         more = _staging(run, placed, record=plain, most=load.prompt_len)
         here, host = here + more[0], host + more[1]
-    yield PlanRow("cache buffers", here, host)
+    yield MemoryRow("cache buffers", here, host)
     yield _prompt_cache(run, placed)
     if options.recalls:
         yield _index(run, held, on_host=cached[1] if run.attends_on_host else 0)
     yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
 
 
-def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRow:
+def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow:
     """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
     fast set, the newest, which slot has which, and what each has weighed."""
     host, disk, heads = 0, 0, run.model.num_kv_heads
@@ -299,7 +299,7 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> PlanRo
         disk += layout.sequence_bytes
         host += record * (fast + layout.newest) + heads * 4 * (2 * most + fast)
     batches = run.workload.num_gpu_batches
-    return PlanRow("fast set", 0, batches * host, batches * disk)
+    return MemoryRow("fast set", 0, batches * host, batches * disk)
 
 
 def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
@@ -330,20 +330,20 @@ def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most
     return staging, logs + (staging if run.has_gpu else 0)
 
 
-def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> PlanRow:
+def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> MemoryRow:
     """Whole prompts, and the scores of their tokens, until they can be cut or compressed."""
     if not run.gathers_prompts:
-        return PlanRow("prompt cache")
+        return MemoryRow("prompt cache")
     model, load, h2o = run.model, run.workload, run.cache.h2o
     prompts = load.num_gpu_batches * load.prompt_len
     gpu, cpu, disk = (count * prompts * model.kv_bytes_per_token(run.itemsize) for count in placed)
     if run.cache.evicts and h2o.scored:
         scores = model.num_kv_heads * 4 * len(run.evicting_layers)
         gpu += load.gpu_batch_size * prompts * scores
-    return PlanRow("prompt cache", gpu, cpu, disk)
+    return MemoryRow("prompt cache", gpu, cpu, disk)
 
 
-def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
     """A score and a position of each slot and KV head, and its rank if positions roll.
 
     They are where attention runs, whatever the cache's tier: for `on_host` sequences of a batch
@@ -353,36 +353,36 @@ def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanR
     rolls = bool(layers) and run.cache.h2o.positions == "rolling"
     slot = model.num_kv_heads * (12 if rolls else 8)
     sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
-    return PlanRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
+    return MemoryRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
                    on_host * sequence)
 
 
-def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> PlanRow:
+def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
     """The index that recall chooses by, where attention runs; see `_bookkeeping`."""
     model, load, h2o = run.model, run.workload, run.cache.h2o
     if run.cache.simulated:
-        return PlanRow("index")
+        return MemoryRow("index")
     layout = IndexLayout(model.head_dim, h2o.index_bits)
     sequence = load.num_gpu_batches * model.num_kv_heads * sum(
         layout.nbytes(slots) for layer, slots in enumerate(held)
         if recalled(h2o, layer, load.prompt_len) is not None)
-    return PlanRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
+    return MemoryRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
 
 
-def _activation_rows(run: PlannedRun) -> Iterator[PlanRow]:
+def _activation_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """The hidden states of a block between layers, and the working buffers if any are away."""
     load, placement = run.workload, run.policy.activations
     rows = load.gpu_batch_size * run.pass_rows
     batch = rows * run.model.hidden_size * run.itemsize
     total = batch * load.num_gpu_batches
-    yield PlanRow("activations", *(int(total * share) for share in placement.fractions()))
+    yield MemoryRow("activations", *(int(total * share) for share in placement.fractions()))
     away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
     staging = HIDDEN_BUFFERS * batch if away else 0
-    yield PlanRow("activation buffers", staging, staging if placement.disk > 0 else 0)
+    yield MemoryRow("activation buffers", staging, staging if placement.disk > 0 else 0)
     if run.stage is not None or run.groups > 1:
         # On their way: to the next rank those of a group, and two from the rank before. Groups
         # without a stage are of a search for all ranks, which stands for those in the middle.
         stage = run.stage
         sent = 0 if stage and stage.is_last_stage else math.ceil(load.num_gpu_batches / run.groups)
         received = 0 if stage and stage.is_first_stage else 2
-        yield PlanRow("message buffers", batch * (sent + received))
+        yield MemoryRow("message buffers", batch * (sent + received))

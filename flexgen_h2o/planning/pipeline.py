@@ -14,11 +14,11 @@ from functools import partial
 
 from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
 from flexgen_h2o.errors import TooLittleMemory, UserError
-from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_steps_of, shares_of
+from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_step_costs, placement_shares
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.planning.search import Choice, PlanRequest, judge, search
+from flexgen_h2o.planning.search import Choice, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 
@@ -44,7 +44,7 @@ class PipelineChoice:
     bounds: tuple[int, ...]
 
 
-def runs_of_ranks(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
+def rank_runs(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
     """The part of each rank of a run of the whole model."""
     ranks = len(bounds) - 1
     groups = num_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
@@ -56,17 +56,17 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     embedding and head are with the first and the last."""
     layers = run.model.num_layers
     run = replace(run, groups=min(num_groups(ranks, fetched=True), run.workload.num_gpu_batches))
-    shares, steps = shares_of(run), run.workload.gen_len - 1
+    shares, steps = placement_shares(run), run.workload.gen_len - 1
     embedding, inner, head = (
         float(prefill.elapsed(shares) + steps * step.elapsed(shares))
-        for prefill, step in zip(*layer_steps_of(hardware, run), strict=True))
+        for prefill, step in zip(*layer_step_costs(hardware, run), strict=True))
     found = [inner / layers] * layers
     found[0] += embedding
     found[-1] += head
     return found
 
 
-def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
+def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
                    network: Network | None = None) -> Estimate:
     """Times of a block of a run over ranks.
 
@@ -75,7 +75,7 @@ def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
     while ranks compute others, so that a pass takes at least as long as all of its messages, and a
     group's way through the ranks is longer by them.
     """
-    runs = runs_of_ranks(run, bounds)
+    runs = rank_runs(run, bounds)
     found, groups = [estimate(hardware, each) for each in runs], runs[0].groups
     load, phases = run.workload, []
     for name, tokens in (("prefill", load.prompt_len), ("step", 1)):
@@ -92,7 +92,7 @@ def estimate_ranks(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
     return Estimate(*phases, steps=found[0].steps, generated=found[0].generated)
 
 
-def judge_ranks(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
+def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
                 prompts: int | None, network: Network | None = None) -> PipelineChoice:
     """A run over so many ranks with layers by their times, or if these do not fit, by their number.
 
@@ -104,14 +104,14 @@ def judge_ranks(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryL
     times = layer_seconds(hardware, run, ranks)
     each = [balanced_bounds(seconds, ranks) for seconds in (times, [1.0] * len(times))]
     bounds = next((each for each in each if not any(
-        MemoryPlan(part).shortfalls(limits) for part in runs_of_ranks(run, each))), each[0])
-    for part in runs_of_ranks(run, bounds):
+        MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, each))), each[0])
+    for part in rank_runs(run, bounds):
         MemoryPlan(part).check(limits)
-    choice = judge(hardware, run, prompts, partial(estimate_ranks, bounds, network=network))
+    choice = predict(hardware, run, prompts, partial(estimate_pipeline, bounds, network=network))
     return PipelineChoice(choice, tuple(bounds))
 
 
-def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
+def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
                  network: Network | None = None) -> list[PipelineChoice]:
     """Runs over so many ranks, the best first.
 
@@ -128,7 +128,7 @@ def search_ranks(hardware: Hardware, request: PlanRequest, ranks: int, limits: M
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)
         with suppress(TooLittleMemory):  # of a rank with more layers
-            found.append(judge_ranks(hardware, run, ranks, limits, request.prompts, network))
+            found.append(predict_pipeline(hardware, run, ranks, limits, request.prompts, network))
     if not found:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "
                         "sizes")

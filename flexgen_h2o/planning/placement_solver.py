@@ -17,10 +17,10 @@ from scipy.optimize import linprog
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.planning.cache_cost import TERMS
-from flexgen_h2o.planning.cost import layer_steps_of, shares_of
+from flexgen_h2o.planning.cost import layer_step_costs, placement_shares
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.planned_run import PlannedRun, head_bytes
+from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import split
 
@@ -35,7 +35,7 @@ _ENOUGH = 1e-3  # of the time, what a move has to gain
 _NOTHING = 5e-3  # of the time, what no slower tier is worth
 
 
-class Placing:
+class PlacementSolver:
     """Finds the placements of a run whose batch sizes, bits and place of attention are given.
 
     Parameters
@@ -52,7 +52,7 @@ class Placing:
         self.run = run if run.model.experts is None else self._others_placed(run)
         # Without a GPU the tiers gpu and cpu are the same memory.
         self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
-        prefill, step = layer_steps_of(hardware, run)
+        prefill, step = layer_step_costs(hardware, run)
         steps = run.workload.gen_len - 1
         self._layer_steps = [*prefill, *(replace(layer_step, count=layer_step.count * steps)
                                          for layer_step in step
@@ -106,7 +106,7 @@ class Placing:
         """
         starts = [self._rounded(), *(self._rounded(tier) for tier in self._tiers)]
         found = [self._descended(run) for run in starts if run is not None]
-        best = min(found, key=lambda run: float(self._time(shares_of(run))), default=None)
+        best = min(found, key=lambda run: float(self._time(placement_shares(run))), default=None)
         return best and self._with_slots(self._simpler(best))
 
     def _with_slots(self, run: PlannedRun) -> PlannedRun:
@@ -116,7 +116,7 @@ class Placing:
         then keep those that the text at hand needs, which nobody knows before. If all were needed
         alike often, it would be the same.
         """
-        experts, policy, every = run.model.experts, run.policy, run.all_experts
+        experts, policy, every = run.model.experts, run.policy, run.num_experts
         if (experts is None or policy.expert_slots is not None or not run.expert_slots
                 or run.computes_experts_on_host
                 or run.touched(run.sequences, 1) > experts.count / 2):
@@ -172,7 +172,7 @@ class Placing:
         found = replace(run, policy=policy)
         if run.model.experts is None:
             return found
-        others, experts = found.spread
+        others, experts = found.weight_placements
         return replace(run, policy=replace(policy, weights=others, experts=experts))
 
     def _placed(self, shares: np.ndarray) -> PlannedRun:
@@ -188,21 +188,21 @@ class Placing:
     def _improved(self, run: PlannedRun) -> PlannedRun | None:
         """The fastest neighbour that fits, if it is faster."""
         neighbours = [replace(run, policy=policy) for policy in self._neighbours(run.policy)]
-        times = self._time(np.stack([shares_of(each) for each in neighbours], axis=1))
-        least = self._time(shares_of(run)) * (1 - _ENOUGH)
+        times = self._time(np.stack([placement_shares(each) for each in neighbours], axis=1))
+        least = self._time(placement_shares(run)) * (1 - _ENOUGH)
         order = [index for index in np.argsort(times, kind="stable") if times[index] < least]
         return next((neighbours[index] for index in order if self._fits(neighbours[index])), None)
 
     def _simpler(self, run: PlannedRun) -> PlannedRun:
         """The run without the slower tiers that gain next to nothing."""
-        most = self._time(shares_of(run)) * (1 + _NOTHING)
+        most = self._time(placement_shares(run)) * (1 + _NOTHING)
         for kind in PLACED:
             for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
                 placement = self._placement(run.policy, kind)
                 moved = _moved(placement, source, target, getattr(placement, source))
                 other = replace(run, policy=self._with(run.policy, {kind: moved}))
                 usable = target in self._tiers and self._fits(other)
-                if usable and self._time(shares_of(other)) <= most:
+                if usable and self._time(placement_shares(other)) <= most:
                     run = other
         return run
 
@@ -263,7 +263,7 @@ class Placing:
         share that has room for it needs no buffers of its size.
         """
         fast = Placement(100, 0, 0)
-        head, weights = head_bytes(self.run) if self.run.model.experts is None else (0, 1)
+        head, weights = head_and_total_bytes(self.run) if self.run.model.experts is None else (0, 1)
         everything = dict.fromkeys(PLACED, fast)
         base = _totals(replace(self.run, policy=self._with(self.run.policy, everything)))
         found = np.zeros((len(TIERS), len(TERMS)))

@@ -199,16 +199,16 @@ class PlannedRun:
         return part_bytes(self.weights, self.model.expert_shapes(), self.itemsize)
 
     @property
-    def all_experts(self) -> int:
+    def num_experts(self) -> int:
         """Experts of all layers."""
         experts = self.model.experts
         return 0 if experts is None else self.model.expert_layers * experts.count
 
     @property
-    def spread(self) -> tuple[Placement, Placement]:
+    def weight_placements(self) -> tuple[Placement, Placement]:
         """The placements of what every token needs, and of the experts."""
-        _, others = head_bytes(self)
-        return place_experts(others, self.all_experts * self.expert_bytes, self.policy.weights,
+        _, others = head_and_total_bytes(self)
+        return place_experts(others, self.num_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
 
     def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
@@ -225,22 +225,23 @@ class PlannedRun:
     def missed(self, sequences: float, tokens: float) -> float:
         """The share of those experts, of the ones that rest away from compute memory, that slots do
         not have."""
-        every, choices = max(self.all_experts, 1), self.policy.expert_choices
-        kept = self.model.experts.kept(sequences * tokens, self.experts_away, self.expert_slots)
+        every, choices = max(self.num_experts, 1), self.policy.expert_choices
+        kept = self.model.experts.kept(sequences * tokens, self.offloaded_experts,
+                                       self.expert_slots)
         if choices is None:  # slots have some of those that are chosen alike often
-            return 1 - kept / max(self.experts_away, kept, 1)
-        first = 1 - self.experts_away / every
+            return 1 - kept / max(self.offloaded_experts, kept, 1)
+        first = 1 - self.offloaded_experts / every
         touched = self.touched(sequences, tokens, first)
         missed = expert_use(choices).missed(sequences, tokens, first,
                                             kept / max(self.model.expert_layers, 1))
         return missed / touched if touched > 0 else 1.0
 
     @property
-    def experts_away(self) -> float:
+    def offloaded_experts(self) -> float:
         """Experts, of all layers, that have to be brought to compute memory."""
-        _, cpu, disk = self.spread[1].fractions()
+        _, cpu, disk = self.weight_placements[1].fractions()
         brought = self.has_gpu and not self.policy.cpu_expert_compute
-        return self.all_experts * (disk + (cpu if brought else 0))
+        return self.num_experts * (disk + (cpu if brought else 0))
 
     @property
     def computes_experts_on_host(self) -> bool:
@@ -253,7 +254,8 @@ class PlannedRun:
         experts = self.model.experts
         if experts is None:
             return 0
-        return experts.slots(self.sequences, math.ceil(self.experts_away), self.policy.expert_slots)
+        return experts.slots(self.sequences, math.ceil(self.offloaded_experts),
+                             self.policy.expert_slots)
 
     @property
     def slot_bytes(self) -> int:
@@ -303,7 +305,7 @@ class PlannedRun:
         return chunks and self.cache.evicts_chunks
 
     @property
-    def binds_layers(self) -> bool:
+    def captures_layers(self) -> bool:
         """True if decode steps are bound in layers whose weights are in compute memory
         (`engine.captured_step`); of 16 bits, as if they were bfloat16."""
         whole = not self.policy.sep_layer or self.model.experts is not None
@@ -344,7 +346,7 @@ def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
     return matrices + part.vectors * itemsize
 
 
-def record_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
+def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
     """Bytes at rest of one token's key and value in one layer, all KV heads together."""
     # A simulation is exact: it keeps float32.
     record = 2 * model.head_dim * (4 if options.simulated else itemsize)
@@ -361,7 +363,7 @@ def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -
                  for layer in range(model.num_layers))
 
 
-def head_bytes(run: PlannedRun) -> tuple[int, int]:
+def head_and_total_bytes(run: PlannedRun) -> tuple[int, int]:
     """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)

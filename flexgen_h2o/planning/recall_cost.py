@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout, PageLayout
 from flexgen_h2o.config.limits import INDEX_TILE, NEAR
 from flexgen_h2o.h2o.budget import cached, hot_slots, recalled
-from flexgen_h2o.planning.hardware import Compute, HostAttentionRates, RecallRates
-from flexgen_h2o.planning.planned_run import PlannedRun, record_bytes
+from flexgen_h2o.planning.hardware import ComputeRates, HostAttentionRates, RecallRates
+from flexgen_h2o.planning.planned_run import PlannedRun, kv_entry_bytes
 
 LEAST_RATIO = 0.1
-"""The least that noise leaves of a ratio that is fitted."""
+"""The least that noise leaves of a ratio that is fit_recall_rates."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class RecalledTokens:
     held: float = 0.0
 
 
-def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
+def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates,
                    tokens: RecalledTokens, *, index: IndexLayout, cache: CacheOptions) -> float:
     """Seconds of a new token's attention by recall, for one sequence in one layer, on a CPU.
 
     Parameters
     ----------
-    rates : Compute or HostAttentionRates
+    rates : ComputeRates or HostAttentionRates
     recall : RecallRates
     tokens : RecalledTokens
     index : IndexLayout
@@ -63,19 +63,19 @@ def recall_seconds(rates: Compute | HostAttentionRates, recall: RecallRates,
             + chosen * seconds_per_byte(rates, cache))
 
 
-def seconds_per_byte(rates: Compute | HostAttentionRates, cache: CacheOptions) -> float:
+def seconds_per_byte(rates: ComputeRates | HostAttentionRates, cache: CacheOptions) -> float:
     """Seconds of decode attention for a byte of a cache, keys and values in proportion."""
     bits = cache.kind_bits
     return sum(each / rates.decode_attention[each] for each in bits) / sum(bits)
 
 
-def fitted(rates: Compute | HostAttentionRates,
+def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
            times: Sequence[tuple[RecalledTokens, float]], *, index: IndexLayout) -> RecallRates:
     """The rates of attention by which `recall_seconds` takes as long as was measured.
 
     Parameters
     ----------
-    rates : Compute or HostAttentionRates
+    rates : ComputeRates or HostAttentionRates
         Of the same machine.
     times : three of (RecalledTokens, float)
         Tokens of a cache of 16 bits, and seconds: few of few cached ones; few of many; more of
@@ -102,7 +102,7 @@ def _sensible(ratio: float) -> float:
     return max(ratio, LEAST_RATIO)
 
 
-def recalled_reads(recall: RecallRates, tokens: RecalledTokens) -> float:
+def disk_read_ratio(recall: RecallRates, tokens: RecalledTokens) -> float:
     """The time of a step's reads from disk, for the tokens that it chooses (`Policy.fetch_chosen`),
     over that of reading the whole cache in order. Attention waits for it: nothing is guessed, since
     the engine guesses only where that is faster."""
@@ -157,9 +157,10 @@ class CachedTokens:
     def __init__(self, run: PlannedRun, recall: RecallRates):
         self._run = run
         self._recall = recall
-        self._record = record_bytes(run.cache, run.model, run.itemsize)
+        self._record = kv_entry_bytes(run.cache, run.model, run.itemsize)
 
-    def attention_seconds(self, rates: Compute | HostAttentionRates, *, recalls: bool) -> float:
+    def attention_seconds(self, rates: ComputeRates | HostAttentionRates, *, recalls: bool
+                          ) -> float:
         """Seconds of a new token's attention, a mean over layers; `recalls`: with the kernels that
         recall, where that is configured."""
         run, model, total = self._run, self._run.model, 0.0
@@ -184,7 +185,7 @@ class CachedTokens:
             if tokens is None:
                 total += whole
                 continue
-            read = whole * recalled_reads(self._recall, tokens)
+            read = whole * disk_read_ratio(self._recall, tokens)
             total, awaited = total + read, awaited + read
         return total / layers, awaited / layers
 

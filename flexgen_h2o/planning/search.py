@@ -20,16 +20,16 @@ from flexgen_h2o.config.weight_layout import WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.planning.cost import Estimate, estimate
-from flexgen_h2o.planning.hardware import BILLION, Compute, Hardware, HostAttentionRates
+from flexgen_h2o.planning.hardware import BILLION, ComputeRates, Hardware, HostAttentionRates
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.placement_solver import Placing
+from flexgen_h2o.planning.placement_solver import PlacementSolver
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
-ALIKE = 0.98
+TIE_RATIO = 0.98
 """A rate within this of the best is as good, for no prediction is more exact: `_TIES` decide."""
 
 _PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
@@ -126,7 +126,7 @@ class Choice:
         return self.sequences * self.run.workload.gen_len / self.seconds
 
 
-def judge(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
+def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
           estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
     """Seconds of a run for so many prompts (None: a block of them), by an `estimate` of a block."""
     load, whole = run.workload, estimate(hardware, run)
@@ -157,14 +157,14 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     choices: list[Choice] = []
     least = math.inf
     for placing in found:
-        near = placing.seconds_per_sequence <= least / ALIKE**2
+        near = placing.seconds_per_sequence <= least / TIE_RATIO**2
         if len(choices) == _MOST or len(choices) > _SHOWN and not near:
             break
         run = _stripped(placing.best(), request)
         if run is None or any(run == choice.run for choice in choices):
             continue
         prompts = request.prompts if request.goal == "throughput" else None
-        choices.append(judge(hardware, run, prompts))
+        choices.append(predict(hardware, run, prompts))
         least = min(least, choices[-1].seconds / choices[-1].sequences)
     if not choices:
         _refuse(hardware, request, limits)
@@ -198,12 +198,12 @@ def _likely(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> l
 
 
 def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits: MemoryLimits,
-               every: int = 1) -> list[Placing]:
+               every: int = 1) -> list[PlacementSolver]:
     """Batch shapes that may fit; none much larger than those that help or fit.
 
     `every` third, say, of the sizes and counts is looked at.
     """
-    found: list[Placing] = []
+    found: list[PlacementSolver] = []
     sizes = _Growth()
     for size in request.sizes()[::every]:
         counts = _Growth()
@@ -219,17 +219,17 @@ def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits
     return found
 
 
-def _placing(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> Placing:
+def _placing(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> PlacementSolver:
     """The placements of a run. Where none fits, a mixture goes with fewer slots than it would have:
     in a larger block an expert comes once for more sequences."""
-    placing, experts = Placing(hardware, run, limits), run.model.experts
+    placing, experts = PlacementSolver(hardware, run, limits), run.model.experts
     if placing.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
         return placing
-    slots, found = experts.slots(run.sequences, run.all_experts), [placing]
+    slots, found = experts.slots(run.sequences, run.num_experts), [placing]
     while slots > FEWEST_SLOTS:
         slots = max(slots // 2, FEWEST_SLOTS)
         fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
-        found.append(Placing(hardware, fewer, limits))
+        found.append(PlacementSolver(hardware, fewer, limits))
     return min(found, key=lambda each: each.seconds)
 
 
@@ -278,20 +278,20 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
     # What a batch takes beside products and bytes is predicted too low for a cache on disk.
     ("cuts a block into fewer batches", lambda run: run.workload.num_gpu_batches),
 )
-"""Order of preference among rates that are `ALIKE`, the most important first; less is better."""
+"""Order of preference among rates that tie, the most important first; less is better."""
 
 
 def _ranked(choices: list[Choice]) -> list[Choice]:
     """The best first: of those as good as the fastest the one that `_TIES` prefer."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
     alike = [c for c in choices
-             if c.tokens_per_second >= ALIKE * choices[0].tokens_per_second]
+             if c.tokens_per_second >= TIE_RATIO * choices[0].tokens_per_second]
     best = min(alike, key=lambda choice: [of(choice.run) for _, of in _TIES])
     return [best, *(choice for choice in choices if choice is not best)]
 
 
-def advantage(choice: Choice, other: Choice) -> str | None:
-    """Why a choice is preferred to one that is faster and `ALIKE`; None if it is not faster."""
+def tie_break_reason(choice: Choice, other: Choice) -> str | None:
+    """Why a choice is preferred to one that is faster and ties; None if it is not faster."""
     if other.tokens_per_second <= choice.tokens_per_second:
         return None
     return next(words for words, of in _TIES if of(choice.run) < of(other.run))
@@ -313,7 +313,7 @@ def _refuse(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> N
 _SIDE = 1 << 15  # of a matrix so large that the ends of its groups do not count
 
 
-def bytes_of_a_weight(bits: int, mxfp4: bool = False) -> float:
+def bytes_per_weight(bits: int, mxfp4: bool = False) -> float:
     """Bytes of a number of a large matrix at rest, with those of its group's scale; 4 bits may be
     those of MXFP4."""
     shape = (_SIDE, _SIDE)
@@ -321,7 +321,7 @@ def bytes_of_a_weight(bits: int, mxfp4: bool = False) -> float:
     return options.matrix_bytes(shape, 2) / _SIDE**2
 
 
-def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
+def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     """A machine that does everything at the best rates of this one.
 
     Memory is read as fast as in any measured product or attention, products and attention have the
@@ -332,11 +332,11 @@ def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     compute = hardware.compute
     timed, rounded = _timed(compute.linear), _timed(compute.rounded_linear)
     host = hardware.host_attention
-    bandwidth = max(*(bytes_of_a_weight(bits) / seconds for bits, _, seconds in timed + rounded),
+    bandwidth = max(*(bytes_per_weight(bits) / seconds for bits, _, seconds in timed + rounded),
                     *compute.decode_attention.values())
     flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
                 *compute.prefill_attention.values())
-    read = {bits: bytes_of_a_weight(bits, mxfp4) / bandwidth for bits in WEIGHT_BITS}
+    read = {bits: bytes_per_weight(bits, mxfp4) / bandwidth for bits in WEIGHT_BITS}
     linear = {bits: _least(read[bits], flops) for bits in WEIGHT_BITS}
     whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
     rounded_linear = {bits: _least(read[bits], whole) for bits in compute.rounded_linear}
@@ -344,7 +344,7 @@ def ideal(hardware: Hardware, mxfp4: bool = False) -> Hardware:
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
         recall=replace(hardware.recall, index_work=1, apart=1),
-        compute=Compute(linear=linear, rounded_linear=rounded_linear,
+        compute=ComputeRates(linear=linear, rounded_linear=rounded_linear,
                         prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                         decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
                         head_seconds=0.0, elementwise=0.0, layer_seconds=0.0, logit_seconds=0.0),
@@ -374,7 +374,7 @@ def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) ->
         As it was measured, in the run's dtype.
     run : PlannedRun
     prompts : int or None
-        See `search.judge`.
+        See `search.predict`.
     """
-    best = ideal(hardware, mxfp4=bool(run.weights.mxfp4))
-    return judge(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)
+    best = ideal_hardware(hardware, mxfp4=bool(run.weights.mxfp4))
+    return predict(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

@@ -18,7 +18,7 @@ import torch
 
 from flexgen_h2o.config.limits import PAGE
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.report import sizes
+from flexgen_h2o.metrics.report import format_bytes
 
 HUGE_PAGE = 2 << 20
 ARENA_BYTES = 64 << 20
@@ -268,7 +268,8 @@ class CudaDevice(Device):
             with torch.cuda.device(self.torch):
                 status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
             if int(status) != 0:
-                raise UserError(f"{sizes(tensor.nbytes)[0]} of host memory can't be page-locked "
+                size, = format_bytes(tensor.nbytes)
+                raise UserError(f"{size} of host memory can't be page-locked "
                                 f"(CUDA error {int(status)}): use less, or --pin-weight false")
             pages.on_free = partial(runtime.cudaHostUnregister, address)
 

@@ -156,7 +156,7 @@ def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatc
     from flexgen_h2o.planning import calibrate
 
     measured, folder = [], tiny_model("opt").folder
-    monkeypatch.setattr(calibrate, "machine",
+    monkeypatch.setattr(calibrate, "load_or_calibrate",
                         lambda device, *_, **__: measured.append(device) or planning_cases.CPU)
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     options = bench.ours.Ours.check("o", {"cache_share": 0.5, "cache_bits": 4, "weight_bits": 4})

@@ -46,7 +46,7 @@ from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.planning import memory_plan as memory_check
 from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.planning.memory_plan import memory_plan
-from flexgen_h2o.planning.planned_run import record_bytes
+from flexgen_h2o.planning.planned_run import kv_entry_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 RESULTS = ("--output", "o.jsonl", "--csv", "r.csv", "--trace", "t.json", "--log-file", "l.log")
@@ -211,7 +211,8 @@ def test_config_that_is_not_one(model, here, capfd, text, words):
 def test_config_of_other_sizes_than_the_checkpoint(model, here, capfd, monkeypatch, key, value,
                                                    words):
     """It shows before the memory plan, which would give advice on batches, and without work."""
-    monkeypatch.setattr(memory_check.MemoryCheck, "refuse", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr(memory_check.MemoryCheck, "check_fits",
+                        lambda *_, **__: pytest.fail("planned"))
     change_config(model, **{key: value})
     assert words in refused(capfd, here, "--model", "model")
 
@@ -718,7 +719,7 @@ def test_the_plan_counts_what_is_cached(model, here, argv):
     (planned,) = (row.cpu for row in plan.rows if row.name == "cache")
     assert int(row["kv_cache_bytes"]) == planned
     assert int(row["full_kv_cache_bytes"]) == 2 * 48 * sizes.kv_bytes_per_token(4)
-    assert int(row["kv_bytes_per_token"]) == 3 * record_bytes(cache, sizes, 4)
+    assert int(row["kv_bytes_per_token"]) == 3 * kv_entry_bytes(cache, sizes, 4)
 
 
 @pytest.mark.parametrize(("stdout", "status", "err"), [

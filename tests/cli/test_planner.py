@@ -43,7 +43,7 @@ from flexgen_h2o.models.registry import published
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware, save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.search import ALIKE, PlanRequest, _ranked, judge, search
+from flexgen_h2o.planning.search import TIE_RATIO, PlanRequest, _ranked, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GB = 10**9
@@ -142,7 +142,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
             last = load.gpu_batch_size * (load.num_gpu_batches - 1)
             assert max(load.gpu_batch_size, last + 1) <= request["prompts"], "an empty batch"
     rates = [choice.tokens_per_second for choice in choices]
-    assert rates[0] >= ALIKE * max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
+    assert rates[0] >= TIE_RATIO * max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
     said_why(hardware, choices)
     assert len({(flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
 
@@ -183,7 +183,7 @@ def brute_force(hardware: Hardware, request: PlanRequest) -> float:
                     kind: Placement(*place) for kind, place in zip(PLACED, places, strict=True)})
                 one = replace(run, policy=policy)
                 if not MemoryPlan(one).shortfalls(limits_of(hardware)):
-                    most = max(most, judge(hardware, one, request.prompts).tokens_per_second)
+                    most = max(most, predict(hardware, one, request.prompts).tokens_per_second)
     return most
 
 
@@ -212,7 +212,7 @@ def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory,
         run = planned((weights, 0), (cache, 0), batch=(4, 1), lengths=lengths, gpu=False,
                       model=request.model)
         if not MemoryPlan(run).shortfalls(limits_of(small)):
-            rates.append(judge(small, run).tokens_per_second)
+            rates.append(predict(small, run).tokens_per_second)
     found = search(small, request, limits_of(small))[0].tokens_per_second
     assert found >= 0.99 * max(rates)
 
@@ -224,7 +224,7 @@ def test_few_prompts_are_split_as_well_as_can_be(memory):
     request = {"model": published("opt-1.3b"), "prompt_len": 128, "gen_len": 512, "prompts": 4}
     most = max(find(small, **request, gpu_batch_size=size, num_gpu_batches=4 // size)[0]
                .tokens_per_second for size in (1, 2, 4))
-    assert find(small, **request)[0].tokens_per_second >= ALIKE * most
+    assert find(small, **request)[0].tokens_per_second >= TIE_RATIO * most
 
 
 def test_batch_sizes_are_as_good_as_trying_them_all():
@@ -273,7 +273,7 @@ def test_a_model_larger_than_the_gpu_shares_each_load_among_many():
 
 
 def test_among_equals_the_smallest_block_wins():
-    """Compute in proportion to rows: larger batches gain next to nothing."""
+    """ComputeRates in proportion to rows: larger batches gain next to nothing."""
     slow = machine(replace(FREE, linear={16: {1: 1.0}}, layer_seconds=1e-5), gpu=False)
     choices = find(slow)
     assert batches(choices[0]) == (1, 1) and said_why(slow, choices) == {"has a smaller block"}
@@ -287,7 +287,7 @@ def test_of_equal_blocks_the_one_of_the_fewest_batches_wins():
     slow = machine(replace(FREE, linear={16: {6: 6.0, 24: 24.2}}, layer_seconds=1e-9), gpu=False)
     one, four = (find(slow, gpu_batch_size=24 // count, num_gpu_batches=count)[0]
                  for count in (1, 4))
-    assert one.tokens_per_second < four.tokens_per_second < one.tokens_per_second / ALIKE
+    assert one.tokens_per_second < four.tokens_per_second < one.tokens_per_second / TIE_RATIO
     assert _ranked([four, one]) == [one, four]
     assert said_why(slow, [one, four]) == {"cuts a block into fewer batches"}
 
@@ -298,9 +298,9 @@ def test_all_prompts_count_and_not_full_blocks_alone():
     # Ten prompts in blocks of four, each as long as another: three times a block.
     fixed = machine(replace(FREE, layer_seconds=1.0), gpu=False)
     run = planned(batch=(4, 1), gpu=False)
-    assert judge(fixed, run, 10).seconds == pytest.approx(3 * judge(fixed, run).seconds)
-    assert judge(fixed, run, 10).tokens_per_second == pytest.approx(
-        judge(fixed, run).tokens_per_second * 10 / 12)
+    assert predict(fixed, run, 10).seconds == pytest.approx(3 * predict(fixed, run).seconds)
+    assert predict(fixed, run, 10).tokens_per_second == pytest.approx(
+        predict(fixed, run).tokens_per_second * 10 / 12)
 
 
 def test_the_goal_latency_is_a_single_sequence():
@@ -547,7 +547,7 @@ def here(monkeypatch, tmp_path):
         return CPU
 
     monkeypatch.setitem(sys.modules, "flexgen_h2o.planning.calibrate",
-                        types.SimpleNamespace(machine=measured))
+                        types.SimpleNamespace(load_or_calibrate=measured))
     monkeypatch.setattr(planner, "free_memory", lambda folder, device: limits_of(CPU))
     return asked
 
@@ -650,7 +650,7 @@ def test_a_fixed_policy_is_predicted(here, capsys):
     assert "--percent 0 100 100 0 100 0 --gpu-batch-size 7 --num-gpu-batches 1" in out
     run = planned(weights=(0, 100), batch=(7, 1), lengths=(64, 16), gpu=False,
                   model=published("opt-1.3b"))
-    assert f"{judge(CPU, run).tokens_per_second:.4g} tokens/s" in out and "\nor " not in out
+    assert f"{predict(CPU, run).tokens_per_second:.4g} tokens/s" in out and "\nor " not in out
     assert list(Path().iterdir()) == [] and not FakeLLM.made
     assert generate.main([*argv, "--plan-only", "--memory-limit", "1GB"]) == 2
     assert "would fit" in capsys.readouterr().err

@@ -463,7 +463,7 @@ def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
 
 def test_a_dry_run_counts_and_predicts(runs, monkeypatch):
     runs.input([*some(), "{broken\n"])
-    monkeypatch.setattr("flexgen_h2o.planning.calibrate.machine",
+    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
                         lambda *_, **__: planning_cases.CPU)
     argv = [flag for flag in runs.argv() if flag not in ("-o", str(runs.output))]
     for flags, status in (([], 0), (["--percent", "auto"], 0), (["--strict"], 2)):
@@ -477,7 +477,7 @@ def test_a_dry_run_counts_and_predicts(runs, monkeypatch):
 
 
 def test_a_planned_job_runs(runs, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.planning.calibrate.machine",
+    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
                         lambda *_, **__: planning_cases.CPU)
     told = runs("--percent", "auto")
     assert "plan " in told and "12 of 12 requests answered" in told

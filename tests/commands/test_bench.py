@@ -50,7 +50,7 @@ def figures(out: str, name: str) -> list[float | None]:
 
 
 def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: CPU)
+    monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: CPU)
     assert bench.main(flags) == 0
     out = capsys.readouterr().out
     rows = rows_of("b.csv")
@@ -78,8 +78,8 @@ def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
 
 
 def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeypatch):
-    monkeypatch.setattr(calibrate, "machine", lambda *_, **__: CPU)
-    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: None)
+    monkeypatch.setattr(calibrate, "load_or_calibrate", lambda *_, **__: CPU)
+    monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: None)
     monkeypatch.setattr(planner, "free_memory",
                         lambda folder, device: MemoryLimits(None, CPU.cpu_bytes, CPU.disk_bytes))
     assert bench.main([*flags, "--percent", "auto", "--repeats", "1", "--num-prompts", "3",
@@ -103,7 +103,7 @@ def test_the_median_of_what_was_measured_and_why_there_is_no_roofline(monkeypatc
     config = parser.parse_args(["--device", "cpu"])
     assert bench.roofline(None, config, "float32") == (
         "not known in float32: rates are measured in torch.bfloat16")
-    monkeypatch.setattr(calibrate, "kept", damaged)
+    monkeypatch.setattr(calibrate, "load_calibration", damaged)
     assert bench.roofline(None, config, "bfloat16") == "not known: x.yaml is damaged"
 
 
@@ -123,7 +123,7 @@ def test_flags_that_do_nothing_are_refused(given, words, capsys, tmp_path, monke
 def test_what_was_measured_earlier_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
     device = calibrate.Device()
-    assert calibrate.kept(device, tmp_path) is None
+    assert calibrate.load_calibration(device, tmp_path) is None
     monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: replace(CPU, name="measured"))
-    calibrate.machine(device, tmp_path, progress=print)
-    assert calibrate.kept(device, tmp_path).name == "measured"
+    calibrate.load_or_calibrate(device, tmp_path, progress=print)
+    assert calibrate.load_calibration(device, tmp_path).name == "measured"

@@ -72,7 +72,7 @@ def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_pa
     (tmp_path / "file").touch()
     load_library(monkeypatch, lambda: "the C++ kernels were not built")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(facts, "installed", lambda name: "")
+    monkeypatch.setattr(facts, "package_version", lambda name: "")
 
     def broken():
         raise RuntimeError("no\n/proc here")
@@ -104,7 +104,7 @@ def test_an_instruction_set_that_is_not_there_and_one_that_is_forced(capsys, tmp
     assert "FLEXGEN_H2O_ISA=neon: this machine has portable" in found["kernels"]["instruction set"]
     assert any("FLEXGEN_H2O_ISA=neon sets" in line for line in slow)
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
-    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: CPU)
+    monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: CPU)
     found, slow = diagnosis(capsys, tmp_path)
     assert found["kernels"]["instruction set"] == "portable" and "measured" not in found["kernels"]
     assert any("plain vectors" in line for line in slow)
@@ -113,7 +113,7 @@ def test_an_instruction_set_that_is_not_there_and_one_that_is_forced(capsys, tmp
 def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
     winners = {"linear_quantized": {4: {1: "codes", 16: "codes", 64: "unpacked"}}}
     compute = SimpleNamespace(compute=SimpleNamespace(implementations=winners))
-    monkeypatch.setattr(calibrate, "kept", lambda device, offload_dir: compute)
+    monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: compute)
     monkeypatch.setattr("flexgen_h2o.kernels.dispatch.available",
                         lambda operation, rows, dtype: ("codes", "unpacked"))
     assert facts.measured_choices("here") == {

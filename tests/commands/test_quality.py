@@ -227,9 +227,9 @@ def test_a_token_of_probability_0_makes_it_infinite():
 def test_the_bootstrap_is_the_same_every_time_and_holds_the_mean():
     draw = random.Random(1)
     sums, tokens = [draw.gauss(30, 20) for _ in range(30)], [300] * 30
-    low, high = statistics.bootstrap(sums, tokens)
-    assert (low, high) == statistics.bootstrap(sums, tokens)
-    assert (low, high) != statistics.bootstrap(sums, tokens, seed=1)
+    low, high = statistics.bootstrap_interval(sums, tokens)
+    assert (low, high) == statistics.bootstrap_interval(sums, tokens)
+    assert (low, high) != statistics.bootstrap_interval(sums, tokens, seed=1)
     mean = sum(sums) / sum(tokens)
     error = math.sqrt(sum((value / 300 - mean) ** 2 for value in sums) / 30 / 30)
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), rel=0.1)

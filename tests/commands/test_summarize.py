@@ -133,7 +133,7 @@ def test_scores_by_hand():
     assert [found[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
         pytest.approx(-0.1)] * 3
     assert summary_rows.scores(rows, None)["delta_rouge2"] is None
-    low, high = statistics.bootstrap([0.1, 0.2, 0.6], [1, 1, 1])
+    low, high = statistics.bootstrap_interval([0.1, 0.2, 0.6], [1, 1, 1])
     assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
 
 

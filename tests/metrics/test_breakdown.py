@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.report import phases
-from flexgen_h2o.metrics.trace import COMPUTE, PHASES, WAITING, Trace, common, minus, seconds, union
+from flexgen_h2o.metrics.trace import (
+    COMPUTE,
+    PHASES,
+    WAITING,
+    Trace,
+    difference,
+    intersection,
+    seconds,
+    union,
+)
 
 LANES = (COMPUTE, "cpu->gpu", "disk->cpu", "cpu attention")
 HORIZON = 60
@@ -32,10 +41,10 @@ def ordered(some) -> bool:
 def test_sets_of_instants(one, other):
     a, b = union(one), union(other)
     assert ordered(a) and cells(a) == cells(one) and seconds(a) == len(cells(one))
-    assert cells(minus(a, b)) == cells(one) - cells(other)
-    assert cells(common(a, b)) == cells(one) & cells(other)
-    for found, wanted in ((minus(a, b), cells(one) - cells(other)),
-                          (common(a, b), cells(one) & cells(other))):
+    assert cells(difference(a, b)) == cells(one) - cells(other)
+    assert cells(intersection(a, b)) == cells(one) & cells(other)
+    for found, wanted in ((difference(a, b), cells(one) - cells(other)),
+                          (intersection(a, b), cells(one) & cells(other))):
         assert seconds(found) == len(wanted) and found == sorted(found)
 
 

@@ -15,8 +15,8 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import writing
 from flexgen_h2o.files.rows import check_header
-from flexgen_h2o.metrics import provenance, report, run_stats
-from flexgen_h2o.metrics.report import sizes
+from flexgen_h2o.metrics import provenance, run_stats
+from flexgen_h2o.metrics.report import format_bytes, stats_table
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import LinkStats
 
@@ -44,8 +44,8 @@ def test_rates_are_as_defined():
 
 
 def test_a_prediction_stands_beside_what_it_is_of():
-    assert "predicted" not in report.table(make_stats())
-    shown = report.table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
+    assert "predicted" not in stats_table(make_stats())
+    shown = stats_table(make_stats(predicted_prefill_seconds=1.0, predicted_decode_seconds=2.0))
     assert "1.000 + 2.000 s" in shown and "0.50 of prefill and decode" in shown
 
 
@@ -60,13 +60,13 @@ def test_two_runs_are_as_one():
         decode_seconds=8.0, step_seconds=[0.4] * 20, decode_slots=40, idle_slots=10,
         peak_device_bytes=7, links={"disk->cpu": (4 * 10**9, 2.0), "cpu->disk": (5, 1.0)})
     assert both.idle_share == 0.25 and make_stats().idle_share is None
-    assert "25.0 %" in report.table(both) and "idle" not in report.table(make_stats())
+    assert "25.0 %" in stats_table(both) and "idle" not in stats_table(make_stats())
 
 
 def test_what_was_not_measured_is_none():
     stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
     assert all(getattr(stats, name) is None for name in run_stats.RATES)
-    assert "nan" not in report.table(stats)
+    assert "nan" not in stats_table(stats)
 
 
 def test_percentiles_lie_between_steps():
@@ -96,13 +96,13 @@ def test_projection_needs_a_step():
 
 def test_projected_is_marked_in_every_form(tmp_path):
     stats = make_stats(projected=True)
-    lines = report.table(stats).splitlines()
+    lines = stats_table(stats).splitlines()
     for start in ("generated", "decode", "total throughput"):
         assert next(line for line in lines if line.startswith(start)).endswith("(projected)")
     assert next(line for line in lines if line.startswith("latency")).count("measured") == 1
     append_csv(tmp_path / "r.csv", stats, RunConfig())
     assert read_csv(tmp_path / "r.csv")[0]["projected"] == "true"
-    assert "projected" not in report.table(make_stats())
+    assert "projected" not in stats_table(make_stats())
 
 
 @pytest.mark.parametrize(("used", "full", "line"), [
@@ -113,7 +113,7 @@ def test_projected_is_marked_in_every_form(tmp_path):
 ])
 def test_the_table_compares_the_cache_with_the_full_one(used, full, line):
     stats = make_stats(kv_cache_bytes=used, full_kv_cache_bytes=full, kv_bytes_per_token=512)
-    found = next(text for text in report.table(stats).splitlines()
+    found = next(text for text in stats_table(stats).splitlines()
                  if text.startswith("KV cache"))
     assert " ".join(found.split()) == f"KV cache {line}"
 
@@ -186,14 +186,14 @@ def test_csv_schema():
 
 
 def test_experts_in_the_table_and_in_the_row(tmp_path):
-    assert make_stats().expert_hit_rate is None and "experts" not in report.table(make_stats())
+    assert make_stats().expert_hit_rate is None and "experts" not in stats_table(make_stats())
     one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_guesses=1,
                      expert_bytes=4 * 10**9)
     both = one.followed_by(one)
     assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9
-    assert "8.000 GB" in report.table(both) and "25.0 % were there" in report.table(both)
+    assert "8.000 GB" in stats_table(both) and "25.0 % were there" in stats_table(both)
     here = make_stats(expert_touches=9)
-    assert "none had to be brought" in report.table(here)
+    assert "none had to be brought" in stats_table(here)
     append_csv(tmp_path / "r.csv", one, RunConfig(expert_percent=(0, 50, 50), expert_slots=7))
     (row,) = read_csv(tmp_path / "r.csv")
     found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
@@ -202,11 +202,11 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
 
 
 def test_recall_in_the_table():
-    assert "recall" not in report.table(make_stats())
+    assert "recall" not in stats_table(make_stats())
     one = make_stats(recall_hits=9, recall_loads=1, recall_guesses=4, recall_wait_seconds=0.5)
     both = one.followed_by(one)
     assert both.recall_hit_rate == 0.9 and both.recall_guesses == 8
-    assert "90.0 % in memory" in report.table(both) and "1.000 s" in report.table(both)
+    assert "90.0 % in memory" in stats_table(both) and "1.000 s" in stats_table(both)
 
 
 def test_csv_rows(tmp_path):
@@ -364,17 +364,18 @@ def test_two_writers_of_one_file_leave_each_others_alone(tmp_path, monkeypatch):
 
 def test_sizes_have_the_unit_that_suits():
     given = [0, 999, 1000, 1_500_000, 99_940_000, 24 * 10**9, 63_549_999_999]
-    assert sizes(*given) == [
+    assert format_bytes(*given) == [
         "0 bytes", "999 bytes", "1.0 KB", "1.5 MB", "99.9 MB", "24.0 GB", "63.5 GB"]
-    assert sizes(10**8, 10**8 - 1, 10**8) == ["100.000000 MB", "99.999999 MB", "100.000000 MB"]
-    assert sizes(63_520_000_000, 63_480_000_000) == ["63.52 GB", "63.48 GB"]
+    assert format_bytes(10**8, 10**8 - 1, 10**8) == [
+        "100.000000 MB", "99.999999 MB", "100.000000 MB"]
+    assert format_bytes(63_520_000_000, 63_480_000_000) == ["63.52 GB", "63.48 GB"]
 
 
 @given(st.lists(st.integers(0, 2**41), min_size=2, max_size=5), st.integers(0, 3))
 def test_sizes_that_differ_read_differently_and_in_their_order(given, near):
     given.append(given[0] + near)
     scale = {"bytes": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    found = [float(number) * scale[unit] for number, unit in map(str.split, sizes(*given))]
-    assert len(set(sizes(*given))) == len(set(given))
+    found = [float(number) * scale[unit] for number, unit in map(str.split, format_bytes(*given))]
+    assert len(set(format_bytes(*given))) == len(set(given))
     order = sorted(range(len(given)), key=given.__getitem__)
     assert [found[i] for i in order] == sorted(found)

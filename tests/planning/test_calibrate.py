@@ -16,8 +16,8 @@ from flexgen_h2o.metrics.trace import LINKS
 from flexgen_h2o.planning import calibrate as module
 from flexgen_h2o.planning import compute_rates
 from flexgen_h2o.planning import compute_rates as clocks
-from flexgen_h2o.planning.calibrate import calibrate, machine
-from flexgen_h2o.planning.compute_rates import FEWEST, Clock, DecodeStep, Rates, Sizes
+from flexgen_h2o.planning.calibrate import calibrate
+from flexgen_h2o.planning.compute_rates import FEWEST, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
 from flexgen_h2o.storage.links import copy_rates, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
@@ -95,7 +95,7 @@ def test_the_fastest_implementation_is_kept(monkeypatch, isa):
     cases = [("linear", 16, 1), ("linear", 16, 3), *(
         ("linear_quantized", bits, rows) for bits in (12, 8, 4) for rows in (1, 3)),
         ("prefill_attention", 16, 16)]
-    monkeypatch.setattr(Clock, "seconds", seconds)
+    monkeypatch.setattr(Timer, "seconds", seconds)
     for last in (False, True):
         compute_rates = Rates(Device(), torch.bfloat16, TINY)
         for bits in WEIGHT_BITS:
@@ -187,7 +187,7 @@ class FakeTime:
 def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
     time = FakeTime()
     monkeypatch.setattr(clocks, "time", time)
-    clock = Clock(Device(), seconds=1.0)
+    clock = Timer(Device(), seconds=1.0)
     warm = [50.0] + [0.125] * FEWEST
     assert clock.seconds(time.work(*warm, 2.0)) == 2.0
     assert clock.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
@@ -201,7 +201,7 @@ def test_a_slow_call_is_not_made_often(monkeypatch):
     """And one that another implementation leaves far behind is made three times."""
     time = FakeTime()
     monkeypatch.setattr(clocks, "time", time)
-    clock = Clock(Device(), seconds=1.0)
+    clock = Timer(Device(), seconds=1.0)
     assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * FEWEST
     began = time.now
     assert clock.seconds(time.work(9.0, 5.0, 4.0), hopeless=4.0) == 4.0
@@ -228,7 +228,7 @@ def test_a_gpu_is_measured_with_more():
 
 def test_more_rows_never_take_less(monkeypatch):
     taken = iter([5.0, 7.0, 2.0, 3.0])
-    monkeypatch.setattr(Clock, "seconds", lambda clock, work: next(taken))
+    monkeypatch.setattr(Timer, "seconds", lambda clock, work: next(taken))
     sizes = replace(TINY, matrix=(16, 64), rows=(1, 2, 4, 8))
     table = Rates(Device(), torch.float32, sizes).linear(4)
     scale = 1e9 / (16 * 64)
@@ -256,7 +256,7 @@ def tiny_hardware(tmp_path_factory):
 
 
 def this_machine(folder, **options) -> Hardware:
-    return machine(Device(), folder, progress=ignore, **options)
+    return module.load_or_calibrate(Device(), folder, progress=ignore, **options)
 
 
 def test_a_machine_is_measured_once(tmp_path, kept):

@@ -221,7 +221,7 @@ def test_overlap_takes_the_largest_and_without_it_all_add_up():
     ({"activations": (0, 0)}, 2, 3.0)])
 def test_decode_steps_spare_what_is_bound(options, itemsize, layer):
     """Of layers in memory; prompts take what an unbound layer does."""
-    hardware = machine(replace(FREE, layer_seconds=3.0, bound_layer_seconds=0.5), gpu=False,
+    hardware = machine(replace(FREE, layer_seconds=3.0, captured_layer_seconds=0.5), gpu=False,
                        read=1e30, write=1e30)
     run = replace(planned(batch=(4, 2), gpu=False, **options), itemsize=itemsize)
     prefill, step = seconds(hardware, run)

@@ -15,9 +15,9 @@ from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cache_cost import RESOURCES, TERMS
-from flexgen_h2o.planning.cost import estimate, layer_steps_of
+from flexgen_h2o.planning.cost import estimate, layer_step_costs
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.placement_solver import Placing
+from flexgen_h2o.planning.placement_solver import PlacementSolver
 from flexgen_h2o.planning.planned_run import ExpertUse
 from flexgen_h2o.planning.search import PlanRequest, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
@@ -76,8 +76,8 @@ def test_layers_without_experts_are_planned_by_their_own_sizes():
     assert (mixed.expert_layers, mixed.part(0, 12).experts) == (36, None)
     runs = [planned(weights=(0, 100), model=model, batch=(2, 3), gpu=True,
                     experts=Placement(0, 0, 100)) for model in (QWEN, mixed)]
-    assert runs[1].all_experts == 36 * 128
-    sizes = [2 * (run.model.num_parameters() - run.all_experts * EXPERT) for run in runs]
+    assert runs[1].num_experts == 36 * 128
+    sizes = [2 * (run.model.num_parameters() - run.num_experts * EXPERT) for run in runs]
     found = [sum(rows(run)[name].cpu + rows(run)[name].gpu for name in ("weights", "embeddings"))
              for run in runs]
     assert found == sizes and sizes[1] - sizes[0] > 12 * 2 * 3 * 6000 * 2048
@@ -210,11 +210,11 @@ def test_counts_of_equals_place_as_no_counts(hardware):
     limits = MemoryLimits(hardware.gpu_bytes, 12 * 10**9, 10**12)
     run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu, bits=(4, 16))
     alike = ExpertChoices(((10**6,) * 128,) * 48, 8)
-    plain, counted = (Placing(hardware, replace(run, policy=replace(
+    plain, counted = (PlacementSolver(hardware, replace(run, policy=replace(
         run.policy, expert_choices=choices)), limits) for choices in (None, alike))
     assert counted.seconds == pytest.approx(plain.seconds, rel=1e-4)
     assert counted.best().policy == replace(plain.best().policy, expert_choices=alike)
-    steps = layer_steps_of(hardware, replace(run, policy=replace(run.policy,
+    steps = layer_step_costs(hardware, replace(run, policy=replace(run.policy,
                                                                  expert_choices=alike)))[1]
     on_disk = [step.seconds[RESOURCES.index("disk->cpu"), TERMS.index(("weights", "disk"))]
                for step in steps]
@@ -247,7 +247,7 @@ def test_few_sequences_get_slots_for_half_of_the_experts_that_there_is_room_for(
 
     def best(size, limits=tight, **policy):
         run = planned(model=QWEN, batch=(size, 1), gpu=hardware.has_gpu, **policy)
-        found = Placing(hardware, run, limits).best()
+        found = PlacementSolver(hardware, run, limits).best()
         assert not MemoryPlan(found).shortfalls(limits)
         return found
 
@@ -294,7 +294,7 @@ def test_touched_is_what_independent_tokens_choose():
 def test_auto_places_experts_by_themselves(hardware):
     limits = MemoryLimits(hardware.gpu_bytes, 30 * 10**9, 10**12)
     run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu)
-    best = Placing(hardware, run, limits).best()
+    best = PlacementSolver(hardware, run, limits).best()
     assert best.policy.weights == Placement(100, 0, 0)
     assert best.policy.experts != Placement(100, 0, 0)
     assert not MemoryPlan(best).shortfalls(limits)
@@ -305,4 +305,4 @@ def test_auto_places_experts_by_themselves(hardware):
         model=QWEN, prompt_len=64, gen_len=64, itemsize=2, gpu_batch_size=4, num_gpu_batches=1),
         limits)
     assert choices[0].run.policy.experts is not None
-    assert len(layer_steps_of(hardware, best)) == 2
+    assert len(layer_step_costs(hardware, best)) == 2

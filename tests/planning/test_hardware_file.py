@@ -15,7 +15,7 @@ from flexgen_h2o.planning.hardware import (
     HOST_LINKS,
     RECALL_FIGURES,
     ROWS,
-    Compute,
+    ComputeRates,
     Hardware,
     HostAttentionRates,
     RecallRates,
@@ -52,14 +52,14 @@ def machines(draw) -> Hardware:
         cpu_bytes=draw(nbytes),
         disk_bytes=draw(nbytes),
         links=draw(tables(LINKS if has_gpu else HOST_LINKS, GIGA)),
-        compute=Compute(
+        compute=ComputeRates(
             linear={bits: draw(tables(rows))
                     for bits in draw(st.sampled_from([BITS, WEIGHT_BITS]))},
             prefill_attention=draw(tables(("plain", "scored"), TERA)),
             decode_attention=draw(tables(BITS, GIGA)),
             head_seconds=draw(figures(MICRO)), elementwise=draw(figures()),
             layer_seconds=draw(figures(MICRO)), logit_seconds=draw(figures()),
-            bound_layer_seconds=draw(st.none() | figures(MICRO)),
+            captured_layer_seconds=draw(st.none() | figures(MICRO)),
             query_seconds=draw(st.just({}) | tables(("plain", "scored"), NANO)),
             caching=draw(st.just({}) | tables(BITS))),
         host_attention=HostAttentionRates(draw(tables(BITS, GIGA)), draw(figures(MICRO)))

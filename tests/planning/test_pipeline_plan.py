@@ -15,11 +15,11 @@ from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import (
     Network,
-    estimate_ranks,
-    judge_ranks,
+    estimate_pipeline,
     layer_seconds,
-    runs_of_ranks,
-    search_ranks,
+    predict_pipeline,
+    rank_runs,
+    search_pipeline,
 )
 from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import PlanRequest
@@ -46,53 +46,53 @@ def test_the_layers_times_are_those_of_the_whole_with_the_ends():
 
 
 def test_a_rank_with_a_large_head_gets_fewer_layers():
-    small = judge_ranks(HARDWARE, run_of(TIED), 3, ROOM, None).bounds
+    small = predict_pipeline(HARDWARE, run_of(TIED), 3, ROOM, None).bounds
     assert small[3] - small[2] < small[1] and small[3] - small[2] < small[2] - small[1]
-    assert judge_ranks(HARDWARE, run_of(LARGE), 4, ROOM, None).bounds == (0, 12, 24, 36, 48)
+    assert predict_pipeline(HARDWARE, run_of(LARGE), 4, ROOM, None).bounds == (0, 12, 24, 36, 48)
 
 
 def test_one_rank_takes_as_long_as_no_pipeline():
     run = run_of(TIED)
-    one, alone = estimate_ranks((0, TIED.num_layers), HARDWARE, run), estimate(HARDWARE, run)
+    one, alone = estimate_pipeline((0, TIED.num_layers), HARDWARE, run), estimate(HARDWARE, run)
     assert (one.prefill.seconds, one.step.seconds, one.generated) == pytest.approx(
         (alone.prefill.seconds, alone.step.seconds, alone.generated))
 
 
 def test_ranks_share_the_time_and_fill_the_pipeline_once():
     run = run_of(LARGE)
-    alone, two = estimate(HARDWARE, run), estimate_ranks((0, 24, 48), HARDWARE, run)
+    alone, two = estimate(HARDWARE, run), estimate_pipeline((0, 24, 48), HARDWARE, run)
     assert two.step.seconds == pytest.approx(alone.step.seconds / 2, rel=0.1)
     assert alone.prefill.seconds / 2 < two.prefill.seconds < alone.prefill.seconds * 0.7
     # One batch is on one rank at a time.
     single = replace(run, workload=replace(run.workload, num_gpu_batches=1))
-    assert estimate_ranks((0, 24, 48), HARDWARE, single).step.seconds == pytest.approx(
+    assert estimate_pipeline((0, 24, 48), HARDWARE, single).step.seconds == pytest.approx(
         estimate(HARDWARE, single).step.seconds)
 
 
 def test_a_network_counts_where_it_is_slower_than_the_ranks():
     run = run_of(LARGE)
     bounds = (0, 16, 32, 48)
-    near, far = (estimate_ranks(bounds, HARDWARE, run, Network(rate)) for rate in (1e18, 1e3))
-    alone = estimate_ranks(bounds, HARDWARE, run)
+    near, far = (estimate_pipeline(bounds, HARDWARE, run, Network(rate)) for rate in (1e18, 1e3))
+    alone = estimate_pipeline(bounds, HARDWARE, run)
     assert near.seconds == pytest.approx(alone.seconds)
     step = 4 * 6 * LARGE.hidden_size * 2 / 1e3  # of all batches, once for each rank
     assert far.step.seconds == pytest.approx(step)
     # The last one's begins when two groups of six have passed.
     assert far.prefill.seconds == pytest.approx(64 * step * (1 + 1 / 6), rel=0.1)
-    late = estimate_ranks(bounds, HARDWARE, run, Network(1e18, 10.0))
+    late = estimate_pipeline(bounds, HARDWARE, run, Network(1e18, 10.0))
     assert late.step.seconds == pytest.approx(60)
 
 
 def test_weights_that_are_fetched_are_so_for_each_group():
     run = run_of(LARGE, weights=planning_cases.ON_DISK)
-    first, _ = runs_of_ranks(run, (0, 24, 48))
+    first, _ = rank_runs(run, (0, 24, 48))
     assert first.groups == 2
     once = estimate(HARDWARE, replace(first, groups=1))
     twice = estimate(HARDWARE, first)
     assert twice.step.resources["disk->cpu"] == pytest.approx(
         2 * once.step.resources["disk->cpu"], rel=1e-4)  # but the rows of the embedding
     assert twice.step.resources["compute"] == pytest.approx(once.step.resources["compute"])
-    assert runs_of_ranks(run_of(LARGE), (0, 24, 48))[0].groups == 4
+    assert rank_runs(run_of(LARGE), (0, 24, 48))[0].groups == 4
 
 
 def test_the_ranks_memory_is_the_whole_and_a_tied_table_twice():
@@ -100,7 +100,7 @@ def test_the_ranks_memory_is_the_whole_and_a_tied_table_twice():
         return {row.name: row.cpu for row in MemoryPlan(run).rows}
 
     run = run_of(TIED)
-    whole, parts = rows(run), list(map(rows, runs_of_ranks(run, (0, 4, 8, 12))))
+    whole, parts = rows(run), list(map(rows, rank_runs(run, (0, 4, 8, 12))))
     for name in ("weights", "cache"):
         assert sum(part[name] for part in parts) == whole[name]
     table = TIED.vocab_size * TIED.embed_dim * run.itemsize
@@ -115,17 +115,17 @@ def test_the_ranks_memory_is_the_whole_and_a_tied_table_twice():
 def test_a_search_proposes_what_fits_on_every_rank():
     limits = MemoryLimits(None, 24 << 30, 200 << 30)
     request = PlanRequest(model=LARGE, prompt_len=64, gen_len=16, itemsize=2, prompts=64)
-    found = search_ranks(HARDWARE, request, 4, limits)
+    found = search_pipeline(HARDWARE, request, 4, limits)
     for each in found:
         assert each.bounds[-1] == 48 and len(each.bounds) == 5
-        for part in runs_of_ranks(each.choice.run, each.bounds):
+        for part in rank_runs(each.choice.run, each.bounds):
             assert not MemoryPlan(part).shortfalls(limits)
         assert each.choice.sequences == 64
     rates = [each.choice.tokens_per_second for each in found]
     assert rates == sorted(rates, reverse=True)
-    one = search_ranks(HARDWARE, request, 1, limits)[0].choice
+    one = search_pipeline(HARDWARE, request, 1, limits)[0].choice
     assert rates[0] > 2 * one.tokens_per_second
-    refused(lambda: search_ranks(HARDWARE, request, 2, MemoryLimits(None, 1 << 20, 1 << 20)),
+    refused(lambda: search_pipeline(HARDWARE, request, 2, MemoryLimits(None, 1 << 20, 1 << 20)),
             "the run does not fit")
 
 
@@ -134,22 +134,23 @@ def test_a_search_leaves_room_for_messages():
     gpu = planning_cases.GPU
     limits = MemoryLimits(6 << 30, gpu.cpu_bytes, gpu.disk_bytes)
     request = PlanRequest(model=LARGE, prompt_len=512, gen_len=16, itemsize=2, prompts=256)
-    found = search_ranks(gpu, request, 4, limits)
+    found = search_pipeline(gpu, request, 4, limits)
     assert len(found) > 1
     assert found[0].choice.run.workload.num_gpu_batches >= 4
 
 
 def test_bounds_fall_back_to_the_layers_number_where_the_times_do_not_fit():
     run = run_of(TIED)
-    times = judge_ranks(HARDWARE, run, 3, ROOM, None).bounds
-    parts = [max(MemoryPlan(part).total("cpu") for part in runs_of_ranks(run, bounds))
+    times = predict_pipeline(HARDWARE, run, 3, ROOM, None).bounds
+    parts = [max(MemoryPlan(part).total("cpu") for part in rank_runs(run, bounds))
              for bounds in (times, balanced_bounds([1.0] * 12, 3))]
     if parts[1] < parts[0]:
         limits = MemoryLimits(None, parts[1], 1 << 50)
-        assert judge_ranks(HARDWARE, run, 3, limits, None).bounds == (0, 4, 8, 12)
-    refused(lambda: judge_ranks(HARDWARE, run, 3, MemoryLimits(None, min(parts) // 2, 1 << 50),
+        assert predict_pipeline(HARDWARE, run, 3, limits, None).bounds == (0, 4, 8, 12)
+    refused(lambda: predict_pipeline(HARDWARE, run, 3, MemoryLimits(None, min(parts) // 2, 1 << 50),
                                 None), "host memory: needs")
-    refused(lambda: judge_ranks(HARDWARE, run, 13, ROOM, None), "12 layers, too few for 13 ranks")
+    refused(lambda: predict_pipeline(HARDWARE, run, 13, ROOM, None),
+            "12 layers, too few for 13 ranks")
 
 
 def test_a_plan_for_another_machine_shows_each_rank(capsys):

@@ -18,18 +18,18 @@ from flexgen_h2o.kernels.reference.recall import runs_of
 from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 from flexgen_h2o.planning.recall_cost import (
     RecalledTokens,
-    fitted,
+    disk_read_ratio,
+    fit_recall_rates,
     missing_groups,
     read_shares,
     recall_seconds,
-    recalled_reads,
 )
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 EARLIER = Path(__file__).with_name("data") / "recall_attention.csv"
 """Attention with recall by earlier kernels on a Zen 4."""
 FIT = Path(__file__).with_name("data") / "recall_disk_fit.csv"
-"""The rows that `RecallRates` is fitted to, of another text than those of `RESULTS`."""
+"""The rows that `RecallRates` is fit_recall_rates to, of another text than those of `RESULTS`."""
 RECALL, PLAIN = RecallRates(), CacheOptions()
 HEADS, DIM = 32, 128
 """Sequences times KV heads, and numbers of a key, in the rows of attention."""
@@ -88,7 +88,7 @@ def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(path):
     by_size = {(tokens.cached, round(tokens.chosen / tokens.cached, 2)): tokens
                for tokens, bits in times if bits == 4}
     cases = [by_size[each] for each in ((2048, 0.2), (8192, 0.05), (8192, 0.2))]
-    fit = fitted(rates, [(tokens, times[tokens, 4]) for tokens in cases],
+    fit = fit_recall_rates(rates, [(tokens, times[tokens, 4]) for tokens in cases],
                  index=IndexLayout(DIM, 4))
     check(rates, fit, {(tokens, 4): times[tokens, 4] for tokens in cases}, 1 + 1e-9)
     check(rates, fit, times, 1.23)
@@ -101,8 +101,9 @@ def test_a_fit_finds_the_rates(index_work, apart, calls):
     cases = [RecalledTokens(chosen, cached, 32, 32 * 512)
              for cached, chosen in ((1024, 256), (4096, 200), (4096, 1024))]
     index = IndexLayout(DIM, 4)
-    found = fitted(rates, [(tokens, recall_seconds(rates, right, tokens, index=index, cache=PLAIN))
-                           for tokens in cases], index=index)
+    times = [(tokens, recall_seconds(rates, right, tokens, index=index, cache=PLAIN))
+             for tokens in cases]
+    found = fit_recall_rates(rates, times, index=index)
     for name in ("index_work", "apart", "calls"):
         assert getattr(found, name) == pytest.approx(getattr(right, name), rel=1e-3)
     assert (found.missed, found.fetching) == (RECALL.missed, RECALL.fetching)
@@ -150,9 +151,9 @@ def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, leng
 def test_more_that_is_chosen_costs_more_and_reads_no_more_than_everything(share, cached, token):
     few, many = (RecalledTokens(each * cached, cached, 8, 8 * token, share * cached / 2)
                  for each in (share / 2, share))
-    less, more = (recalled_reads(RECALL, each) for each in (few, many))
+    less, more = (disk_read_ratio(RECALL, each) for each in (few, many))
     assert less < more <= 1
-    assert recalled_reads(RECALL, replace(many, held=cached)) == 0
+    assert disk_read_ratio(RECALL, replace(many, held=cached)) == 0
     rates = HostAttentionRates(FREE.decode_attention | {16: 1e10}, 1e-6)
     less, more = (recall_seconds(rates, RECALL, each, index=IndexLayout(DIM, 4), cache=PLAIN)
                   for each in (few, many))

@@ -11,7 +11,7 @@ from planning_cases import BITS, CPU, GPU, ON_DISK, OPT, machine, planned, roofl
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.planning.cost import interpolate
-from flexgen_h2o.planning.search import bytes_of_a_weight, ideal, judge
+from flexgen_h2o.planning.search import bytes_per_weight, ideal_hardware, predict
 from flexgen_h2o.planning.search import roofline as least
 
 shares = st.tuples(st.integers(0, 50), st.integers(0, 50))
@@ -27,7 +27,7 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
     run = planned(weights, cache, batch=batch, lengths=lengths, gpu=gpu, bits=bits, h2o=h2o,
                   overlap=overlap, cpu_cache_compute=gpu and host)
     hardware = replace(GPU if gpu else CPU, interference=0.2, read_interference=0.4)
-    best, found = least(hardware, run, prompts), judge(hardware, run, prompts)
+    best, found = least(hardware, run, prompts), predict(hardware, run, prompts)
     assert best.sequences == found.sequences
     for phase in ("prefill", "decode"):
         assert 0 <= getattr(best, phase) <= getattr(found, phase) * (1 + 1e-9)
@@ -36,11 +36,11 @@ def test_nothing_is_predicted_to_beat_the_roofline(gpu, weights, cache, batch, l
 
 @given(st.sampled_from(BITS), st.floats(1, 5000), st.booleans())
 def test_products_take_their_bytes_or_their_flops(bits, rows, mxfp4):
-    found = ideal(CPU, mxfp4).compute
+    found = ideal_hardware(CPU, mxfp4).compute
     bandwidth = CPU.compute.decode_attention[16]
-    bandwidth = max(bandwidth, *(bytes_of_a_weight(each) / CPU.compute.linear[each][1] * 1e9
+    bandwidth = max(bandwidth, *(bytes_per_weight(each) / CPU.compute.linear[each][1] * 1e9
                                  for each in BITS))
-    size = 4.25 / 8 if mxfp4 and bits == 4 else bytes_of_a_weight(bits)
+    size = 4.25 / 8 if mxfp4 and bits == 4 else bytes_per_weight(bits)
     seconds = max(size / bandwidth, 2 * rows / 1.2e12)
     assert interpolate(found.linear[bits], rows) == pytest.approx(1e9 * seconds, rel=1e-6)
     assert {*found.decode_attention.values()} == {bandwidth}
@@ -53,9 +53,9 @@ def test_rounded_activations_have_rates_of_their_own():
     hardware = replace(CPU, compute=replace(CPU.compute, rounded_linear=faster))
     run = planned(batch=(64, 1), gpu=False, bits=(4, 16))
     rounding = replace(run, weights=replace(run.weights, activation_bits=8))
-    plain, quick = judge(hardware, run), judge(hardware, rounding)
+    plain, quick = predict(hardware, run), predict(hardware, rounding)
     assert quick.prefill < plain.prefill / 2 and quick.decode < plain.decode
-    assert judge(CPU, rounding).prefill == judge(CPU, run).prefill  # where it was not measured
+    assert predict(CPU, rounding).prefill == predict(CPU, run).prefill  # where it was not measured
     assert least(hardware, run).prefill <= plain.prefill
     assert least(hardware, rounding).prefill <= quick.prefill < least(hardware, run).prefill
 

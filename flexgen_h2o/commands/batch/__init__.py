@@ -284,7 +284,7 @@ def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
     """
     progress.end()
     try:
-        show(progress.text() + (f"\n{report.table(stats)}" if stats is not None else ""))
+        show(progress.text() + (f"\n{report.stats_table(stats)}" if stats is not None else ""))
     finally:  # a full disk behind stdout must not lose the files too
         if stats is not None and config.csv is not None:
             with writing("--csv", config.csv):

@@ -12,7 +12,7 @@ import psutil
 from flexgen_h2o.files.terminal import ProgressBar
 from flexgen_h2o.files.writing import open_atomic, writing
 from flexgen_h2o.metrics.figures import COLOURS, new_figure, save
-from flexgen_h2o.metrics.run_stats import over
+from flexgen_h2o.metrics.run_stats import ratio
 from flexgen_h2o.metrics.trace import GB
 
 _MOST_SAMPLES = 4096
@@ -91,7 +91,7 @@ class JobProgress:
     @property
     def tokens_per_second(self) -> float | None:
         """Generated tokens over the seconds since the model was loaded; None if there are none."""
-        return over(self.generated_tokens, self._clock() - self._loaded)
+        return ratio(self.generated_tokens, self._clock() - self._loaded)
 
     @property
     def seconds_left(self) -> float | None:

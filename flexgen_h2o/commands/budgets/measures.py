@@ -16,9 +16,9 @@ from flexgen_h2o.commands.budgets.configurations import Configuration
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Pair
 from flexgen_h2o.files.rows import read_csv
-from flexgen_h2o.metrics.report import aligned
+from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.run_stats import RunStats
-from flexgen_h2o.metrics.statistics import against
+from flexgen_h2o.metrics.statistics import compare_to_full
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")
@@ -79,7 +79,7 @@ def figures(found: Measurement, full: Measurement) -> dict[str, float]:
     """One cache beside the full one, on the same articles, by column name."""
     greedy = list(zip(found.tokens, full.tokens, strict=True))
     return {
-        **against(found.log_probs, full.log_probs),
+        **compare_to_full(found.log_probs, full.log_probs),
         "greedy_equal_share": fmean(a == b for one, other in greedy
                                     for a, b in zip(one, other, strict=True)),
         "common_prefix_mean": fmean(common_prefix(one, other) for one, other in greedy),
@@ -170,4 +170,4 @@ def table(rows: Sequence[dict]) -> str:
         f"{row['delta_nats']:+.4f} [{row['delta_nats_low']:+.4f}, {row['delta_nats_high']:+.4f}]",
         f"{row['greedy_equal_share']:.1%}", f"{row['common_prefix_mean']:.1f}",
         f"{row['seconds']:.1f}") for row in rows]
-    return aligned((head, *body))
+    return align_columns((head, *body))

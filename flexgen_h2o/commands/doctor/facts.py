@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.provenance import cpu_model, installed, source_commit
+from flexgen_h2o.metrics.provenance import cpu_model, package_version, source_commit
 
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "safetensors", "gguf", "numpy", "scipy",
              "triton")
@@ -38,7 +38,7 @@ def versions() -> dict[str, str]:
     commit = source_commit()
     return {"flexgen_h2o": f"{VERSION} ({commit})" if commit else VERSION,
             "python": platform.python_version(), "system": platform.platform(),
-            **{name: installed(name) for name in LIBRARIES}}
+            **{name: package_version(name) for name in LIBRARIES}}
 
 
 def environment() -> dict[str, str]:
@@ -147,11 +147,11 @@ def measured_choices(offload_dir: str) -> dict[str, str] | None:
     import torch
 
     from flexgen_h2o.kernels import dispatch
-    from flexgen_h2o.planning.calibrate import kept
+    from flexgen_h2o.planning.calibrate import load_calibration
     from flexgen_h2o.storage.tiers import Device
 
     with contextlib.suppress(OSError, UserError):
-        hardware = kept(Device(), offload_dir)
+        hardware = load_calibration(Device(), offload_dir)
         if hardware is not None:
             winners = hardware.compute.implementations
             with dispatch.use_autotune_table(winners):

@@ -21,9 +21,9 @@ from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.metrics.figures import LINES, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
-from flexgen_h2o.metrics.report import aligned
-from flexgen_h2o.metrics.run_stats import over
-from flexgen_h2o.metrics.statistics import bootstrap
+from flexgen_h2o.metrics.report import align_columns
+from flexgen_h2o.metrics.run_stats import ratio
+from flexgen_h2o.metrics.statistics import bootstrap_interval
 from flexgen_h2o.models.positions import check_length
 
 ROUGES = ("rouge1", "rouge2", "rougeL")
@@ -267,12 +267,12 @@ def scores(rows: Sequence[Mapping], full: Sequence[Mapping] | None) -> dict[str,
     for name in ROUGES:
         values = [row[name] for row in rows]
         found[name] = fmean(values)
-        found[f"{name}_low"], found[f"{name}_high"] = bootstrap(values, ones)
+        found[f"{name}_low"], found[f"{name}_high"] = bootstrap_interval(values, ones)
     found |= dict.fromkeys(_DELTAS)
     if full is not None:
         pairs = [ours["rouge2"] - theirs["rouge2"]
                  for ours, theirs in zip(rows, full, strict=True)]
-        found |= dict(zip(_DELTAS, (fmean(pairs), *bootstrap(pairs, ones)), strict=True))
+        found |= dict(zip(_DELTAS, (fmean(pairs), *bootstrap_interval(pairs, ones)), strict=True))
     return found
 
 
@@ -286,7 +286,7 @@ def _costs(rows: Sequence[Mapping]) -> dict[str, object]:
         "stopped_share": fmean(row["finish_reason"] == "stop" for row in rows),
         "kv_cache_bytes_per_sequence": fmean(row["kv_cache_bytes"] for row in rows),
         "seconds": seconds,
-        "generated_tokens_per_second": over(sum(row["generated_tokens"] for row in rows), seconds),
+        "generated_tokens_per_second": ratio(sum(row["generated_tokens"] for row in rows), seconds),
     }
 
 
@@ -320,7 +320,7 @@ def table(rows: Sequence[Mapping]) -> str:
         _number(row["generated_tokens_per_second"], ".1f")) for row in rows]
     left = rows[0]["too_long"]
     note = f"; too long for the model and left out: {left:.0f}" if left else ""
-    return f"{aligned((head, *body))}\narticles: {rows[0]['articles']:.0f}{note}"
+    return f"{align_columns((head, *body))}\narticles: {rows[0]['articles']:.0f}{note}"
 
 
 def _number(value: float | None, form: str, *, scale: float = 1) -> str:
