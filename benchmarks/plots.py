@@ -3,6 +3,9 @@
 RESULTS is the folder of a machine, such as benchmarks/results/epyc-avx512bf16:
 
     python benchmarks/plots.py systems --csv RESULTS/compare_cpu.csv --out systems.png
+    python benchmarks/plots.py summary --csv benchmarks/results/xeon-amx/compare_limited.csv \
+        --gguf benchmarks/results/xeon-amx/gguf_decode.csv \
+        --quality benchmarks/results/quality/check_quality.csv --out docs/images/speed.png
     python benchmarks/plots.py batch --csv RESULTS/sweep_batch.csv --out batch.png
     python benchmarks/plots.py budget --csv RESULTS/sweep_budget.csv --out budget.png
     python benchmarks/plots.py quality --csv benchmarks/results/quality/quality.csv --out q.png
@@ -10,9 +13,10 @@ RESULTS is the folder of a machine, such as benchmarks/results/epyc-avx512bf16:
     python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
     python benchmarks/plots.py machines --csv RESULTS/machines.csv --out machines.png
 
-systems reads rows of `compare.py`, batch and budget those of `sweep.py` (or `flex_opt --csv`),
-machines those of `studies/machines.py`, quality those of `flexgen-h2o quality`, breakdown and
-memory what `flex_opt --trace` has written.
+systems reads rows of `compare.py`; summary, the figure of README.md, also those of
+`studies/gguf_decode.py` and `check_quality.py`; batch and budget those of `sweep.py` (or
+`flex_opt --csv`); machines those of `studies/machines.py`; quality those of the quality study;
+breakdown and memory what `flex_opt --trace` has written.
 The ending of --out is the format: .png, .svg or .pdf. Nothing is measured here.
 """
 
@@ -23,7 +27,17 @@ import sys
 from collections.abc import Sequence
 
 from comparison.rows import BEST, EQUAL
-from plotting import batch, breakdown, budget, machines, memory, quality, sweeps, systems
+from plotting import (
+    batch,
+    breakdown,
+    budget,
+    machines,
+    memory,
+    quality,
+    summary,
+    sweeps,
+    systems,
+)
 from plotting.looks import slide_style
 from plotting.rows import chosen, read_rows
 
@@ -38,6 +52,13 @@ def of_systems(args: argparse.Namespace):
     """Throughput by system, with rooflines."""
     rows = chosen(read_rows(args.csv, systems.NEEDED), args.only)
     return systems.draw(rows, scenarios=args.scenario, at=args.at)
+
+
+def of_summary(args: argparse.Namespace):
+    """Throughput by system, and the perplexity factor beside it."""
+    return summary.draw(chosen(read_rows(args.csv, summary.NEEDED), args.only),
+                        read_rows(args.gguf, summary.GGUF_NEEDED),
+                        read_rows(args.quality, summary.QUALITY_NEEDED), args.model)
 
 
 def of_batch(args: argparse.Namespace):
@@ -72,8 +93,8 @@ def of_machines(args: argparse.Namespace):
     return machines.draw(chosen(read_rows(args.csv, machines.NEEDED), args.only))
 
 
-FIGURES = {"systems": of_systems, "batch": of_batch, "budget": of_budget, "quality": of_quality,
-           "breakdown": of_breakdown, "memory": of_memory,
+FIGURES = {"systems": of_systems, "summary": of_summary, "batch": of_batch, "budget": of_budget,
+           "quality": of_quality, "breakdown": of_breakdown, "memory": of_memory,
            "machines": of_machines}
 """Sub-command to what makes its matplotlib Figure of the flags. They raise `UserError`."""
 
@@ -87,7 +108,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for each in made.values():
         each.add_argument("--out", required=True, metavar="FILE.png",
                           help="the figure (or .svg, .pdf)")
-    for name in ("systems", "batch", "budget", "machines"):
+    for name in ("systems", "summary", "batch", "budget", "machines"):
         made[name].add_argument("--csv", required=True, metavar="FILE", help="rows of results")
         made[name].add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
                                 help="draw rows with this value alone; may be repeated")
@@ -100,6 +121,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made["systems"].add_argument(
         "--at", choices=(BEST, EQUAL), help="each system at its own best batch, or all at the same "
         "one (default: best where it was measured)")
+    made["summary"].add_argument("--gguf", required=True, metavar="FILE",
+                                 help="rows of studies/gguf_decode.py")
+    made["summary"].add_argument("--quality", required=True, metavar="FILE",
+                                 help="rows of check_quality.py")
+    made["summary"].add_argument("--model", default="qwen2.5-coder-1.5b", metavar="NAME",
+                                 help="model of --quality (qwen2.5-coder-1.5b)")
     made["breakdown"].add_argument("--trace", required=True, nargs="+", metavar="FILE.json",
                                    help="of runs to set side by side")
     made["memory"].add_argument("--trace", required=True, metavar="FILE.json", help="of a run")

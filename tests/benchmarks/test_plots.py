@@ -20,7 +20,7 @@ from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_ME
 
 MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plotting.sweeps",
            "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory",
-           "plotting.quality")
+           "plotting.quality", "plotting.summary")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +128,27 @@ def test_nothing_to_compare_with_is_no_multiple(bench, compared):
     shown = texts(bench.systems.draw(compared[2:]))
     assert "8, batch 4" in shown
     assert "✕ needs CUDA" in texts(bench.systems.draw(compared[3:4])), "no bar at all"
+
+
+def test_speed_and_the_perplexity_factor_beside_it(bench, compared):
+    gguf = [{"file": "a.gguf", "system": system, "sequences": sequences, "tokens_per_second": rate}
+            for sequences, rates in (("2", ("8", "9")), ("16", ("50", "140")))
+            for system, rate in zip(("llama.cpp", "flexgen_h2o"), rates, strict=True)]
+    quality = [{"model": "m", "mode": mode, "factor": factor} for mode, factor in (
+        ("full", "1"), ("h2o-20", "1.25"), ("weights-auto", "1.01"))]
+    rows = [*compared, system_row(bench, "accelerate-disk", 1), system_row(bench, "h2o", 7)]
+    figure = bench.summary.draw(rows, gguf, quality, "m")
+    speed, factor = figure.axes[:2]
+    assert [label.get_text() for label in speed.get_yticklabels()] == [
+        "Accelerate, layers on disk, batch 4", "flexgen_h2o, full cache, batch 4",
+        "flexgen_h2o, H2O 20 %, batch 4"]
+    assert [bar.get_width() for bar in speed.patches] == [1, 5, 8]
+    assert [bar.get_width() for bar in factor.patches] == [1, 1, 1.25]
+    assert [bar.get_width() for bar in figure.axes[2].patches] == [50, 140]
+    with pytest.raises(UserError, match="--quality has no rows of n"):
+        bench.summary.draw(rows, gguf, quality, "n")
+    with pytest.raises(UserError, match="--quality has no row of h2o-20"):
+        bench.summary.draw(rows, gguf, quality[:1], "m")
 
 
 # Sweeps
