@@ -41,7 +41,7 @@ from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.statistics import compare_to_full
 
 TEXTS = "benchmarks/data/articles.jsonl"
-CALIBRATION = "docs/quickstart.md"  # no text that is scored
+CALIBRATION = "benchmarks/data/calibration.txt"  # not a text that is scored
 SCORED = 256
 LENGTHS = {"short": 2 * SCORED, "long": 4096}
 LONG_TEXTS = 6

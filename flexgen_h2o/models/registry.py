@@ -2,6 +2,7 @@
 
 `from_transformers` turns a config.json into a `ModelConfig`. Neither torch nor transformers is
 imported: the memory plan needs the sizes before those load.
+docs/contributing.md shows how to add a family.
 """
 
 from __future__ import annotations

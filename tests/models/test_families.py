@@ -206,15 +206,15 @@ def test_heads_of_another_size_than_the_checkpoint(tiny_model, tmp_path, key):
 
 
 def test_the_family_of_the_how_to(monkeypatch, tmp_path):
-    """docs/families.md adds a family: its code as it stands there."""
+    """docs/contributing.md adds a family: its code as it stands there."""
     from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
-    text = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "contributing.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     name = "flexgen_h2o.models.families.starcoder2"
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(code, "docs/families.md", "exec"), module.__dict__)
+    exec(compile(code, "docs/contributing.md", "exec"), module.__dict__)
     monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "starcoder2": "starcoder2"})
     torch.default_generator.manual_seed(0)
     config = Starcoder2Config(vocab_size=120, hidden_size=48, num_hidden_layers=3,
