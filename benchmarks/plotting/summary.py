@@ -75,8 +75,8 @@ def draw(compared: Sequence[Row], gguf: Sequence[Row], quality: Sequence[Row], m
         left.set_title(title, loc="left", fontsize=12, fontweight="bold")
     grid[-1][0].set_xlabel("generated tokens/s")
     grid[-1][1].set_xlabel("perplexity factor")
-    figure.supxlabel(f"Perplexity factor: perplexity over that with 16 bits and the full cache, "
-                     f"on {model}; lower is better.",
+    figure.supxlabel(f"Perplexity factor: over that of the same weights in 16 bits with the full "
+                     f"cache, on {model}; lower is better.",
                      fontsize=9, color=GREY, x=0.01, ha="left")
     return figure
 
