@@ -127,6 +127,15 @@ def test_python_that_is_shown_compiles_and_imports_what_there_is():
     assert found >= 4
 
 
+def test_each_file_that_the_reading_path_names_is_there():
+    page = read(ROOT / "docs" / "architecture.md")
+    paths = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.py|\.cpp|/))`", page))
+    assert len(paths) > 25
+    assert not [path for path in sorted(paths)
+                if not any((root / path).exists() for root in
+                           (ROOT, ROOT / "flexgen_h2o", ROOT / "flexgen_h2o" / "kernels"))]
+
+
 # --- the names that users import
 
 
