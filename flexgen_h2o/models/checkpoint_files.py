@@ -14,7 +14,8 @@ import torch
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
-from flexgen_h2o.models.formats.dequantizing import DequantizingCheckpoint
+from flexgen_h2o.models.formats import FORMATS
+from flexgen_h2o.models.formats.base import DequantizingCheckpoint
 from flexgen_h2o.models.quantization import quantization
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 
@@ -172,7 +173,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         if not isinstance(plain, SafetensorsCheckpoint):
             raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
                             f"model with {_SAFETENSORS}")
-        return DequantizingCheckpoint(plain, settings)
+        return DequantizingCheckpoint(plain, FORMATS[settings.method](plain, settings))
     except BaseException:
         plain.close()
         raise

@@ -25,7 +25,7 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models.checkpoint import StackedCheckpoint, View
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
-from flexgen_h2o.models.formats import dequantizing
+from flexgen_h2o.models.formats import base
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantization import quantization, weight_options
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat
@@ -144,7 +144,7 @@ def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypa
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
 def test_values_are_those_that_were_packed(made, key, chunk, monkeypatch):
-    monkeypatch.setattr(dequantizing, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(base, "_CHUNK_ELEMENTS", chunk)
     tiny = made(key)
     state = tiny.model.state_dict()
     with open_checkpoint(tiny.folder) as checkpoint:
@@ -162,7 +162,7 @@ def test_values_are_those_that_were_packed(made, key, chunk, monkeypatch):
 def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
     """What our layout can hold of a format is not rounded a second time."""
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(dequantizing, "_CHUNK_ELEMENTS", 40 * 64)  # tiles in several goes
+    monkeypatch.setattr(base, "_CHUNK_ELEMENTS", 40 * 64)  # tiles in several goes
     tiny, quantized = made(key), []
     whole = ops.quantize_matrix
     monkeypatch.setattr(ops, "quantize_matrix",

@@ -13,7 +13,7 @@ from models.test_checkpoint import read
 from models.test_checkpoint_formats import FORMATS, MXFP4, PACK, ct, save
 
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
-from flexgen_h2o.models.formats.dequantizing import FORMATS as FINDERS
+from flexgen_h2o.models.formats import FORMATS as FINDERS
 from flexgen_h2o.models.quantization import METHODS, quantization
 from flexgen_h2o.models.registry import from_transformers
 

@@ -1,5 +1,25 @@
-"""Quantized checkpoints in the formats that models are shipped in: one file a format.
+"""Readers of quantized checkpoint formats, by quant_method.
 
-`settings` reads config.json's `quantization_config` and has the registry of methods; it imports no
-torch. `dequantizing` presents such a checkpoint as tensors in floating point.
+To add a format, add the reader of its `quantization_config` to `quantization.METHODS`, and here a
+function that finds its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from flexgen_h2o.models.checkpoint import Checkpoint
+from flexgen_h2o.models.formats import mxfp4, packed, scaled
+from flexgen_h2o.models.formats.base import QuantizedTensor
+from flexgen_h2o.models.quantization import Quantization
+
+FORMATS: Mapping[str, Callable[[Checkpoint, Quantization], dict[str, QuantizedTensor]]] = (
+    MappingProxyType({
+        "fp8": scaled.find_fp8, "mxfp4": mxfp4.find_mxfp4, "awq": packed.find_awq,
+        "gptq": packed.find_gptq, "compressed-tensors": scaled.find_compressed_tensors,
+    }))
+"""Functions that return the quantized tensors of a checkpoint, by the names of the weights.
+
+They raise `UserError` if a part is missing, or has a wrong dtype or shape.
 """
