@@ -29,7 +29,7 @@ def calls(program) -> list[str]:
 
 def forget_kernels() -> None:
     """Let the next operation look for the library of kernels afresh."""
-    for cached in (cpu_library._library, ops._fused):
+    for cached in (cpu_library._library, ops._has_kernels):
         cached.cache_clear()
 
 

@@ -42,7 +42,7 @@ DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
     "models.model_config": "a family is found by its name in the config",
-    "kernels.triton.ops": "Triton's modules are loaded when a GPU first needs them",
+    "kernels.ops": "Triton's modules are loaded when a GPU first needs them",
 }
 
 TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",

@@ -16,7 +16,6 @@ from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayou
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.ops import flat
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import groups as triton_groups
 from flexgen_h2o.kernels.triton import hot_set as triton_hot_set
@@ -178,20 +177,21 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
 
 
 def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
-    records = triton_groups.quantize_groups(torch.empty(64, size, dtype=dtype), bits)
-    triton_groups.dequantize_groups(records, bits, size)
+    layout = GroupLayout(size, bits)
+    records = triton_groups.quantize_groups(torch.empty(64, size, dtype=dtype), layout)
+    triton_groups.dequantize_groups(records, layout)
 
 
 def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
     """A product of 512 inputs, in one part if rows are few; or of 576, in parts that are not all
     whole."""
     x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
-    triton_matrix.linear_quantized(x, *_flat(layout), out[0].clone(), out, layout.inputs > 512)
+    triton_matrix.linear_quantized(x, _matrix(layout), out[0].clone(), out, layout.inputs > 512)
 
 
 def _unpack(dtype: torch.dtype, layout: MatrixLayout) -> None:
-    triton_matrix.unpack_rows(*_flat(layout), torch.zeros(3, dtype=torch.int64), dtype)
+    triton_matrix.unpack_rows(_matrix(layout), torch.zeros(3, dtype=torch.int64), dtype)
 
 
-def _flat(layout: MatrixLayout) -> tuple[torch.Tensor, int, int, int, int]:
-    return flat(QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout))
+def _matrix(layout: MatrixLayout) -> QuantizedMatrix:
+    return QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout)

@@ -1,7 +1,7 @@
-"""Arguments of the kernels, and their checks for C++, which takes pointers at their word.
+"""Arguments of the kernels, and the checks that C++ needs because it gets pointers.
 
-Each check raises ValueError with the operation's name and what does not hold; nothing has been
-written by then. They cost some microseconds a call.
+Every check raises ValueError with the operation's name and the condition that does not hold. All
+checks run before anything is written. They take some microseconds a call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,26 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class EvictionArguments(NamedTuple):
-    """An `EvictionState` in the kernels' types; without tensors, nothing is evicted.
+    """An `EvictionState` as arguments of the kernels; without tensors nothing is evicted.
 
-    `factor` and `shift` [kv_heads, head_dim] are those of the keys' smoothing where positions roll
-    (`BasisChange`), else None. The custom ops of `library` take its fields one by one, in this
-    order.
+    Attributes
+    ----------
+    scores : float32 Tensor [sequences, kv_heads, slots]
+    positions : int32 Tensor [sequences, kv_heads, slots]
+    ranks : int32 Tensor [sequences, kv_heads, slots]
+        With rolling positions.
+    cos, sin : float32 Tensor [positions, rotary_dim / 2]
+        With ranks.
+    mean : bool
+        Divide scores by the number of queries that could see the key.
+    decay : float
+        Factor of the scores per token.
+    sinks : int
+        First tokens that are never evicted.
+    window : int
+        Tokens that attention sees; 0 for all.
+    factor, shift : float32 Tensor [kv_heads, head_dim]
+        Of the keys' smoothing (`BasisChange`), with ranks.
     """
 
     scores: Tensor | None = None
@@ -41,7 +56,7 @@ class EvictionArguments(NamedTuple):
 
     @classmethod
     def of(cls, state: EvictionState | None) -> EvictionArguments:
-        """A state's arguments: the tensors themselves, which the operation updates."""
+        """Return the arguments of a state: its own tensors, which operations update."""
         if state is None:
             return cls()
         rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
@@ -54,12 +69,20 @@ class EvictionArguments(NamedTuple):
 
 
 class FormArguments(NamedTuple):
-    """An `AttentionForm` in the kernels' types, with the learned logits that belong to it.
+    """An `AttentionForm` as arguments of the kernels.
 
-    A scale of 0 is that of the default form; a softcap or a window of 0 is none. `sink_logits` are
-    float32 [heads], or None. `offsets`, float32 [sequences, heads] or None, are added to the
-    products of a new token's queries with all keys: what smoothed keys lack. The custom ops of
-    `library` take its fields one by one, in this order.
+    Attributes
+    ----------
+    scale : float
+        Factor of the logits; 0 for 1 / sqrt(head_dim).
+    softcap : float
+        0 for none.
+    window : int
+        0 for none.
+    sink_logits : float32 Tensor [heads] or None
+        Learned attention sinks.
+    offsets : float32 Tensor [sequences, heads] or None
+        Added to the products of a new token's queries with all keys, for smoothed keys.
     """
 
     scale: float = 0.0
@@ -71,7 +94,7 @@ class FormArguments(NamedTuple):
     @classmethod
     def of(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
            ) -> FormArguments:
-        """A form's arguments; `sinks` [heads] of any floating dtype, or None."""
+        """Return the arguments of a form; `sinks` are [heads] of any floating dtype, or None."""
         if form == DEFAULT_FORM:
             return DEFAULT_ARGUMENTS
         return cls(form.scale or 0.0, form.softcap, form.window or 0,
@@ -81,41 +104,47 @@ class FormArguments(NamedTuple):
 DEFAULT_ARGUMENTS = FormArguments()
 
 
-def need(holds: bool, name: str, what: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}: {what}")
+def check(condition: bool, name: str, message: str) -> None:
+    """Raise ValueError if a condition of operation `name` does not hold."""
+    if not condition:
+        raise ValueError(f"{name}: {message}")
 
 
-def expect(name: str, dtype: torch.dtype, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    """Each of `tensors` is None, or on the CPU with this dtype and shape."""
+def check_tensors(name: str, dtype: torch.dtype,
+                  **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Check that each tensor is None, or on the CPU with this dtype and its shape."""
     for what, (x, shape) in tensors.items():
         if x is not None and not (x.is_cpu and x.dtype == dtype and x.shape == shape):
             raise ValueError(f"{name}: {what} must be {dtype} {list(shape)} on the CPU, got "
                              f"{x.dtype} {list(x.shape)} on {x.device}")
 
 
-def floats(name: str, x: Tensor, dims: int) -> torch.dtype:
-    """The dtype of an input, which has so many dimensions."""
-    need(x.dim() == dims and x.dtype in DTYPES, name,
+def check_floats(name: str, x: Tensor, dims: int) -> torch.dtype:
+    """Return the dtype of an input of `dims` dimensions, which must be one of `DTYPES`."""
+    check(x.dim() == dims and x.dtype in DTYPES, name,
           f"takes {dims} dimensions of float32, bfloat16 or float16, got {x.dtype} "
           f"{list(x.shape)}")
     return x.dtype
 
 
-def contiguous(name: str, **tensors: Tensor | None) -> None:
+def check_contiguous(name: str, **tensors: Tensor | None) -> None:
+    """Check that each tensor is None or contiguous."""
     for what, x in tensors.items():
-        need(x is None or x.is_contiguous(), name, f"{what} must be contiguous")
+        check(x is None or x.is_contiguous(), name, f"{what} must be contiguous")
 
 
-def lines(name: str, **tensors: Tensor | None) -> None:
-    """Each is contiguous in its last dimension: for what is written, or read where it lies."""
+def check_last_dim_contiguous(name: str, **tensors: Tensor | None) -> None:
+    """Check that each tensor is None or contiguous in its last dimension.
+
+    For tensors that are written, or read without a copy.
+    """
     for what, x in tensors.items():
-        need(x is None or x.shape[-1] <= 1 or x.stride(-1) == 1, name,
+        check(x is None or x.shape[-1] <= 1 or x.stride(-1) == 1, name,
               f"{what} must be contiguous in its last dimension")
 
 
-def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
-    """The dtype of q [rows, heads, head_dim], k and v [key rows, kv_heads, head_dim]."""
+def check_attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
+    """Return the dtype of q [rows, heads, head_dim], k and v [key rows, kv_heads, head_dim]."""
     dtype, size, shape = q.dtype, q.shape, k.shape
     if not (len(size) == 3 == len(shape) and shape == v.shape and shape[2] == size[2]
             and shape[1] and size[1] % shape[1] == 0
@@ -131,37 +160,37 @@ def head_shapes(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
 
 def check_slots(name: str, slots: Tensor, sequences: int, k: Tensor, layout: CacheLayout | None
                 ) -> None:
-    """slots [kinds, sequences, kv_heads, n, width] hold vectors like k's, or records."""
-    need(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
-    need(layout is None or k.shape[2] == layout.keys.length == layout.values.length, name,
+    """Check slots [kinds, sequences, kv_heads, n, width] of vectors like k's, or of a layout."""
+    check(slots.dim() == 5, name, f"slots must have 5 dimensions, got {list(slots.shape)}")
+    check(layout is None or k.shape[2] == layout.keys.length == layout.values.length, name,
          f"records of other vectors than of {k.shape[2]} elements")
     kinds, width = (2, k.shape[2]) if layout is None else (layout.kinds, layout.width)
-    expect(name, k.dtype if layout is None else torch.uint8,
+    check_tensors(name, k.dtype if layout is None else torch.uint8,
            slots=(slots, (kinds, sequences, k.shape[1], slots.shape[3], width)))
-    lines(name, slots=slots)
+    check_last_dim_contiguous(name, slots=slots)
 
 
 def check_state(name: str, eviction: EvictionArguments, shape: tuple[int, ...]) -> None:
-    """Scores, positions and ranks [sequences, kv_heads, slots], contiguous; not one of the first
-    two alone."""
+    """Check scores, positions and ranks: [sequences, kv_heads, slots], contiguous."""
     scores, positions, ranks = eviction[:3]
-    need((scores is None) == (positions is None), name, "scores and positions come together")
-    expect(name, torch.float32, kept_scores=(scores, shape))
-    expect(name, torch.int32, positions=(positions, shape), ranks=(ranks, shape))
-    contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
+    check((scores is None) == (positions is None), name, "scores and positions come together")
+    check_tensors(name, torch.float32, kept_scores=(scores, shape))
+    check_tensors(name, torch.int32, positions=(positions, shape), ranks=(ranks, shape))
+    check_contiguous(name, kept_scores=scores, positions=positions, ranks=ranks)
 
 
 def check_form(name: str, form: FormArguments, heads: int, sequences: int = 0) -> None:
-    """Sinks are float32 [heads], offsets [sequences, heads], contiguous."""
-    expect(name, torch.float32, sinks=(form.sink_logits, (heads,)),
+    """Check sinks [heads] and offsets [sequences, heads]: float32, contiguous."""
+    check_tensors(name, torch.float32, sinks=(form.sink_logits, (heads,)),
            offsets=(form.offsets, (sequences, heads)))
-    contiguous(name, sinks=form.sink_logits, offsets=form.offsets)
+    check_contiguous(name, sinks=form.sink_logits, offsets=form.offsets)
 
 
-def product_shapes(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor
+def check_linear(name: str, x: Tensor, outputs: int, bias: Tensor | None, out: Tensor
                    ) -> torch.dtype:
-    """The dtype of a product of x [rows, inputs] that is written to out [rows, outputs]."""
-    dtype = floats(name, x, 2)
-    expect(name, dtype, x=(x, x.shape), bias=(bias, (outputs,)), out=(out, (len(x), outputs)))
-    lines(name, bias=bias, out=out)
+    """Return the dtype of a matmul of x [rows, inputs] that is written to out [rows, outputs]."""
+    dtype = check_floats(name, x, 2)
+    check_tensors(name, dtype, x=(x, x.shape), bias=(bias, (outputs,)),
+                  out=(out, (len(x), outputs)))
+    check_last_dim_contiguous(name, bias=bias, out=out)
     return dtype

@@ -1,4 +1,4 @@
-"""Matrices that are not plain tensors: quantized ones, and those that come in parts."""
+"""Weights that are not plain tensors: quantized ones, and ones that arrive in shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from flexgen_h2o.config.limits import MXFP4_GROUP
 from flexgen_h2o.config.weight_layout import MatrixLayout
 
 
@@ -18,11 +17,11 @@ class QuantizedMatrix:
     Attributes
     ----------
     data : uint8 Tensor [layout.nbytes]
-        Contiguous, at a multiple of 4 bytes; on any device.
+        Contiguous, aligned to 4 bytes; on any device.
     layout : MatrixLayout
     activation_bits : int
-        16: products take what they multiply it with as it is. 8: they round it (`reference_matrix.
-        rounded_activations`).
+        Bit width of the activations in matmuls: 16 to leave them as they are, 8 to quantize them
+        (`reference.matrix.rounded_activations`).
     """
 
     data: Tensor
@@ -38,34 +37,22 @@ class QuantizedMatrix:
         return self.layout.outputs
 
 
-def layout_of(outputs: int, inputs: int, bits: int, group: int) -> MatrixLayout:
-    """Return the layout that operators get as numbers (see `signed_group`)."""
-    return MatrixLayout(outputs, inputs, bits, abs(group) or MXFP4_GROUP, mxfp4=not group,
-                        compact=group < 0)
-
-
-def signed_group(layout: MatrixLayout) -> int:
-    """Return a layout's group as operators get it: 0 for MXFP4, negative for compact scales."""
-    if layout.mxfp4:
-        return 0
-    return -layout.group if layout.compact else layout.group
-
-
 @dataclass(frozen=True)
 class ShardedMatrix:
-    """A weight [outputs, inputs] of which only parts are in memory at a time.
+    """A weight [outputs, inputs] of which only one row shard is in memory at a time.
 
     Attributes
     ----------
-    shape : (outputs, inputs)
-    parts : callable (x) -> iterator of (slice, Tensor or QuantizedMatrix)
-        Every output once, some at a time and in order: which ones, and the weight [those, inputs].
-        x [rows, inputs] is what the parts are multiplied with. A part is good until the next one
-        is asked for, and its product has to be done by then.
+    shape : (int, int)
+        (outputs, inputs).
+    shards : callable (x) -> iterator of (slice, Tensor or QuantizedMatrix)
+        Yields every row shard in order: its range of outputs, and its weight [outputs, inputs]. x
+        [rows, inputs] is what the shards are multiplied with. A shard is valid until the next one
+        is requested; its matmul has to be finished by then.
     """
 
     shape: tuple[int, int]
-    parts: Callable[[Tensor], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
+    shards: Callable[[Tensor], Iterator[tuple[slice, Tensor | QuantizedMatrix]]]
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -1,19 +1,22 @@
-"""One function per operation; the backend by device. `kernels.reference.attention` specifies each.
+"""The operations of the engine: one function each, which calls the kernel of its tensors' device.
 
-On a CPU the operations are C++ (`native`), on a GPU Triton. Where the C++ could not be built or
-Triton is missing the reference runs, and the log says so once.
-``FLEXGEN_H2O_KERNELS=reference`` in the environment forces it.
+`kernels.reference` specifies every operation in plain PyTorch; docstrings here name the function
+and state what a backend adds. `BACKENDS` has the kernels: C++ on a CPU, Triton on a GPU. The
+reference runs where a device has no kernels: the C++ was not built, Triton is not installed, or
+``FLEXGEN_H2O_KERNELS=reference`` is set in the environment.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,49 +29,94 @@ from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
-from flexgen_h2o.kernels import dispatch, library, rotary, torch_ops
+from flexgen_h2o.kernels import dispatch, rotary, torch_ops
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu import recall as native_recall
-from flexgen_h2o.kernels.matrix import QuantizedMatrix, signed_group
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import blocks as reference_blocks
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.reference import sparse as reference_sparse
-from flexgen_h2o.kernels.triton import ops as triton_ops
-
-__all__ = ["attend_chosen", "attend_recalled", "pack_slots", "unpack_slots", "choose_keys",
-           "choose_values", "claim_slots", "copy_tokens", "decode_attention", "dequantize_groups",
-           "fetch_tokens", "flat", "index_keys", "linear_choice",
-           "linear_float32", "linear_skinny", "linear_tiled", "linear_quantized", "uses_reference",
-           "prefill_attention", "quantize_groups", "quantize_matrix", "repack",
-           "select_heavy_hitters", "take_slots", "unpack_rows"]
 
 UNPACKED_OUTPUTS = 256
-"""Rows of a quantized matrix that are unpacked together where PyTorch then multiplies them."""
+"""Rows of a quantized matrix that are dequantized together where PyTorch then multiplies them."""
 
 _log = logging.getLogger(__name__)
 
 
-def _forced() -> bool:
-    chosen = os.environ.get("FLEXGEN_H2O_KERNELS")
-    if chosen and chosen != "reference":
-        raise UserError(f"FLEXGEN_H2O_KERNELS={chosen}: it is reference, or not set")
-    return chosen == "reference"
+class _Triton:
+    """A module of kernels.triton, imported when one of its functions is first called.
+
+    Triton launches on the current device, so each call selects the device of its first GPU tensor.
+    """
+
+    def __init__(self, name: str):
+        self._name = f"flexgen_h2o.kernels.triton.{name}"
+
+    def __getattr__(self, function: str) -> Callable:
+        def launch(*args, **options):
+            tensor = next(x for x in args if getattr(x, "is_cuda", False))
+            with torch.cuda.device_of(tensor):
+                return getattr(importlib.import_module(self._name), function)(*args, **options)
+
+        setattr(self, function, launch)
+        return launch
+
+
+_groups, _matrix, _recall, _hot_set = map(_Triton, ("groups", "matrix", "recall", "hot_set"))
+BACKENDS: Mapping[str, Mapping[str, Any]] = {
+    "cpu": {
+        "prefill_attention": native, "select_heavy_hitters": native, "decode_attention": native,
+        "quantize_groups": native, "dequantize_groups": native,
+        "quantize_matrix": native, "repack": native, "unpack_rows": native,
+        "linear_quantized": native, "rotate": native,
+        "index_keys": native_recall, "choose_keys": native_recall,
+        "attend_recalled": native_recall, "take_slots": native_recall,
+        "fetch_tokens": native_recall},
+    "cuda": {
+        "prefill_attention": _Triton("prefill"), "select_heavy_hitters": _Triton("select"),
+        "decode_attention": _Triton("decode"),
+        "quantize_groups": _groups, "dequantize_groups": _groups,
+        "unpack_rows": _matrix, "linear_quantized": _matrix,
+        "index_keys": _recall, "choose_keys": _recall, "attend_recalled": _recall,
+        "claim_slots": _hot_set, "copy_tokens": _hot_set},
+}
+"""The module with the kernel of each operation, by device type. Operations that are missing run as
+the reference."""
+
+
+def _kernel(operation: str, x: Tensor) -> Callable | None:
+    """Return the kernel of an operation for x's device; None if the reference runs."""
+    device = x.device.type
+    if uses_reference(device):
+        return None
+    module = BACKENDS[device].get(operation)
+    return module and getattr(module, operation)
 
 
 def uses_reference(device: str) -> bool:
-    """True if the reference has to do, on a type of device."""
-    return _forced() or not _fused(device)
+    """Return True if a device type runs the reference.
+
+    Raises UserError if ``FLEXGEN_H2O_KERNELS`` has an unknown value.
+    """
+    return _is_forced() or not _has_kernels(device)
+
+
+def _is_forced() -> bool:
+    value = os.environ.get("FLEXGEN_H2O_KERNELS")
+    if value and value != "reference":
+        raise UserError(f"FLEXGEN_H2O_KERNELS={value}: it is reference, or not set")
+    return value == "reference"
 
 
 @functools.cache
-def _fused(device: str) -> bool:
-    """True if there are kernels for a type of device."""
-    missing = "no kernels for this kind of device"
+def _has_kernels(device: str) -> bool:
+    """Return True if a device type has kernels; log the reason once if not."""
+    missing: str | None = "no kernels for this kind of device"
     if device == "cpu":
         missing = cpu_library.missing()
     elif device == "cuda":
@@ -79,178 +127,162 @@ def _fused(device: str) -> bool:
     return missing is None
 
 
-def _unknown(state: EvictionState | None) -> bool:
-    """True if eviction goes by a policy that the kernels don't know."""
+def _has_custom_policy(state: EvictionState | None) -> bool:
+    """Return True if a user's policy, which the kernels do not know, chooses what to evict."""
     if state is None or state.eviction.policy is None:
         return False
-    _tell_unknown(state.eviction.policy.name)
+    _log_custom_policy(state.eviction.policy.name)
     return True
 
 
 @functools.cache
-def _tell_unknown(name: str) -> None:
+def _log_custom_policy(name: str) -> None:
     _log.warning("the policy %r is none of the kernels' own: its decode attention and eviction run "
                  "in plain PyTorch, slower", name)
-
-
-def _backend(x: Tensor):
-    """The module to call: past PyTorch's dispatcher unless a call is traced, which saves 60 us a
-    call."""
-    if type(x) is not Tensor or torch.compiler.is_compiling():
-        return library
-    return native if x.is_cpu else triton_ops if x.is_cuda else library
 
 
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,
                       key_lengths: Sequence[int] | None = None, scores: Tensor | None = None,
                       decay: float = 1.0, form: AttentionForm = DEFAULT_FORM,
                       sinks: Tensor | None = None) -> Tensor:
-    """See `reference.prefill_attention`; memory linear in the tokens."""
+    """Compute causal attention of prompts: `reference.attention.prefill_attention`.
+
+    Memory is linear in the number of tokens.
+    """
     if form.window is not None and form.window >= max(key_lengths or lengths, default=0):
         form = replace(form, window=None)
     whole = scores is None and key_lengths is None and torch_ops.sdpa_supports(form)
-    if whole and not _forced() and (not _fused(q.device.type) or form.window is None and (
+    if whole and not _is_forced() and (not _has_kernels(q.device.type) or form.window is None and (
             q.is_cuda or dispatch.choice("prefill_attention", len(q), q.dtype) == "sdpa")):
         return torch_ops.sdpa_prefill_attention(q, k, v, lengths, form=form)
-    if uses_reference(q.device.type):
+    kernel = _kernel("prefill_attention", q)
+    if kernel is None:
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay, form=form, sinks=sinks)
-    return _backend(q).prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay,
-                                         FormArguments.of(form, sinks))
+    return kernel(q, k, v, lengths, key_lengths or lengths, scores, decay,
+                  FormArguments.of(form, sinks))
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
                          slots: Tensor, state: EvictionState,
                          layout: CacheLayout | None = None) -> None:
-    """See `reference.select_heavy_hitters`; no sort."""
-    if uses_reference(k.device.type) or _unknown(state):
+    """Cut prompts to their budgets: `reference.attention.select_heavy_hitters`, without a sort."""
+    kernel = _kernel("select_heavy_hitters", k)
+    if kernel is None or _has_custom_policy(state):
         reference.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                        layout=layout)
         return
-    _backend(k).select_heavy_hitters(k, v, scores, cuts=list(chain.from_iterable(cuts)),
-                                     slots=slots, layout=layout,
-                                     eviction=EvictionArguments.of(state))
+    kernel(k, v, scores, cuts=list(chain.from_iterable(cuts)), slots=slots, layout=layout,
+           eviction=EvictionArguments.of(state))
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None = None, state: EvictionState | None = None,
                      form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
                      offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`; each cached byte is read once per group of query heads."""
+    """Attend over the cache and cache new tokens: `reference.attention.decode_attention`.
+
+    The kernels read each cached byte once per group of query heads.
+    """
+    kernel = _kernel("decode_attention", q)
     restores = state is not None and state.ranks is not None and state.smoothing is not None
-    if uses_reference(q.device.type) or _unknown(state) or q.is_cuda and restores:
+    if kernel is None or _has_custom_policy(state) or q.is_cuda and restores:
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks, offsets=offsets)
-    return _backend(q).decode_attention(q, k, v, slots=slots, metadata=metadata,
-                                        layout=layout, eviction=EvictionArguments.of(state),
-                                        form=FormArguments.of(form, sinks, offsets))
+    return kernel(q, k, v, slots=slots, metadata=metadata, layout=layout,
+                  eviction=EvictionArguments.of(state),
+                  form=FormArguments.of(form, sinks, offsets))
 
 
-def choose_values(q: Tensor, k: Tensor, *, keys: Tensor, metadata: Tensor, sparsity: float,
-                  layout: CacheLayout | None = None, form: AttentionForm = DEFAULT_FORM,
-                  sinks: Tensor | None = None, offsets: Tensor | None = None
-                  ) -> tuple[Tensor, Tensor]:
-    """See `reference_sparse.choose_values`; plain PyTorch on every device."""
-    return reference_sparse.choose_values(q, k, keys=keys, metadata=metadata, sparsity=sparsity,
-                                          layout=layout, form=form, sinks=sinks, offsets=offsets)
-
-
-def attend_chosen(k: Tensor, v: Tensor, *, slots: Tensor, values: Tensor, weights: Tensor,
-                  metadata: Tensor, layout: CacheLayout | None = None) -> tuple[Tensor, Tensor]:
-    """See `reference_sparse.attend_chosen`; plain PyTorch on every device."""
-    return reference_sparse.attend_chosen(k, v, slots=slots, values=values, weights=weights,
-                                          metadata=metadata, layout=layout)
-
-
-def uses_native(x: Tensor) -> bool:
-    """True if the C++ of what has no custom op is called: where nothing is traced, on a CPU."""
-    return x.is_cpu and not uses_reference("cpu") and _backend(x) is native
-
-
-def _recall(x: Tensor, name: str):
-    """The function `name` of recall's kernels for x's device; None where the reference runs."""
-    if uses_native(x):
-        return getattr(native_recall, name)
-    if x.is_cuda and not uses_reference("cuda"):
-        return triton_ops.triton_function("recall", name)
-    return None
+choose_values = reference_sparse.choose_values
+attend_chosen = reference_sparse.attend_chosen
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                records: GroupLayout | None = None) -> None:
-    """See `reference_recall.index_keys`. Beside an index on a GPU keys may be in page-locked host
-    memory."""
-    kernel = _recall(index, "index_keys")
-    if kernel is None:
-        reference_recall.index_keys(keys, index, spans, layout=layout, records=records)
-        return
+    """Quantize keys into an index: `reference.recall.index_keys`.
+
+    With an index on a GPU, keys may be in page-locked host memory.
+    """
+    kernel = _kernel("index_keys", index) or reference_recall.index_keys
     kernel(keys, index, spans, layout=layout, records=records)
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
                 sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """See `reference_recall.choose_keys`; no sort, and codes are never written out as floats."""
-    some = {"index": index, "metadata": metadata, "layout": layout, "most": most,
-            "log_weights": log_weights}
-    kernel = _recall(q, "choose_keys")
+    """Choose the tokens that queries attend to: `reference.recall.choose_keys`.
+
+    The kernels do not sort, and do not write out dequantized keys.
+    """
+    options = {"index": index, "metadata": metadata, "layout": layout, "most": most,
+               "log_weights": log_weights}
+    kernel = _kernel("choose_keys", q)
     if kernel is None:
-        return reference_recall.choose_keys(q, k, **some, form=form, sinks=sinks, offsets=offsets)
-    return kernel(q, k, **some, form=FormArguments.of(form, sinks, offsets))
+        return reference_recall.choose_keys(q, k, **options, form=form, sinks=sinks,
+                                            offsets=offsets)
+    return kernel(q, k, **options, form=FormArguments.of(form, sinks, offsets))
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: CacheLayout | None = None,
                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
                     offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`; slots that are not chosen are not read. Beside
-    queries on a GPU slots may be in page-locked host memory."""
-    some = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
-    kernel = _recall(q, "attend_recalled")
+    """Attend to chosen tokens: `reference.recall.attend_recalled`.
+
+    The kernels read no other slots. With queries on a GPU, slots may be in page-locked host memory.
+    """
+    options = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
+    kernel = _kernel("attend_recalled", q)
     if kernel is None:
-        return reference_recall.attend_recalled(q, k, v, **some, form=form, sinks=sinks,
+        return reference_recall.attend_recalled(q, k, v, **options, form=form, sinks=sinks,
                                                 offsets=offsets)
-    return kernel(q, k, v, **some, form=FormArguments.of(form, sinks, offsets))
+    return kernel(q, k, v, **options, form=FormArguments.of(form, sinks, offsets))
 
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
-    """See `reference_recall.take_slots`; on a CPU alone."""
-    take = native_recall if uses_native(chosen) else reference_recall
-    return take.take_slots(chosen, firsts, slot_of=slot_of, token_of=token_of,
-                           log_weights=log_weights, newest=newest)
+    """Assign slots of the hot set, on a CPU: `reference.recall.take_slots`."""
+    kernel = _kernel("take_slots", chosen) or reference_recall.take_slots
+    return kernel(chosen, firsts, slot_of=slot_of, token_of=token_of, log_weights=log_weights,
+                  newest=newest)
 
 
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference_recall.claim_slots`; for a GPU."""
-    claim = (triton_ops.triton_function("hot_set", "claim_slots") if chosen.is_cuda
-             else reference_recall.claim_slots)
+    """Assign slots of the hot set, on a GPU: `reference.recall.claim_slots`."""
+    claim = (_hot_set if chosen.is_cuda else reference_recall).claim_slots
     return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
 
 
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
-    """See `reference_recall.copy_tokens`; for a GPU, and either side may be in page-locked host
-    memory."""
-    copy = (triton_ops.triton_function("hot_set", "copy_tokens") if moves.is_cuda
-            else reference_recall.copy_tokens)
-    copy(source, target, moves, counts)
+    """Copy tokens between caches, on a GPU: `reference.recall.copy_tokens`.
+
+    Either side may be in page-locked host memory.
+    """
+    (_hot_set if moves.is_cuda else reference_recall).copy_tokens(source, target, moves, counts)
 
 
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
                  layout: PageLayout, landing: Tensor) -> tuple[int, int]:
-    """See `reference_recall.fetch_tokens`; on a CPU alone."""
-    fetch = native_recall if uses_native(missing) else reference_recall
-    return fetch.fetch_tokens(missing, slots, file=file, direct=direct, offset=offset,
-                              layout=layout, landing=landing)
+    """Read tokens from a file into slots, on a CPU: `reference.recall.fetch_tokens`."""
+    kernel = _kernel("fetch_tokens", missing) or reference_recall.fetch_tokens
+    return kernel(missing, slots, file=file, direct=direct, offset=offset, layout=layout,
+                  landing=landing)
 
 
 def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,
             offsets: Tensor | None = None) -> None:
-    """Rotate heads x [rows, heads, head_dim] in place, then change their basis.
+    """Rotate heads in place, then change their basis: `reference.layers.rotate`.
 
-    `rope` are cosines and sines of `table_dtype` as of `rotary.apply_rope_`, None for no rotation;
-    see `reference_layer.rotate`.
+    Parameters
+    ----------
+    x : Tensor [rows, heads, head_dim]
+    rope : (Tensor, Tensor) or None
+        Cosines and sines of `table_dtype`, as `rotary.apply_rope_` takes them. None: no rotation.
+    change : BasisChange, optional
+    offsets : float32 Tensor [rows, heads], optional
+        Written in place.
     """
     if rope is None and change is None:
         return
@@ -263,85 +295,69 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of cosines and sines by which `rotate_` turns x of `dtype` on a device."""
+    """Return the dtype of the cosines and sines that `rotate_` takes for x of `dtype`."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
+def uses_native(x: Tensor) -> bool:
+    """Return True if the C++ kernels run for x."""
+    return x.is_cpu and not uses_reference("cpu")
+
+
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
-    """See `reference.quantize_groups`."""
-    if uses_reference(x.device.type):
+    """Quantize vectors group by group: `reference.attention.quantize_groups`."""
+    kernel = _kernel("quantize_groups", x)
+    if kernel is None:
         return reference.quantize_groups(x, layout)
-    x = x.float() if x.dtype == torch.float64 else x
-    return _backend(x).quantize_groups(x, layout.bits)
+    return kernel(x.float() if x.dtype == torch.float64 else x, layout)
 
 
 def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
-    """See `reference.dequantize_groups`."""
-    if uses_reference(records.device.type):
-        return reference.dequantize_groups(records, layout)
-    return _backend(records).dequantize_groups(records, layout.bits, layout.length)
+    """Dequantize vectors: `reference.attention.dequantize_groups`."""
+    return (_kernel("dequantize_groups", records) or reference.dequantize_groups)(records, layout)
 
 
 def pack_slots(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
-    """See `reference.pack_slots`."""
+    """Convert keys and values to the format of cache slots: `reference.attention.pack_slots`."""
     return reference.pack_slots(vectors, layout, quantize=quantize_groups)
 
 
 def unpack_slots(records: Tensor, layout: CacheLayout | None) -> Tensor:
-    """See `reference.unpack_slots`."""
+    """Convert cache slots to keys and values: `reference.attention.unpack_slots`."""
     return reference.unpack_slots(records, layout, dequantize=dequantize_groups)
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:
-    """The implementation of a product of x [rows, inputs] and weight [outputs, inputs]: the one
-    that `dispatch` prefers, and "pytorch" where the kernels cannot do it."""
+    """Return the implementation of a matmul of x [rows, inputs] and a weight [outputs, inputs].
+
+    It is the one that `dispatch` prefers: "pytorch", or the function ``linear_<name>`` of `native`.
+    """
     if (x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or not x.is_cpu
             or not x.stride(1) == weight.stride(1) == 1 or uses_reference("cpu")):
         return "pytorch"
     return dispatch.choice("linear", len(x), x.dtype)
 
 
-def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
-                  add: bool = False) -> None:
-    """See `reference.linear_skinny`; of few rows of bfloat16, out's rows contiguous."""
-    _backend(x).linear_skinny(x, weight, bias, out, add)
-
-
-def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
-                 add: bool = False) -> None:
-    """See `reference.linear_skinny`; of any rows of bfloat16 in AMX tiles, out's rows contiguous.
-
-    Sums are float32 and rounded once, with bias and all; no bit depends on the number of threads.
-    """
-    _backend(x).linear_tiled(x, weight, bias, out, add)
-
-
-def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *,
-                   add: bool = False) -> None:
-    """See `reference.linear_skinny`; of any rows and dtype, sums in float32, out's rows contiguous.
-
-    Weights come to float32 by strips that stay in cache; no bit depends on the number of threads.
-    """
-    _backend(x).linear_float32(x, weight, bias, out, add)
-
-
 def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = False,
                     importance: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """See `reference_matrix.quantize_matrix`; the weight is on the host, and so is `out`. For MXFP4
-    that is what computes it."""
+    """Quantize a weight in host memory: `reference.matrix.quantize_matrix`.
+
+    The result is written to `out` if given, uint8 [layout.nbytes] in host memory. MXFP4 is always
+    computed by the reference.
+    """
     out = torch.empty(layout.nbytes, dtype=torch.uint8) if out is None else out
     if uses_reference("cpu") or layout.mxfp4:
         return out.copy_(reference_matrix.quantize_matrix(weight, layout, search=search,
                                                           importance=importance))
     weight = weight.float() if weight.dtype == torch.float64 else weight
-    _backend(weight).quantize_matrix(weight, out, layout.bits, signed_group(layout), search,
-                                     importance)
+    native.quantize_matrix(weight, QuantizedMatrix(out, layout), search=search,
+                           importance=importance)
     return out
 
 
 def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tensor,
            order: Tensor | None = None) -> bool:
-    """Write a matrix of GGUF blocks into `out`: see `reference_blocks.repack`.
+    """Convert a matrix of GGUF blocks to the format of the kernels: `reference.blocks.repack`.
 
     Parameters
     ----------
@@ -351,63 +367,66 @@ def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tenso
     layout : MatrixLayout
         One that `kind.fits`.
     out : uint8 Tensor [layout.nbytes]
-        On the host.
+        In host memory.
     order : int64 Tensor [outputs], optional
-        The row of `blocks` that is row i of the matrix; None: all of them in order.
+        Row i of the matrix is row order[i] of `blocks`. None: all rows in order.
 
     Returns
     -------
     bool
-        False where a scale or a zero point is not finite in float16; `out` is then undefined.
+        False if a scale or a zero point is not finite in float16; `out` is then undefined.
     """
     if not uses_reference("cpu") and layout == kind.layout(layout.outputs, layout.inputs):
-        return native.repack(blocks, order, kind, *flat(QuantizedMatrix(out, layout)))
-    chosen = slice(None) if order is None else order.numpy()
-    found = reference_blocks.repack(torch.from_numpy(np.array(blocks[chosen])), kind, layout)
-    if found is not None:
-        out.copy_(found)
-    return found is not None
+        return native.repack(blocks, kind, QuantizedMatrix(out, layout), order)
+    rows = slice(None) if order is None else order.numpy()
+    data = reference_blocks.repack(torch.from_numpy(np.array(blocks[rows])), kind, layout)
+    if data is not None:
+        out.copy_(data)
+    return data is not None
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `reference_matrix.unpack_rows`."""
-    if uses_reference(matrix.data.device.type):
+    """Dequantize rows of a matrix: `reference.matrix.unpack_rows`."""
+    kernel = _kernel("unpack_rows", matrix.data)
+    if kernel is None:
         return reference_matrix.unpack_rows(matrix.data, matrix.layout, rows, dtype)
-    return _backend(matrix.data).unpack_rows(*flat(matrix), rows, dtype)
+    return kernel(matrix, rows, dtype)
 
 
 def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                      add: bool = False) -> None:
-    """See `reference_matrix.linear_quantized`.
+    """Multiply by a quantized weight: `reference.matrix.linear_quantized`.
 
-    Where `dispatch` gives "codes", the quantized bytes alone are read, what is computed for a row
-    does not depend on the rows beside it but for the order of its sums, and no bit depends on the
-    number of threads; with AMX more than 64 rows of bfloat16 meet weights that were rounded to it,
-    each by 2^-8 at most. Where it gives "unpacked" (bfloat16, if it was measured to be faster), all
-    weights are rounded so and the product is PyTorch's, which promises neither. A matrix that
-    rounds activations goes by codes, too.
+    `quantized_choice` selects the implementation on a CPU:
+
+    - "codes" reads only the quantized bytes. No bit depends on the number of threads, and a row
+      depends on the rows beside it in the order of its sums only. With AMX, more than 64 rows of
+      bfloat16 are multiplied by weights that are rounded to bfloat16.
+    - "unpacked" (bfloat16, where it was measured to be faster) rounds all weights to bfloat16 and
+      uses PyTorch's matmul, which guarantees neither.
     """
-    if uses_reference(x.device.type):
+    kernel = _kernel("linear_quantized", x)
+    if kernel is None:
         reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
-        return
-    if quantized_choice(x, matrix) == "unpacked":
+    elif quantized_choice(x, matrix) == "unpacked":
         _unpacked_product(x, matrix, bias, out, add=add)
-        return
-    _backend(x).linear_quantized(x, *flat(matrix), bias, out, add, matrix.activation_bits)
+    else:
+        kernel(x, matrix, bias, out, add)
 
 
 def quantized_choice(x: Tensor, matrix: QuantizedMatrix) -> str:
-    """Name of the implementation of `linear_quantized` that is used: "codes" or "unpacked"."""
+    """Return the implementation that `linear_quantized` uses: "codes" or "unpacked"."""
     if not x.is_cpu or matrix.activation_bits != 16:
         return "codes"
-    bits = 8 if matrix.layout.bits == 6 else matrix.layout.bits  # 6 bits have not been timed apart
+    bits = 8 if matrix.layout.bits == 6 else matrix.layout.bits  # 6 bits are not timed separately
     return dispatch.choice("linear_quantized", len(x), x.dtype, bits)
 
 
 def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor, *,
                       add: bool) -> None:
-    """`linear_quantized` by PyTorch's own products, in slices of outputs that stay in cache."""
-    # With AMX oneDNN takes what stands behind a row into its sums, times 0: NaN if it is NaN.
+    """Compute `linear_quantized` with PyTorch's matmul, in slices of outputs that stay in cache."""
+    # oneDNN with AMX reads past the end of a row and multiplies what it finds by 0: NaN if it is
+    # NaN. Contiguous rows have only numbers there.
     x = x.contiguous()
     every = torch.arange(len(matrix))
     for rows, part in zip(every.split(UNPACKED_OUTPUTS), out.split(UNPACKED_OUTPUTS, dim=1),
@@ -418,11 +437,3 @@ def _unpacked_product(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, o
             part.add_(product)
         else:
             part.copy_(product)
-
-
-def flat(matrix: QuantizedMatrix) -> tuple[Tensor, int, int, int, int]:
-    """Return a matrix as arguments of `native` and `library`: data, outputs, inputs, bits, and the
-    group (see `signed_group`)."""
-    layout = matrix.layout
-    return matrix.data, layout.outputs, layout.inputs, layout.bits, signed_group(layout)
-

@@ -151,8 +151,7 @@ class CapturingOperations(Operations):
         """Note a product of ours; False where PyTorch's is to be used."""
         if isinstance(weight, QuantizedMatrix):
             if ops.quantized_choice(x, weight) == "codes":
-                native.linear_quantized(x, *ops.flat(weight), bias, out, add,
-                                        weight.activation_bits, capture=self._capture)
+                native.linear_quantized(x, weight, bias, out, add, capture=self._capture)
             else:
                 self._capture.append(partial(ops.linear_quantized, x, weight, bias, out, add=add))
             return True
@@ -205,7 +204,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
     """
     if isinstance(weight, ShardedMatrix):
         out = x.new_empty((len(x), len(weight))) if out is None else out
-        for outputs, part in weight.parts(x):
+        for outputs, part in weight.shards(x):
             linear(x, part, None if bias is None else bias[outputs], out=out[:, outputs])
         return out
     function = _own_product(x, weight)
@@ -226,7 +225,7 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None
     residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
     """
     if isinstance(weight, ShardedMatrix):
-        for outputs, part in weight.parts(x):
+        for outputs, part in weight.shards(x):
             add_linear_(residual[:, outputs], x, part, None if bias is None else bias[outputs])
         return residual
     function = _own_product(x, weight)
@@ -243,7 +242,7 @@ def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., N
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
     name = ops.linear_choice(x, weight)
-    return None if name == "pytorch" else getattr(ops, f"linear_{name}")
+    return None if name == "pytorch" else getattr(native, f"linear_{name}")
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kernel_cases import BUILT, SETS, prefill_case, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels import dispatch, ops, torch_ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
@@ -98,10 +98,10 @@ def test_operations_do_what_is_chosen(monkeypatch, isa):
         monkeypatch.setattr(module, function, call)
 
     for module, function, name in (
-            (ops, "linear_skinny", "skinny"), (ops, "linear_float32", "float32"),
+            (native, "linear_skinny", "skinny"), (native, "linear_float32", "float32"),
             (native, "linear_quantized", "codes"),
             (ops, kernel_internals.UNPACKED_PRODUCT, "unpacked"),
-            (native, "prefill_attention", "blocks"), (ops.sdpa, "prefill_attention", "sdpa")):
+            (native, "prefill_attention", "blocks"), (torch_ops, "sdpa_prefill_attention", "sdpa")):
         listen(module, function, name)
     torch.default_generator.manual_seed(1)
     case = prefill_case([9, 4], dtype=torch.bfloat16) | {"scores": None, "key_lengths": None}

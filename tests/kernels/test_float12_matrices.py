@@ -170,5 +170,4 @@ def test_activations_are_not_rounded_for_them():
     layout = MatrixLayout(24, 64, 12)
     matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(24, 64), layout), layout, 8)
     with pytest.raises(ValueError, match="8 bits for weights of 12"):
-        native.linear_quantized(torch.randn(3, 64), *ops.flat(matrix), None, torch.zeros(3, 24),
-                                False, 8)
+        native.linear_quantized(torch.randn(3, 64), matrix, None, torch.zeros(3, 24))

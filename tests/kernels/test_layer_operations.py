@@ -193,7 +193,7 @@ def operations(x, matrix, out, tables, *, capture=None):
         x.mul_(2)
     else:
         capture.append(lambda: x.mul_(2))
-    native.linear_quantized(out, *ops.flat(matrix), None, x, True, **named)
+    native.linear_quantized(out, matrix, None, x, True, **named)
     native.activate(x, "silu", out, **named)
 
 

@@ -13,7 +13,7 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, library, ops
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -423,21 +423,6 @@ def test_slices_are_unpacked_one_by_one(monkeypatch):
                 check_product(MatrixLayout(70, 130, 4), rows, dtype=torch.bfloat16, bias=True,
                               add=add)
     assert unpacked == [32, 32, 6] * 4  # of 2 and of 70 rows
-
-
-@BUILT
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_custom_ops(dtype):
-    layout = MatrixLayout(20, 70, 4)
-    weight = weights(20, 70, dtype=dtype)
-    data = ops.quantize_matrix(weight, layout)
-    flat = (data, 20, 70, 4, 64)
-    x, bias, out = weights(3, 70, dtype=dtype), torch.randn(20).to(dtype), torch.randn(3, 20)
-    checked = torch.library.opcheck
-    checked(library.quantize_matrix, (weight.contiguous(), torch.zeros_like(data), 4, 64, True))
-    checked(library.unpack_rows, (*flat, torch.tensor([3, 19, 3]), dtype))
-    for arguments in ((bias, out.to(dtype), True), (None, out.to(dtype), False)):
-        checked(library.linear_quantized, (x.contiguous(), *flat, *arguments))
 
 
 def test_layers_take_them(backend):

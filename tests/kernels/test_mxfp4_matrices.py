@@ -8,7 +8,7 @@ from kernel_cases import BUILT, SETS, poisoned_memory, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, library, ops
+from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -111,25 +111,16 @@ def test_a_group_of_0_tells_them_apart():
     first, second = (case(24, 64, low=120, high=127, seed=seed) for seed in (1, 2))
     spaced = MatrixLayout(24, 64, 4, 32)
     other = QuantizedMatrix(ops.quantize_matrix(torch.randn(24, 64), spaced), spaced)
-    assert native.matrix("m", *ops.flat(other)).group == 32
+    assert native.matrix_struct("m", other).group == 32
     for matrix, values in (first, second):
-        assert native.matrix("m", *ops.flat(matrix)).group == 0
+        assert native.matrix_struct("m", matrix).group == 0
         found.append(torch.zeros(3, 24))
-        native.linear_quantized(x, *ops.flat(matrix), None, found[-1], False)
+        native.linear_quantized(x, matrix, None, found[-1], False)
         torch.testing.assert_close(found[-1], x @ values.float().T)
     with pytest.raises(ValueError, match="data must be"):
-        native.matrix("m", other.data, *ops.flat(first[0])[1:])
+        native.matrix_struct("m", QuantizedMatrix(other.data, first[0].layout))
     with pytest.raises(ValueError, match="for the reference"):
-        native.quantize_matrix(torch.randn(24, 64), first[0].data, 4, 0, False)
-
-
-@BUILT
-def test_the_custom_ops_take_them():
-    matrix, _ = case(20, 70, low=120, high=127)
-    x, out = torch.randn(3, 70), torch.randn(3, 20)
-    torch.library.opcheck(library.unpack_rows, (*ops.flat(matrix), torch.tensor([3, 19]),
-                                                torch.float32))
-    torch.library.opcheck(library.linear_quantized, (x, *ops.flat(matrix), None, out, True))
+        native.quantize_matrix(torch.randn(24, 64), first[0])
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-3, 1.0, 1e30])

@@ -38,10 +38,11 @@ from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import abi, library, ops
+from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
@@ -88,14 +89,14 @@ def test_prefill_leaves_denormals_to_its_caller(isa):
     tiny = torch.full((64,), 2.0**-130)
     for count in (1, 2):
         with threads(count):
-            library.prefill_attention(**prefill_case([70], dtype=torch.bfloat16) | {
+            native.prefill_attention(**prefill_case([70], dtype=torch.bfloat16) | {
                 "key_lengths": [70]})
             assert ((tiny * 0.5) * 2.0**120 == 2.0**-11).all()
 
 
 def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
     """The C++ also where `ops` prefers PyTorch's own kernels."""
-    return library.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
+    return native.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
 @pytest.mark.source("decode")
@@ -212,6 +213,15 @@ def by_fields(function):
     return call
 
 
+def by_bytes(function):
+    """The function with the bytes and the sizes of its matrix as arguments."""
+    @functools.wraps(function)
+    def call(*, data, outputs, inputs, **named):
+        return function(matrix=QuantizedMatrix(data, MatrixLayout(outputs, inputs, 4)), **named)
+
+    return call
+
+
 def calls():
     """Of every operation of `native`, its arguments by name."""
     prompt = prefill_case([5, 2], [7, 2])
@@ -233,16 +243,15 @@ def calls():
     layout = MatrixLayout(20, 64, 4)
     weight = torch.randn(20, 64)
     data = reference_matrix.quantize_matrix(weight, layout)
-    yield native.quantize_matrix, dict(weight=weight, data=data.clone(), bits=4, group=64,
-                                       search=False)
-    flat = dict(data=data, outputs=20, inputs=64, bits=4, group=64)
-    yield native.unpack_rows, flat | dict(rows=torch.tensor([3, 19]), dtype=torch.float32)
-    yield native.linear_quantized, flat | dict(x=torch.randn(3, 64), bias=torch.randn(20),
-                                               out=torch.randn(3, 20), add=True)
-    yield native.quantize_groups, dict(x=torch.randn(3, 64), bits=4)
+    held = dict(data=data, outputs=20, inputs=64)
+    yield by_bytes(native.quantize_matrix), held | dict(weight=weight, data=data.clone())
+    yield by_bytes(native.unpack_rows), held | dict(rows=torch.tensor([3, 19]), dtype=torch.float32)
+    yield by_bytes(native.linear_quantized), held | dict(
+        x=torch.randn(3, 64), bias=torch.randn(20), out=torch.randn(3, 20), add=True)
+    groups = GroupLayout(64, 4)
+    yield native.quantize_groups, dict(x=torch.randn(3, 64), layout=groups)
     yield native.dequantize_groups, dict(
-        records=reference.quantize_groups(torch.randn(3, 64), GroupLayout(64, 4)), bits=4,
-        length=64)
+        records=reference.quantize_groups(torch.randn(3, 64), groups), layout=groups)
     for function in (native.linear_skinny, native.linear_float32):
         yield function, dict(
             x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
@@ -299,7 +308,7 @@ def test_wrong_calls_raise_and_write_nothing():
     ("quantize_matrix", dict(weight=torch.randn(33, 64))), ("linear_quantized", dict(inputs=128)),
     ("linear_quantized", dict(outputs=40)),
     ("unpack_rows", dict(rows=torch.tensor([20]))), ("unpack_rows", dict(rows=torch.tensor([-1]))),
-    ("dequantize_groups", dict(length=66))])
+    ("dequantize_groups", dict(layout=GroupLayout(66, 4)))])
 def test_wrong_values_raise(name, change):
     function, arguments = next(one for one in calls() if one[0].__name__ == name)
     with pytest.raises((ValueError, UserError), match=f"{name}|cannot quantize"):

@@ -29,7 +29,7 @@ from kernel_cases import (
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.eviction import Cut, Eviction
-from flexgen_h2o.kernels import abi, library, ops
+from flexgen_h2o.kernels import abi, ops
 from flexgen_h2o.kernels.cpu import experts as native_experts
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
@@ -270,7 +270,7 @@ def make_calls() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for lengths in ([1, 17, 33], [70]):
             case = prefill_case(lengths, group=3, dim=22, dtype=dtype, decay=0.97)
-            library.prefill_attention(case["q"], case["k"], case["v"], lengths, lengths,
+            native.prefill_attention(case["q"], case["k"], case["v"], lengths, lengths,
                                       case["scores"], case["decay"])
         torch.default_generator.manual_seed(0)
         weight, rows = torch.randn(33, 200).to(dtype), torch.tensor([3, 0, 32])
@@ -280,8 +280,7 @@ def make_calls() -> None:
             ops.unpack_rows(matrix, rows, dtype)
             for count in (1, 5, 20):
                 x = torch.randn(count, 200).to(dtype)
-                native.linear_quantized(x, matrix.data, 33, 200, bits, 64, x.new_ones(33),
-                                        x.new_zeros(count, 33), False)
+                native.linear_quantized(x, matrix, x.new_ones(33), x.new_zeros(count, 33))
             for length in (24, 130):
                 groups = GroupLayout(length, bits)
                 ops.dequantize_groups(ops.quantize_groups(torch.randn(5, length).to(dtype), groups),
@@ -313,7 +312,7 @@ def make_layer_calls() -> None:
                     torch.randn(35).to(dtype), torch.zeros(count, 35).to(dtype), False)
     for bits, activation_bits in ((8, 8), (4, 8), (MXFP4, 8), (MXFP4, 16), (12, 16)):
         held, x = random_matrix(40, 70, bits), torch.randn(5, 70).bfloat16()
-        native.linear_quantized(x, *ops.flat(held), None, x.new_zeros(5, 40), False,
+        native.linear_quantized(x, held, None, x.new_zeros(5, 40), False,
                                 activation_bits)
     for bits in (16, 8, 4, MXFP4):
         made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]

@@ -6,7 +6,7 @@ import torch
 from kernel_cases import BUILT, SETS, check_linear, linear_case, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.kernels import library, ops
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
@@ -27,15 +27,15 @@ def _set(request):
                                              (576, 192), (2075, 10)])
 def test_products(rows, inputs, outputs):
     for bias, add in ((True, False), (False, True)):
-        check_linear(ops.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
+        check_linear(native.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
 
 
 @BUILT
 def test_a_matrix_whose_rows_are_one():
     x, weight, _, out = linear_case(3, 31, 1)
     many = out.new_empty(3, 5)
-    ops.linear_skinny(x, weight, None, out[:, :1])
-    ops.linear_skinny(x, weight.expand(5, 31), None, many)
+    native.linear_skinny(x, weight, None, out[:, :1])
+    native.linear_skinny(x, weight.expand(5, 31), None, many)
     assert torch.equal(many, out[:, :1].expand(3, 5))
 
 
@@ -47,7 +47,7 @@ def test_a_matrix_whose_rows_are_one():
 def test_products_in_float32(rows, inputs, outputs, dtype):
     """Rows of one panel and of more, inputs and outputs that fill blocks and that do not."""
     for bias, add in ((True, False), (False, True)):
-        check_linear(ops.linear_float32, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
+        check_linear(native.linear_float32, rows, inputs, outputs, bias=bias, add=add, dtype=dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 17])
@@ -66,7 +66,7 @@ def test_threads_change_nothing(rows, function):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            getattr(ops, function)(x, weight, bias, wide[:, :77])
+            getattr(native, function)(x, weight, bias, wide[:, :77])
         finally:
             torch.set_num_threads(before)
         results.append(wide[:, :77])
@@ -86,7 +86,7 @@ def test_products_that_share_their_input_are_one_call(rows, function):
         out = torch.randn(rows, outputs).bfloat16()
         wanted.append(out.clone())
         found.append(out)
-        getattr(ops, function)(source, weight, bias, wanted[-1], add=add)
+        getattr(native, function)(source, weight, bias, wanted[-1], add=add)
         getattr(native, function)(source, weight, bias, out, add, capture=program)
     for width, bits in ((64, 4), (50, 4), (30, 4), (30, 8)):
         layout = MatrixLayout(width, 70, bits)
@@ -94,21 +94,12 @@ def test_products_that_share_their_input_are_one_call(rows, function):
         out = torch.empty(rows, width).bfloat16()
         wanted.append(out.clone())
         found.append(out)
-        native.linear_quantized(x, *ops.flat(matrix), None, wanted[-1], False)
-        native.linear_quantized(x, *ops.flat(matrix), None, out, False, capture=program)
+        native.linear_quantized(x, matrix, None, wanted[-1], False)
+        native.linear_quantized(x, matrix, None, out, False, capture=program)
     assert kernel_internals.calls(program) == [function] * 2 + ["linear_quantized"] * 2
     program.replay()
     for mine, one in zip(found, wanted, strict=True):
         assert torch.equal(mine, one)
-
-
-@BUILT
-def test_the_custom_op():
-    x, weight, bias, wide = linear_case(3, 32, 16)
-    out = torch.randn(3, 16).bfloat16()
-    for arguments in ((x, weight, bias, out, True), (x, weight, None, out, False)):
-        torch.library.opcheck(library.linear_skinny, arguments)
-        torch.library.opcheck(library.linear_float32, arguments)
 
 
 @pytest.mark.parametrize("rows", [16, 65, 129])

@@ -6,7 +6,6 @@ import torch
 from kernel_cases import SETS, check_linear, linear_case, threads, using
 
 from flexgen_h2o.config.limits import TILED_INPUTS, TILED_OUTPUTS, TILED_ROWS
-from flexgen_h2o.kernels import library, ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 
@@ -27,7 +26,7 @@ def test_products(tiles, rows, inputs, outputs):
     """Rows, inputs and outputs that fill tiles and that do not; one slab and several of either, and
     more rows than have their sums kept."""
     for bias, add in ((True, False), (False, True)):
-        check_linear(ops.linear_tiled, rows, inputs, outputs, bias=bias, add=add)
+        check_linear(native.linear_tiled, rows, inputs, outputs, bias=bias, add=add)
 
 
 def test_nothing_is_taken_from_behind_a_row(tiles):
@@ -36,7 +35,7 @@ def test_nothing_is_taken_from_behind_a_row(tiles):
     for each, rows in ((x, 140), (weight, 50)):
         each[:, 45:], each[rows:] = (float("nan"),) * 2
     out = torch.full((140, 50), float("nan")).bfloat16()
-    ops.linear_tiled(x[:140, :45], weight[:50, :45], None, out)
+    native.linear_tiled(x[:140, :45], weight[:50, :45], None, out)
     torch.testing.assert_close(out.float(), x[:140, :45].float() @ weight[:50, :45].float().T,
                                rtol=2**-8, atol=1e-3)
 
@@ -47,7 +46,7 @@ def test_threads_change_nothing(tiles):
     for count in (1, 2, 3, 9):
         x, weight, bias, out = linear_case(270, 130, 77)
         with threads(count):
-            ops.linear_tiled(x, weight, bias, out[:, :77])
+            native.linear_tiled(x, weight, bias, out[:, :77])
         results.append(out[:, :77])
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -59,7 +58,7 @@ def test_products_that_share_their_input_are_one_call(tiles):
         weight, bias = torch.randn(outputs, 70).bfloat16(), torch.randn(outputs).bfloat16()
         found.append(torch.randn(140, outputs).bfloat16())
         wanted.append(found[-1].clone())
-        ops.linear_tiled(x, weight, bias, wanted[-1], add=add)
+        native.linear_tiled(x, weight, bias, wanted[-1], add=add)
         native.linear_tiled(x, weight, bias, found[-1], add, capture=program)
     assert kernel_internals.calls(program) == ["linear_tiled"]
     program.replay()
@@ -67,15 +66,8 @@ def test_products_that_share_their_input_are_one_call(tiles):
         assert torch.equal(mine, one)
 
 
-def test_the_custom_op(tiles):
-    x, weight, bias, _ = linear_case(3, 32, 16)
-    out = torch.randn(3, 16).bfloat16()
-    for arguments in ((x, weight, bias, out, True), (x, weight, None, out, False)):
-        torch.library.opcheck(library.linear_tiled, arguments)
-
-
 @pytest.mark.parametrize("name", sorted({*SETS} - {*TILED}))
 def test_a_set_without_tiles_refuses(name):
     x, weight, _, out = linear_case(140, 32, 16)
     with using(name), pytest.raises(ValueError, match="where there is AMX"):
-        ops.linear_tiled(x, weight, None, out[:, :16])
+        native.linear_tiled(x, weight, None, out[:, :16])

@@ -433,8 +433,8 @@ def test_groups(bits, dim):
         sizes = torch.tensor([1.0, 1e-6, 1e5, 3e-8, 0.0])[:, None]
         x = (random(3, 5, dim) * sizes).to(dtype)
         x[0, 0], x[:, 4] = 1.5, 0  # of zeros of both signs, either may be the lowest
-        records = triton_groups.quantize_groups(x.transpose(0, 1), bits)
+        records = triton_groups.quantize_groups(x.transpose(0, 1), layout)
         wanted = reference.quantize_groups(x, layout).transpose(0, 1)
         assert torch.equal(records, wanted)
-        assert torch.equal(triton_groups.dequantize_groups(wanted, bits, dim),
+        assert torch.equal(triton_groups.dequantize_groups(wanted, layout),
                            reference.dequantize_groups(wanted, layout))

@@ -12,7 +12,7 @@ from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixtu
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels.gpus import assume_gpu
-from flexgen_h2o.kernels.matrix import QuantizedMatrix, layout_of
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.triton import matrix as triton_matrix
 from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
@@ -27,6 +27,11 @@ NAN = float("nan")
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.default_generator.manual_seed(0)
+
+
+def layout_of(outputs, inputs, bits, group):
+    """A group of 0 is MXFP4's."""
+    return MatrixLayout(outputs, inputs, bits, abs(group) or 32, mxfp4=not group, compact=group < 0)
 
 
 def matrix(outputs, inputs, bits, group):
@@ -72,15 +77,16 @@ def ahead(request, monkeypatch):
 
 def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float32):
     data, layout, values = matrix(*shape, *form)
+    held = QuantizedMatrix(data, layout)
     x = strided(rows, layout.inputs, dtype=dtype)[1]
     whole, out = strided(rows, layout.outputs, dtype=dtype)
     if not add:
         out.fill_(NAN)
     some = torch.randn(layout.outputs).to(dtype) if bias else None
     wanted = torch.full(out.shape, NAN) if not add else out.float()
-    reference_matrix.linear_quantized(x, QuantizedMatrix(data, layout), some, wanted, add=add)
+    reference_matrix.linear_quantized(x, held, some, wanted, add=add)
     size = (x.float().abs() @ values.abs().T).max() + wanted.abs().max()
-    triton_matrix.linear_quantized(x, data, layout.outputs, layout.inputs, *form, some, out, add)
+    triton_matrix.linear_quantized(x, held, some, out, add)
     assert ((out.double() - wanted.double()).abs().max() / size).item() < BOUND[dtype]
     inside = torch.zeros_like(whole, dtype=torch.bool)
     inside[1:-1, 3 : 3 + layout.outputs] = True
@@ -175,33 +181,35 @@ def test_groups_of_any_size(bits, group):
 
 def test_linear_copies_what_is_not_contiguous_and_does_nothing_of_nothing():
     data, layout, values = matrix(20, 70, 4, 64)
+    held = QuantizedMatrix(data, layout)
     x, out = torch.randn(70, 3).T, torch.full((3, 20), NAN)
-    triton_matrix.linear_quantized(x, data, 20, 70, 4, 64, None, out, False)
+    triton_matrix.linear_quantized(x, held, None, out, False)
     torch.testing.assert_close(out, x @ values.T)
     empty = torch.empty(0, 20)
-    triton_matrix.linear_quantized(torch.empty(0, 70), data, 20, 70, 4, 64, None, empty, False)
+    triton_matrix.linear_quantized(torch.empty(0, 70), held, None, empty, False)
 
 
 def test_linear_at_an_offset_of_4_bytes():
     data, layout, values = matrix(20, 70, 8, 64)
-    moved = torch.cat([torch.zeros(4, dtype=torch.uint8), data])[4:]
+    held = QuantizedMatrix(torch.cat([torch.zeros(4, dtype=torch.uint8), data])[4:], layout)
     for rows in (1, 7, 12):
         x, out = torch.randn(rows, 70), torch.full((rows, 20), NAN)
-        triton_matrix.linear_quantized(x, moved, 20, 70, 8, 64, None, out, False)
+        triton_matrix.linear_quantized(x, held, None, out, False)
         torch.testing.assert_close(out, x @ values.T)
         half = out.half()
-        triton_matrix.linear_quantized(x.half(), moved, 20, 70, 8, 64, None, half, False)
+        triton_matrix.linear_quantized(x.half(), held, None, half, False)
         torch.testing.assert_close(half.float(), out, rtol=1e-2, atol=1e-2)
 
 
 def test_linear_gives_the_same_bits_again():
-    data = matrix(20, 500, 4, 64)[0]
+    data, layout, _ = matrix(20, 500, 4, 64)
+    held = QuantizedMatrix(data, layout)
     for rows, dtype in ((1, torch.float32), (6, torch.float32), (70, torch.float32),
                         (6, torch.float16), (40, torch.float16)):
         x = torch.randn(rows, 500).to(dtype)
         first, second = torch.full((2, rows, 20), NAN, dtype=dtype)
         for out in (first, second):
-            triton_matrix.linear_quantized(x, data, 20, 500, 4, 64, None, out, False)
+            triton_matrix.linear_quantized(x, held, None, out, False)
         assert torch.equal(first, second)
 
 
@@ -209,17 +217,18 @@ def test_linear_gives_the_same_bits_again():
 @pytest.mark.parametrize("shape", MATRICES)
 def test_unpack_rows(form, shape):
     data, layout, values = matrix(*shape, *form)
+    held = QuantizedMatrix(data, layout)
     rows = torch.randint(shape[0], (2 * shape[0] + 3,))  # in any order, some more than once
     for dtype in BOUND:
         wanted = reference_matrix.unpack_rows(data, layout, rows, dtype)
-        got = triton_matrix.unpack_rows(data, *shape, *form, rows, dtype)
+        got = triton_matrix.unpack_rows(held, rows, dtype)
         assert got.dtype == dtype
         # The interpreter cuts bfloat16 off where a GPU rounds.
         limit = 2**-7 if dtype == torch.bfloat16 else 0
         torch.testing.assert_close(got, wanted, rtol=limit, atol=0)
-    assert torch.equal(triton_matrix.unpack_rows(data, *shape, *form, rows[::2], torch.float32),
+    assert torch.equal(triton_matrix.unpack_rows(held, rows[::2], torch.float32),
                        values[rows[::2]])
-    none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
+    none = triton_matrix.unpack_rows(held, rows[:0], torch.float32)
     assert none.shape == (0, shape[1])
 
 
@@ -245,11 +254,12 @@ def test_linear_of_any_short_floats(form, rows, outputs, inputs, options):
 @pytest.mark.parametrize("shape", MATRICES)
 def test_unpack_rows_of_short_floats(form, shape):
     data, layout, values = matrix(*shape, *form)
+    held = QuantizedMatrix(data, layout)
     rows = torch.randint(shape[0], (2 * shape[0] + 3,))
     for dtype in BOUND:  # bfloat16 has bits for all of these numbers: nothing is rounded
         wanted = reference_matrix.unpack_rows(data, layout, rows, dtype)
-        assert torch.equal(triton_matrix.unpack_rows(data, *shape, *form, rows, dtype), wanted)
-    none = triton_matrix.unpack_rows(data, *shape, *form, rows[:0], torch.float32)
+        assert torch.equal(triton_matrix.unpack_rows(held, rows, dtype), wanted)
+    none = triton_matrix.unpack_rows(held, rows[:0], torch.float32)
     assert none.shape == (0, shape[1])
 
 
@@ -262,5 +272,5 @@ def test_short_floats_of_every_exponent(bits, group):
     blocks[..., :MATRIX_TILE] = exponents.view(layout.tiles, 1, MATRIX_TILE)
     data, rows = blocks.view(-1), torch.arange(256)
     wanted = reference_matrix.unpack_rows(data, layout, rows, torch.float32)
-    got = triton_matrix.unpack_rows(data, 256, 128, bits, group, rows, torch.float32)
+    got = triton_matrix.unpack_rows(QuantizedMatrix(data, layout), rows, torch.float32)
     assert torch.equal(got, wanted)

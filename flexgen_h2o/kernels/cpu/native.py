@@ -1,4 +1,12 @@
-"""Fields of the C ABI's structs (see abi.py), by the tensors and settings that they stand for."""
+"""The CPU kernels: Python functions that check arguments and call the C++ library.
+
+C++ gets pointers, so everything is checked here: a call with inconsistent arguments raises
+ValueError and writes nothing. Only values of tensors (slots, ranks, rows) are checked in C++.
+Structs and their fields are declared in `kernels.abi`.
+
+Functions with a `capture` argument add the call to it instead of making it; inputs must then be
+contiguous in their last dimension, since a copy would not see later values.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +28,33 @@ from flexgen_h2o.kernels.arguments import (
     DTYPES,
     EvictionArguments,
     FormArguments,
+    check,
+    check_attention,
+    check_contiguous,
+    check_floats,
     check_form,
+    check_last_dim_contiguous,
+    check_linear,
     check_slots,
     check_state,
-    contiguous,
-    expect,
-    floats,
-    head_shapes,
-    lines,
-    need,
-    product_shapes,
+    check_tensors,
 )
 from flexgen_h2o.kernels.cpu.library import STRUCTS, CapturedCalls, call, has_tiles
-from flexgen_h2o.kernels.matrix import layout_of
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x itself if its last dimension is contiguous, else a copy of which it is."""
+    """Return x if its last dimension is contiguous, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def integers(values: Sequence[int]) -> ctypes.Array:
-    """An array of int64; who passes its address on keeps it."""
+    """Return a C array of int64. The caller keeps it alive while its address is used."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def record_layout(layout: GroupLayout | None, width: int):
-    """The struct of records; without a layout, of plain vectors that are `width` wide."""
+def group_struct(layout: GroupLayout | None, width: int) -> ctypes.Structure:
+    """Return the struct of quantized groups; without a layout, of plain vectors [width]."""
     if layout is None:
         return STRUCTS["Layout"](16, 0, 0, 0, width)
     return STRUCTS["Layout"](layout.bits, layout.groups, layout.group, layout.code_bytes,
@@ -54,54 +62,46 @@ def record_layout(layout: GroupLayout | None, width: int):
 
 
 def address(x: Tensor | None) -> int | None:
-    """The address of a tensor's first element, which the caller keeps; null for none."""
+    """Return the address of a tensor's first element, or None. The caller keeps the tensor."""
     return None if x is None else x.data_ptr()
 
 
 def strides(k: Tensor, v: Tensor) -> dict[str, int]:
-    """Strides of keys and values [rows, heads, head_dim], as the structs name them."""
+    """Return the strides of keys and values [rows, heads, head_dim], by their names in structs."""
     return {"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0),
             "v_head": v.stride(1)}
 
 
 def form_struct(form: FormArguments) -> ctypes.Structure:
-    """The struct of a form; the caller keeps the sinks and offsets."""
+    """Return the struct of a form. The caller keeps the sinks and offsets."""
     return STRUCTS["Form"](address(form.sink_logits), address(form.offsets), form.scale,
                            form.softcap, form.window)
 
 
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
-    """Layouts and strides of slots of `CacheLayout`, whose last stride is 1."""
+    """Return the layouts and strides of cache slots, whose last dimension is contiguous."""
     kind, sequence, head, slot, _ = slots.stride()
-    keys = values = record_layout(layout and layout.keys, slots.shape[-1])
-    if layout is not None and layout.mixed:  # the value is behind the key
-        kind, values = layout.keys.nbytes, record_layout(layout.values, slots.shape[-1])
+    keys = values = group_struct(layout and layout.keys, slots.shape[-1])
+    if layout is not None and layout.mixed:  # each slot has the key, then the value
+        kind, values = layout.keys.nbytes, group_struct(layout.values, slots.shape[-1])
     return {"key_layout": keys, "value_layout": values,
             "slots_kind": kind, "slots_sequence": sequence, "slots_head": head,
             "slots_slot": slot}
 
 
-# The CPU's kernels: C++ behind a plain C ABI (see abi.py and cpu/), called by `cpu_library`.
-#
-# Arguments are checked here, since pointers are not: a call that does not hold together raises
-# ValueError and writes nothing. What the checks leave to the C++ are values of tensors (slots,
-# ranks,
-# rows).
-
-
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
                       form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
-    """See `library.prefill_attention`."""
+    """Run `reference.attention.prefill_attention`."""
     name = "prefill_attention"
-    dtype = head_shapes(name, q, k, v)
-    need(len(lengths) == len(key_lengths) and sum(lengths) == len(q)
+    dtype = check_attention(name, q, k, v)
+    check(len(lengths) == len(key_lengths) and sum(lengths) == len(q)
           and sum(key_lengths) == len(k)
           and all(0 <= rows <= keys for rows, keys in zip(lengths, key_lengths, strict=True)),
           name, f"lengths {list(lengths)} and {list(key_lengths)} do not make up {len(q)} rows and "
           f"{len(k)} keys")
-    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
-    lines(name, scores=scores)
+    check_tensors(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
+    check_last_dim_contiguous(name, scores=scores)
     check_form(name, form, q.shape[1])
     q, k, v = map(unit_stride, (q, k, v))
     out = q.new_empty(q.shape)
@@ -120,21 +120,24 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
                          slots: Tensor, layout: CacheLayout | None,
                          eviction: EvictionArguments) -> None:
-    """See `reference.select_heavy_hitters`; the tables of rotations are not used."""
+    """Run `reference.attention.select_heavy_hitters`.
+
+    `cuts` has three integers per prompt: the fields of `Cut`.
+    """
     name = "select_heavy_hitters"
-    dtype = head_shapes(name, k, k, v)
+    dtype = check_attention(name, k, k, v)
     sequences, sinks = len(cuts) // 3, eviction.sinks
     check_slots(name, slots, sequences, k, layout)
     state = tuple(slots.shape[1:4])
-    need(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
+    check(len(cuts) == 3 * sequences and sum(cuts[::3]) == len(k) and min((*cuts, sinks)) >= 0
           and all(min(length, heavy + recent + sinks) <= state[2]
                   for length, heavy, recent in zip(*(cuts[i::3] for i in range(3)), strict=True)),
           name, f"cuts {list(cuts)} and {sinks} sinks do not fit {len(k)} tokens and {state[2]} "
           "slots")
-    expect(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
+    check_tensors(name, torch.float32, scores=(scores, (k.shape[1], len(k))))
     check_state(name, eviction, state)
-    need(eviction.scores is not None, name, "there is no state to write")
-    lines(name, scores=scores)
+    check(eviction.scores is not None, name, "there is no state to write")
+    check_last_dim_contiguous(name, scores=scores)
     k, v = map(unit_stride, (k, v))
     cuts = integers(cuts)
     call(name, "Select",
@@ -151,33 +154,36 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                      layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                      capture: CapturedCalls | None = None) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`; out is [sequences, heads, head_dim], contiguous."""
+    """Run `reference.attention.decode_attention`.
+
+    `out` is [sequences, heads, head_dim], contiguous; it is allocated if None.
+    """
     name = "decode_attention"
-    dtype, sequences = head_shapes(name, q, k, v), len(q)
-    need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
+    dtype, sequences = check_attention(name, q, k, v), len(q)
+    check(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, layout)
     state, cos, sin = tuple(slots.shape[1:4]), eviction.cos, eviction.sin
-    expect(name, torch.int32, metadata=(metadata, (4, sequences)))
+    check_tensors(name, torch.int32, metadata=(metadata, (4, sequences)))
     check_state(name, eviction, state)
     check_form(name, form, q.shape[1], sequences)
-    need(not eviction.window or eviction.positions is not None, name,
+    check(not eviction.window or eviction.positions is not None, name,
          "a window needs the positions of what is cached")
     rope = (0, 0)
     if eviction.ranks is not None:
-        need(eviction.scores is not None and cos is not None and cos.dim() == 2
+        check(eviction.scores is not None and cos is not None and cos.dim() == 2
               and 2 * cos.shape[1] <= q.shape[2], name,
               "ranks need scores, and cos and sin [positions, at most head_dim / 2]")
         rope = tuple(cos.shape)
-        expect(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
+        check_tensors(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
     factor, shift, constants = eviction.factor, eviction.shift, tuple(k.shape[1:])
-    need((factor is None) == (shift is None) and (factor is None or rope[0] > 0), name,
+    check((factor is None) == (shift is None) and (factor is None or rope[0] > 0), name,
          "smoothed keys are restored with ranks alone, by factor and shift")
-    expect(name, torch.float32, factor=(factor, constants), shift=(shift, constants))
+    check_tensors(name, torch.float32, factor=(factor, constants), shift=(shift, constants))
     out = q.new_empty(q.shape) if out is None else out
-    expect(name, dtype, out=(out, q.shape))
-    contiguous(name, metadata=metadata, cos=cos, sin=sin, factor=factor, shift=shift, out=out)
+    check_tensors(name, dtype, out=(out, q.shape))
+    check_contiguous(name, metadata=metadata, cos=cos, sin=sin, factor=factor, shift=shift, out=out)
     if capture is not None:
-        lines(name, q=q, k=k, v=v)
+        check_last_dim_contiguous(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Decode", capture=capture,
@@ -196,57 +202,64 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     return out, taken
 
 
-def quantize_groups(x: Tensor, bits: int) -> Tensor:
-    """See `library.quantize_groups`."""
-    dtype = floats("quantize_groups", x, x.dim())
-    expect("quantize_groups", dtype, x=(x, x.shape))
-    layout = GroupLayout(x.shape[-1], bits)
+def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
+    """Run `reference.attention.quantize_groups`."""
+    name = "quantize_groups"
+    dtype = check_floats(name, x, x.dim())
+    check_tensors(name, dtype, x=(x, (*x.shape[:-1], layout.length)))
     rows = unit_stride(x.reshape(-1, layout.length))
     records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
-    _groups("quantize_groups", rows, records.view(-1, layout.nbytes), layout)
+    _groups(name, rows, records.view(-1, layout.nbytes), layout)
     return records
 
 
-def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
-    """See `library.dequantize_groups`."""
-    layout = GroupLayout(length, bits)
-    expect("dequantize_groups", torch.uint8,
-            records=(records, (*records.shape[:-1], layout.nbytes)))
-    out = records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
-    _groups("dequantize_groups", out.view(-1, length),
-            unit_stride(records.reshape(-1, layout.nbytes)), layout)
+def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
+    """Run `reference.attention.dequantize_groups`."""
+    name = "dequantize_groups"
+    check_tensors(name, torch.uint8, records=(records, (*records.shape[:-1], layout.nbytes)))
+    out = records.new_empty((*records.shape[:-1], layout.length), dtype=torch.float32)
+    _groups(name, out.view(-1, layout.length), unit_stride(records.reshape(-1, layout.nbytes)),
+            layout)
     return out
 
 
 def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
     call(name, "Groups", x=x.data_ptr(), records=records.data_ptr(),
-         layout=record_layout(layout, layout.nbytes), dtype=DTYPES[x.dtype],
+         layout=group_struct(layout, layout.nbytes), dtype=DTYPES[x.dtype],
          rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
 
 
-def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                  capture: CapturedCalls | None = None) -> None:
-    """See `library.linear_skinny`."""
+def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+                  add: bool = False, *, capture: CapturedCalls | None = None) -> None:
+    """Run `reference.attention.linear_skinny` for few rows of bfloat16."""
     name = "linear_skinny"
-    need(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
+    check(x.dtype == torch.bfloat16 and len(x) <= SKINNY_ROWS, name,
          f"takes up to {SKINNY_ROWS} rows of bfloat16, got {x.dtype} {list(x.shape)}")
     _linear(name, x, weight, bias, out, add, capture)
 
 
-def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                 capture: CapturedCalls | None = None) -> None:
-    """See `library.linear_tiled`."""
+def linear_tiled(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+                 add: bool = False, *, capture: CapturedCalls | None = None) -> None:
+    """Run `reference.attention.linear_skinny` for any rows of bfloat16, with AMX tiles.
+
+    Sums are float32 and rounded once, after bias and residual. No bit depends on the number of
+    threads.
+    """
     name = "linear_tiled"
-    need(x.dtype == torch.bfloat16 and has_tiles(), name,
+    check(x.dtype == torch.bfloat16 and has_tiles(), name,
          f"takes bfloat16 where there is AMX, got {x.dtype}")
     _linear(name, x, weight, bias, out, add, capture)
 
 
-def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool, *,
-                   capture: CapturedCalls | None = None) -> None:
-    """See `library.linear_float32`."""
+def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
+                   add: bool = False, *, capture: CapturedCalls | None = None) -> None:
+    """Run `reference.attention.linear_skinny` for any rows, with float32 arithmetic.
+
+    Weights are converted to float32 in blocks that stay in cache. No bit depends on the number of
+    threads.
+    """
     name = "linear_float32"
-    need(x.dtype in (torch.bfloat16, torch.float16), name,
+    check(x.dtype in (torch.bfloat16, torch.float16), name,
          f"takes bfloat16 or float16, got {x.dtype}")
     _linear(name, x, weight, bias, out, add, capture)
 
@@ -254,9 +267,9 @@ def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, 
 def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, add: bool,
             capture: CapturedCalls | None) -> None:
     outputs = len(weight)
-    dtype = product_shapes(name, x, outputs, bias, out)
-    expect(name, dtype, weight=(weight, (outputs, x.shape[1])))
-    lines(name, x=x, weight=weight)
+    dtype = check_linear(name, x, outputs, bias, out)
+    check_tensors(name, dtype, weight=(weight, (outputs, x.shape[1])))
+    check_last_dim_contiguous(name, x=x, weight=weight)
     call(name, "Linear", capture=capture, tensors=(x, weight, bias, out),
          x=x.data_ptr(), weight=weight.data_ptr(), bias=address(bias), out=out.data_ptr(),
          dtype=DTYPES[dtype], rows=len(x), inputs=x.shape[1], outputs=outputs, x_row=x.stride(0),
@@ -264,92 +277,94 @@ def _linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tens
 
 
 def plain_matrix(weight: Tensor) -> ctypes.Structure:
-    """The struct of a matrix [outputs, inputs] of 16 bits, contiguous."""
+    """Return the struct of a contiguous 16-bit weight [outputs, inputs]."""
     return STRUCTS["Matrix"](weight.data_ptr(), *weight.shape, 16, 0, 16)
 
 
-def matrix(name: str, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-           activation_bits: int = 16):
-    """The struct of a quantized matrix, whose bytes are there; a group of 0: in MXFP4."""
-    layout = layout_of(outputs, inputs, bits, group)
-    expect(name, torch.uint8, data=(data, (layout.nbytes,)))
-    contiguous(name, data=data)
-    need(activation_bits == 16 or activation_bits == 8 and bits != 12, name,
-         f"cannot round activations to {activation_bits} bits for weights of {bits}")
-    return STRUCTS["Matrix"](data.data_ptr(), outputs, inputs, bits, group, activation_bits)
+def matrix_struct(name: str, matrix: QuantizedMatrix) -> ctypes.Structure:
+    """Return the struct of a quantized weight, whose bytes are checked.
+
+    Its group is 0 for MXFP4, and negative for compact scales.
+    """
+    layout, activation_bits = matrix.layout, matrix.activation_bits
+    check_tensors(name, torch.uint8, data=(matrix.data, (layout.nbytes,)))
+    check_contiguous(name, data=matrix.data)
+    check(activation_bits == 16 or activation_bits == 8 and layout.bits != 12, name,
+          f"cannot round activations to {activation_bits} bits for weights of {layout.bits}")
+    group = 0 if layout.mxfp4 else -layout.group if layout.compact else layout.group
+    return STRUCTS["Matrix"](matrix.data.data_ptr(), layout.outputs, layout.inputs, layout.bits,
+                             group, activation_bits)
 
 
-def quantize_matrix(weight: Tensor, data: Tensor, bits: int, group: int, search: bool,
+def quantize_matrix(weight: Tensor, matrix: QuantizedMatrix, *, search: bool = False,
                     importance: Tensor | None = None) -> None:
-    """See `library.quantize_matrix`."""
-    dtype = floats("quantize_matrix", weight, 2)
-    need(group != 0, "quantize_matrix", "MXFP4 is for the reference")
-    expect("quantize_matrix", dtype, weight=(weight, weight.shape))
-    if importance is not None:
-        expect("quantize_matrix", torch.float32, importance=(importance, weight.shape[1:]))
-        contiguous("quantize_matrix", importance=importance)
+    """Run `reference.matrix.quantize_matrix`, with the result in matrix.data; not for MXFP4."""
+    name = "quantize_matrix"
+    dtype = check_floats(name, weight, 2)
+    check(not matrix.layout.mxfp4, name, "MXFP4 is for the reference")
+    check_tensors(name, dtype, weight=(weight, matrix.shape))
+    check_tensors(name, torch.float32, importance=(importance, weight.shape[1:]))
+    check_contiguous(name, importance=importance)
     weight = unit_stride(weight)
-    call("quantize_matrix", "Quantize", weight=weight.data_ptr(), importance=address(importance),
-         matrix=matrix("quantize_matrix", data, *weight.shape, bits, group),
-         dtype=DTYPES[dtype], weight_row=weight.stride(0), search=search)
+    call(name, "Quantize", weight=weight.data_ptr(), importance=address(importance),
+         matrix=matrix_struct(name, matrix), dtype=DTYPES[dtype], weight_row=weight.stride(0),
+         search=search)
 
 
-def repack(blocks: np.ndarray, order: Tensor | None, kind: BlockType, data: Tensor, outputs: int,
-           inputs: int, bits: int, group: int) -> bool:
-    """See `ops.repack`; the matrix is of the type's own layout."""
+def repack(blocks: np.ndarray, kind: BlockType, matrix: QuantizedMatrix,
+           order: Tensor | None = None) -> bool:
+    """Run `ops.repack`, with the result in matrix.data; its layout is the block type's own."""
+    name, (outputs, inputs) = "repack", matrix.shape
     row_bytes = inputs // kind.elements * kind.nbytes
-    held = matrix("repack", data, outputs, inputs, bits, group)
-    need(blocks.dtype == np.uint8 and blocks.flags.c_contiguous and blocks.ndim == 2
-         and (order is not None or len(blocks) == outputs) and blocks.shape[1] == row_bytes,
-         "repack", f"takes contiguous bytes of {outputs} rows, got {blocks.shape}")
-    expect("repack", torch.int64, order=(order, (outputs,)))
+    struct = matrix_struct(name, matrix)
+    check(blocks.dtype == np.uint8 and blocks.flags.c_contiguous and blocks.ndim == 2
+          and (order is not None or len(blocks) == outputs) and blocks.shape[1] == row_bytes,
+          name, f"takes contiguous bytes of {outputs} rows, got {blocks.shape}")
+    check_tensors(name, torch.int64, order=(order, (outputs,)))
     if order is not None:
-        contiguous("repack", order=order)
-        need(int(order.min()) >= 0 and int(order.max()) < len(blocks), "repack",
-             "rows out of range")
+        check_contiguous(name, order=order)
+        check(int(order.min()) >= 0 and int(order.max()) < len(blocks), name, "rows out of range")
     broken = ctypes.c_int64()
-    call("repack", "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=held,
+    call(name, "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=struct,
          broken=ctypes.addressof(broken), kind=kind.number, row_bytes=row_bytes)
     return not broken.value
 
 
-def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
-                dtype: torch.dtype) -> Tensor:
-    """See `library.unpack_rows`."""
+def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run `reference.matrix.unpack_rows`."""
     name = "unpack_rows"
-    held = matrix(name, data, outputs, inputs, bits, group)
-    need(dtype in DTYPES, name, f"cannot make {dtype}")
-    expect(name, torch.int64, rows=(rows, (rows.numel(),)))
+    struct = matrix_struct(name, matrix)
+    check(dtype in DTYPES, name, f"cannot make {dtype}")
+    check_tensors(name, torch.int64, rows=(rows, (rows.numel(),)))
     rows = rows.contiguous()
-    out = torch.empty(len(rows), inputs, dtype=dtype)
-    call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=held,
+    out = torch.empty(len(rows), matrix.layout.inputs, dtype=dtype)
+    call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=struct,
          dtype=DTYPES[dtype], count=len(rows))
     return out
 
 
-def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-                     bias: Tensor | None, out: Tensor, add: bool, activation_bits: int = 16, *,
-                     capture: CapturedCalls | None = None) -> None:
-    """See `library.linear_quantized`."""
-    name = "linear_quantized"
-    dtype = product_shapes(name, x, outputs, bias, out)
-    need(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
-    held = matrix(name, data, outputs, inputs, bits, group, activation_bits)
+def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor,
+                     add: bool = False, *, capture: CapturedCalls | None = None) -> None:
+    """Run `reference.matrix.linear_quantized`."""
+    name, (outputs, inputs) = "linear_quantized", matrix.shape
+    dtype = check_linear(name, x, outputs, bias, out)
+    check(x.shape[1] == inputs, name, f"{x.shape[1]} inputs for a matrix of {inputs}")
+    struct = matrix_struct(name, matrix)
     if capture is not None:
-        lines(name, x=x)
+        check_last_dim_contiguous(name, x=x)
     x = unit_stride(x)
-    call(name, "Product", capture=capture, tensors=(x, data, bias, out),
-         x=x.data_ptr(), bias=address(bias), out=out.data_ptr(), matrix=held,
+    call(name, "Product", capture=capture, tensors=(x, matrix.data, bias, out),
+         x=x.data_ptr(), bias=address(bias), out=out.data_ptr(), matrix=struct,
          dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, eps: float,
          centred: bool, capture: CapturedCalls | None = None) -> None:
-    """See `reference_layer.norm`."""
-    dtype = floats("norm", x, 2)
-    expect("norm", dtype, x=(x, x.shape), out=(out, x.shape), weight=(weight, x.shape[1:]),
+    """Run `reference.layers.norm`."""
+    dtype = check_floats("norm", x, 2)
+    check_tensors("norm", dtype, x=(x, x.shape), out=(out, x.shape), weight=(weight, x.shape[1:]),
            bias=(bias, x.shape[1:]))
-    lines("norm", x=x, weight=weight, bias=bias, out=out)
+    check_last_dim_contiguous("norm", x=x, weight=weight, bias=bias, out=out)
     call("norm", "Norm", capture=capture, tensors=(x, weight, bias, out), x=x.data_ptr(),
          weight=address(weight), bias=address(bias), out=out.data_ptr(), dtype=DTYPES[dtype],
          rows=len(x), width=x.shape[1], x_row=x.stride(0), out_row=out.stride(0),
@@ -358,24 +373,25 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, 
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None,
            offsets: Tensor | None = None, *, capture: CapturedCalls | None = None) -> None:
-    """See `reference_layer.rotate`."""
-    dtype, half = floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
+    """Run `reference.layers.rotate`."""
+    dtype, half = check_floats("rotate", x, 3), 0 if cos is None else cos.shape[-1]
     tables = (len(x), half)
-    expect("rotate", dtype, x=(x, x.shape))
-    expect("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
-    need(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
+    check_tensors("rotate", dtype, x=(x, x.shape))
+    check_tensors("rotate", torch.float32, cos=(cos, tables), sin=(sin, tables))
+    check(2 * half <= x.shape[2], "rotate", f"tables of {half} turn more than "
          f"{x.shape[2]} elements")
     factor, shift, mean = (None, None, None) if change is None else (
         change.factor, change.shift, None if offsets is None else change.mean)
     kv_heads = x.shape[1] if factor is None else len(factor)
-    need(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
+    check(kv_heads > 0 and x.shape[1] % kv_heads == 0, "rotate",
          f"{x.shape[1]} heads are no multiple of {kv_heads} KV heads")
     constants = (kv_heads, x.shape[2])
-    expect("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants),
+    check_tensors("rotate", torch.float32, factor=(factor, constants), shift=(shift, constants),
            mean=(mean, constants), offsets=(offsets, tuple(x.shape[:2])))
-    need(offsets is None or mean is not None, "rotate", "offsets take the mean of keys")
-    lines("rotate", x=x)
-    contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift, mean=mean, offsets=offsets)
+    check(offsets is None or mean is not None, "rotate", "offsets take the mean of keys")
+    check_last_dim_contiguous("rotate", x=x)
+    check_contiguous("rotate", cos=cos, sin=sin, factor=factor, shift=shift, mean=mean,
+                     offsets=offsets)
     call("rotate", "Rotate", capture=capture, tensors=(x, cos, sin, factor, shift, mean, offsets),
          x=x.data_ptr(), cos=address(cos), sin=address(sin), factor=address(factor),
          shift=address(shift), mean=address(mean), offsets=address(offsets),
@@ -385,11 +401,11 @@ def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChang
 
 def activate(x: Tensor, function: str, factor: Tensor | None = None, *,
              capture: CapturedCalls | None = None) -> None:
-    """See `reference_layer.activate`."""
-    dtype = floats("activate", x, 2)
-    need(function in abi.ACTIVATIONS, "activate", f"there is no {function}")
-    expect("activate", dtype, x=(x, x.shape), factor=(factor, x.shape))
-    lines("activate", x=x, factor=factor)
+    """Run `reference.layers.activate`."""
+    dtype = check_floats("activate", x, 2)
+    check(function in abi.ACTIVATIONS, "activate", f"there is no {function}")
+    check_tensors("activate", dtype, x=(x, x.shape), factor=(factor, x.shape))
+    check_last_dim_contiguous("activate", x=x, factor=factor)
     call("activate", "Activate", capture=capture, tensors=(x, factor), x=x.data_ptr(),
          factor=address(factor), dtype=DTYPES[dtype], rows=len(x), width=x.shape[1],
          function=abi.ACTIVATIONS.index(function), x_row=x.stride(0),

@@ -10,19 +10,19 @@ from flexgen_h2o.kernels.arguments import (
     DEFAULT_ARGUMENTS,
     DTYPES,
     FormArguments,
+    check,
+    check_attention,
+    check_contiguous,
     check_form,
+    check_last_dim_contiguous,
     check_slots,
-    contiguous,
-    expect,
-    head_shapes,
-    lines,
-    need,
+    check_tensors,
 )
 from flexgen_h2o.kernels.cpu.library import CapturedCalls, call
 from flexgen_h2o.kernels.cpu.native import (
     address,
     form_struct,
-    record_layout,
+    group_struct,
     slot_fields,
     strides,
     unit_stride,
@@ -35,8 +35,8 @@ READERS = 32
 def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[int, int]
                   ) -> dict[str, int]:
     """Fields of an index [sequences, kv_heads, tiles, tile_bytes], whose tiles lie together."""
-    expect(name, torch.uint8, index=(index, (*heads, index.shape[2], layout.tile_bytes)))
-    need(index.stride()[2:] == (layout.tile_bytes, 1), name, "tiles of an index must lie together")
+    check_tensors(name, torch.uint8, index=(index, (*heads, index.shape[2], layout.tile_bytes)))
+    check(index.stride()[2:] == (layout.tile_bytes, 1), name, "tiles of an index must lie together")
     return {"head_dim": layout.length, "bits": layout.bits, "groups": layout.groups,
             "num_tiles": index.shape[2], "index_sequence": index.stride(0),
             "index_head": index.stride(1)}
@@ -44,21 +44,21 @@ def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[in
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                records: GroupLayout | None, capture: CapturedCalls | None = None) -> None:
-    """See `reference_recall.index_keys`."""
+    """Run `reference.recall.index_keys`."""
     name = "index_keys"
     width = layout.length if records is None else records.nbytes
-    need(keys.dim() == 4 and keys.is_cpu and keys.shape[3] == width and (
+    check(keys.dim() == 4 and keys.is_cpu and keys.shape[3] == width and (
         keys.dtype == torch.uint8 if records is not None else keys.dtype in DTYPES), name,
         f"keys must be [sequences, kv_heads, n, {width}] on the CPU, got {keys.dtype} "
         f"{list(keys.shape)}")
     sequences = len(keys)
-    expect(name, torch.int32, spans=(spans, (3, sequences)))
-    contiguous(name, spans=spans)
-    lines(name, keys=keys)
+    check_tensors(name, torch.int32, spans=(spans, (3, sequences)))
+    check_contiguous(name, spans=spans)
+    check_last_dim_contiguous(name, keys=keys)
     sequence, head, slot, _ = keys.stride()
     call(name, "IndexKeys", capture=capture, tensors=(keys, index, spans),
          keys=keys.data_ptr(), index=index.data_ptr(), spans=spans.data_ptr(),
-         layout=record_layout(records, keys.shape[-1]),
+         layout=group_struct(records, keys.shape[-1]),
          dtype=DTYPES.get(keys.dtype, 0), sequences=sequences, kv_heads=keys.shape[1],
          num_keys=keys.shape[2], keys_sequence=sequence, keys_head=head, keys_slot=slot,
          **_index_fields(name, index, layout, keys.shape[:2]))
@@ -70,23 +70,23 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
                 capture: CapturedCalls | None = None) -> Tensor:
     """See `reference_recall.choose_keys`; out is int32 [sequences, kv_heads, most], contiguous."""
     name = "choose_keys"
-    dtype, sequences = head_shapes(name, q, k, k), len(q)
-    need(len(k) == sequences and q.shape[2] == layout.length, name,
+    dtype, sequences = check_attention(name, q, k, k), len(q)
+    check(len(k) == sequences and q.shape[2] == layout.length, name,
          f"{len(k)} new keys for {sequences} queries, or not of {layout.length} elements")
-    expect(name, torch.int32, metadata=(metadata, (2, sequences)))
-    contiguous(name, metadata=metadata)
+    check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)))
+    check_contiguous(name, metadata=metadata)
     check_form(name, form, q.shape[1], sequences)
     tokens = 0
     if log_weights is not None:
         tokens = log_weights.shape[-1]
-        expect(name, torch.int32, log_weights=(log_weights, (sequences, k.shape[1], tokens)))
-        contiguous(name, log_weights=log_weights)
+        check_tensors(name, torch.int32, log_weights=(log_weights, (sequences, k.shape[1], tokens)))
+        check_contiguous(name, log_weights=log_weights)
     shape = (sequences, k.shape[1], most)
     chosen = metadata.new_empty(shape) if out is None else out
-    expect(name, torch.int32, out=(chosen, shape))
-    contiguous(name, out=chosen)
+    check_tensors(name, torch.int32, out=(chosen, shape))
+    check_contiguous(name, out=chosen)
     if capture is not None:
-        lines(name, q=q, k=k)
+        check_last_dim_contiguous(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
     call(name, "Choose", capture=capture,
          tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits, form.offsets),
@@ -106,17 +106,17 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
                     ) -> tuple[Tensor, Tensor]:
     """See `reference_recall.attend_recalled`; out is [sequences, heads, head_dim], contiguous."""
     name = "attend_recalled"
-    dtype, sequences = head_shapes(name, q, k, v), len(q)
-    need(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
+    dtype, sequences = check_attention(name, q, k, v), len(q)
+    check(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, layout)
-    expect(name, torch.int32, metadata=(metadata, (2, sequences)),
+    check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)),
            chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
     check_form(name, form, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
-    expect(name, dtype, out=(out, q.shape))
-    contiguous(name, metadata=metadata, chosen=chosen, out=out)
+    check_tensors(name, dtype, out=(out, q.shape))
+    check_contiguous(name, metadata=metadata, chosen=chosen, out=out)
     if capture is not None:
-        lines(name, q=q, k=k, v=v)
+        check_last_dim_contiguous(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Recalled", capture=capture,
@@ -132,16 +132,16 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
 
 def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
-    """See `reference_recall.take_slots`."""
+    """Run `reference.recall.take_slots`."""
     name = "take_slots"
     sequences, kv_heads, most = chosen.shape
     heads, (_, tokens), (_, num_slots) = sequences * kv_heads, slot_of.shape, token_of.shape
     told = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
             "slot_of": (slot_of, (heads, tokens)), "token_of": (token_of, (heads, num_slots)),
             "log_weights": (log_weights, (heads, tokens))}
-    expect(name, torch.int32, **told)
-    contiguous(name, **{key: tensor for key, (tensor, _) in told.items()})
-    need(newest > 0, name, f"{newest} newest tokens")
+    check_tensors(name, torch.int32, **told)
+    check_contiguous(name, **{key: tensor for key, (tensor, _) in told.items()})
+    check(newest > 0, name, f"{newest} newest tokens")
     slots = torch.empty_like(chosen)
     missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
     counts = chosen.new_empty(2, dtype=torch.int64)
@@ -158,11 +158,11 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
     """See `reference_recall.fetch_tokens`; reads are under way side by side."""
     name = "fetch_tokens"
     count, num_slots = missing.shape[1], slots.shape[-3]
-    expect(name, torch.int64, missing=(missing, (3, count)))
-    expect(name, torch.uint8, landing=(landing, (len(landing),)))
-    contiguous(name, slots=slots, landing=landing)
-    need(len(landing) >= layout.record_bytes, name, "no room for a record")
-    need(missing.stride(1) == 1 and slots.nbytes == slots.shape[:-2].numel() * layout.token_bytes,
+    check_tensors(name, torch.int64, missing=(missing, (3, count)))
+    check_tensors(name, torch.uint8, landing=(landing, (len(landing),)))
+    check_contiguous(name, slots=slots, landing=landing)
+    check(len(landing) >= layout.record_bytes, name, "no room for a record")
+    check(missing.stride(1) == 1 and slots.nbytes == slots.shape[:-2].numel() * layout.token_bytes,
          name, f"missing tokens must lie together, and slots have {layout.token_bytes} bytes")
     counts = missing.new_empty(2)
     call(name, "FetchTokens", missing=missing.data_ptr(), slots=slots.data_ptr(),

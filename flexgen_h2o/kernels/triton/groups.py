@@ -43,22 +43,21 @@ def _dequantize(records, out, rows, stride, LENGTH: tl.constexpr, GROUP: tl.cons
     tl.store(place + HALF, high, mask=mask)
 
 
-def quantize_groups(x: Tensor, bits: int) -> Tensor:
-    """See `reference.quantize_groups`; the same bytes."""
-    layout = GroupLayout(x.shape[-1], bits)
+def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
+    """Run `reference.attention.quantize_groups`, with identical bytes."""
     records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
     vectors = unit_stride(x.reshape(-1, layout.length))
     tile = max(1, GROUP_ELEMENTS // power_of_2(layout.length))
     if len(vectors):
         _quantize[(ceil_div(len(vectors), tile),)](
-            vectors, records, len(vectors), vectors.stride(0), layout.length, layout.group, bits,
-            layout.nbytes, tile)
+            vectors, records, len(vectors), vectors.stride(0), layout.length, layout.group,
+            layout.bits, layout.nbytes, tile)
     return records
 
 
-def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
-    """See `reference.dequantize_groups`."""
-    layout = GroupLayout(length, bits)
+def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
+    """Run `reference.attention.dequantize_groups`."""
+    length = layout.length
     out = records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
     flat = records.reshape(-1, layout.nbytes)
     if flat.stride(1) != 1 or flat.stride(0) % 2 or flat.data_ptr() % 2:
@@ -67,6 +66,6 @@ def dequantize_groups(records: Tensor, bits: int, length: int) -> Tensor:
     unit, (stride,) = in_units(flat)
     if len(flat):
         _dequantize[(ceil_div(len(flat), tile),)](
-            flat, out, len(flat), stride, length, layout.group, bits,
+            flat, out, len(flat), stride, length, layout.group, layout.bits,
             power_of_2(length // 2), unit, tile)
     return out

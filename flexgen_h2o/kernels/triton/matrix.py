@@ -23,7 +23,7 @@ from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.gpus import gpu_of
-from flexgen_h2o.kernels.matrix import layout_of
+from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.triton import floats as triton_floats
 from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
 from flexgen_h2o.kernels.triton.common import (
@@ -208,11 +208,10 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
              mask=(k < inputs)[:, :, None] & there[None, None, :])
 
 
-def unpack_rows(data: Tensor, outputs: int, inputs: int, bits: int, group: int, rows: Tensor,
-                dtype: torch.dtype) -> Tensor:
-    """See `reference_matrix.unpack_rows`; the same bits in float32."""
-    out = data.new_empty((len(rows), inputs), dtype=dtype)
-    _unpack_to(out, data, layout_of(outputs, inputs, bits, group), chosen=rows.contiguous())
+def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run `reference.matrix.unpack_rows`, with identical bits in float32."""
+    out = matrix.data.new_empty((len(rows), matrix.layout.inputs), dtype=dtype)
+    _unpack_to(out, matrix.data, matrix.layout, chosen=rows.contiguous())
     return out
 
 
@@ -227,15 +226,17 @@ def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 
                       layout.groups, MAGIC, layout.words, layout.bits, block)
 
 
-def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: int, group: int,
-                     bias: Tensor | None, out: Tensor, add: bool) -> None:
-    """See `reference_matrix.linear_quantized`; the same result for the same arguments.
+def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, out: Tensor,
+                     add: bool = False) -> None:
+    """Run `reference.matrix.linear_quantized`; results are deterministic.
 
-    Where `dispatch.gpu_choice` gives "unpacked", and on matrix units with groups that these do not
-    take (6 bits of more than 8 rows), weights are rounded to x's dtype first, and a result with
-    both summands twice.
+    Weights are rounded to x's dtype first where `dispatch.gpu_choice` returns "unpacked", and on
+    tensor cores with groups that these do not support (6 bits with more than 8 rows). A result with
+    bias and residual is then rounded twice.
     """
-    layout = layout_of(outputs, inputs, bits, group)
+    if matrix.activation_bits != 16:
+        raise ValueError("linear_quantized: a GPU rounds no activations")
+    data, layout = matrix.data, matrix.layout
     if not len(x):
         return
     x = unit_stride(x)
@@ -251,8 +252,8 @@ def linear_quantized(x: Tensor, data: Tensor, outputs: int, inputs: int, bits: i
         return
     if parts is not None:
         block = 64 if interpreted() else 512
-        _add_parts[(len(x), ceil_div(outputs, block))](
-            parts, bias, out, out.stride(0), outputs, len(parts), add, block)
+        _add_parts[(len(x), ceil_div(layout.outputs, block))](
+            parts, bias, out, out.stride(0), layout.outputs, len(parts), add, block)
 
 
 def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
