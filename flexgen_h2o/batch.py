@@ -1,4 +1,4 @@
-"""The module that torchrun starts, ``python -m flexgen_h2o.batch``: what `commands.batch` does."""
+"""``python -m flexgen_h2o.batch``: the command `batch`, as a module that torchrun starts."""
 
 import sys
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
+from attention_study.stats import ROWS
 from hypothesis import given
 from hypothesis import strategies as st
-
-from flexgen_h2o.commands.analysis.stats import ROWS
 
 KV_HEADS, GROUP, DIM = 2, 3, 8
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import analyze
+import stream_segments
+
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
-from flexgen_h2o.commands import analyze, stream_segments
 from flexgen_h2o.engine import loading
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.decoder import DecoderLayers

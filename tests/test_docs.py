@@ -48,9 +48,12 @@ def shown_commands() -> Iterator[tuple[str, list[str]]]:
 
 
 COMMANDS = list(shown_commands())
-OURS = [(page, words[2:] if words[0] == "python" else [f"flexgen_h2o.{words[1]}", *words[2:]])
-        for page, words in COMMANDS
-        if words[:2] == ["python", "-m"] or words[0] == "flexgen-h2o" and words[1][0] != "-"]
+PROGRAMS = (["python", "-m", "flexgen_h2o"], ["flexgen-h2o"])
+OURS = [(page, [f"flexgen_h2o.{rest[0]}", *rest[1:]]) for page, words in COMMANDS
+        for program in PROGRAMS if words[:len(program)] == program
+        and (rest := words[len(program):])[0][0] != "-"]
+OURS += [(page, words[2:]) for page, words in COMMANDS
+         if words[:2] == ["python", "-m"] and words[2] != "flexgen_h2o"]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +71,11 @@ def test_the_page_of_flags_is_what_the_tables_say(flag_page, capsys):
 def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
     written = "\n".join(read(page) for page in PAGES if page != flag_page.PAGE)
     named = set(re.findall(r"--[a-z0-9-]*[a-z0-9]", written))
-    known = {command: set(flag_page.flags(command)) for command in flag_page.MODULES}
+    known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
     known["the program"] = {"--version", "--print-completion"}
     assert known["generate"] == {
         each for each in parser.build_parser()._option_string_actions
-        if each.startswith("--")} - {"--help", "--version"}
+        if each.startswith("--")} - {"--help", "--help-all", "--version"}
     assert not {command: missing for command, flags in known.items()
                 if (missing := sorted(flags - named))}
 

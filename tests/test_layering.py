@@ -50,9 +50,7 @@ TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations"
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.cache_rates",
-         "planning.calibrate", "distributed.control_messages", "distributed.pipeline",
-         "commands.analysis.evicted", "commands.analysis.misses", "commands.analysis.stats",
-         "commands.analysis.survey"}
+         "planning.calibrate", "distributed.control_messages", "distributed.pipeline"}
 """What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.placement", "cache", "models", "models.model_config",

@@ -14,18 +14,17 @@ from pathlib import Path
 from flexgen_h2o.cli.commands import COMMANDS, command_module
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "command-line.md"
-MODULES = (*COMMANDS, "stream_quality")
-"""The modules of commands/ whose `parser` has flags."""
 LIKE_GENERATE = ("plan", "bench")
 """Those of which only flags that are not exactly `generate`'s get rows of their own."""
 
 HEAD = """\
 # Command line
 
-Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o.NAME`, and has `--help` and
-`--version`. `flexgen-h2o` with flags alone is `generate`, as is `python -m flexgen_h2o.flex_opt`.
-Names are FlexGen's and the H2O fork's where those have the flag. Studies take underscores for
-dashes too. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
+Every command is `flexgen-h2o NAME` or `python -m flexgen_h2o NAME`, and has `--help` (the common
+flags), `--help-all` and `--version`. `flexgen-h2o` with flags alone is `generate`, as is
+`python -m flexgen_h2o.flex_opt`; torchrun starts `-m flexgen_h2o.batch`. Names are those of FlexGen
+and of the H2O repository where these have the flag. `summarize` and `stream` also take underscores
+for dashes. A size is a number of bytes, or `6GB`, `500MB`, `1.5GiB`. The script that
 `flexgen-h2o --print-completion bash` (`zsh`, `tcsh`) prints completes all of this in a shell.
 
 `tools/command_line_page.py` makes this page from the tables that parse the flags."""
@@ -40,7 +39,7 @@ def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse
     """Each group of flags that is not empty: its title and the flags but those of all commands."""
     for group in parser._action_groups:
         actions = [each for each in group._group_actions
-                   if not {"--help", "--version"} & {*each.option_strings}]
+                   if not {"--help", "--help-all", "--version"} & {*each.option_strings}]
         if actions:
             yield group.title or "", actions
 
@@ -82,7 +81,7 @@ def section(name: str) -> Iterator[str]:
 
 def page() -> str:
     """The page in markdown."""
-    return "\n\n".join([HEAD, *(part for name in MODULES for part in section(name))]) + "\n"
+    return "\n\n".join([HEAD, *(part for name in COMMANDS for part in section(name))]) + "\n"
 
 
 def main(arguments: list[str]) -> int:

@@ -9,11 +9,13 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from flexgen_h2o.config.launch import MESSAGES
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import flush_streams, open_closed_streams, tell
+
+Options = TypeVar("Options")
 
 
 class _Stop(KeyboardInterrupt):
@@ -133,6 +135,12 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
         return status
 
     return entry
+
+
+def entry_point(parse_args: Callable[[Sequence[str] | None], Options],
+                run: Callable[[Options], int | None]) -> Main:
+    """Return the `main` of a command: parse the flags, run, turn errors into an exit status."""
+    return command(lambda argv: run(parse_args(argv)))
 
 
 def _leave_what_waits(status: object) -> None:

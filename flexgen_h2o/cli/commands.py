@@ -27,14 +27,12 @@ COMMANDS = {
     "bench": "throughput and latency of one configuration, beside its roofline",
     "summarize": "summaries of articles, and their ROUGE",
     "stream": "conversations without end through one cache of fixed size",
-    "quality": "perplexity and greedy tokens by the budget of the cache",
-    "analyze": "what attention looks like: the observations behind H2O",
     "doctor": "what this machine has, and what would be slow on it and why",
 }
 """What each command is for, in the order of ``--help``."""
 
 SHELLS = ("bash", "zsh", "tcsh")
-_OWN = ("-h", "--help", "--version", "--print-completion")
+_OWN = ("-h", "--help", "--help-all", "--version", "--print-completion")
 """Flags of the program itself. Any other begins those of `generate`."""
 
 
@@ -93,11 +91,11 @@ def completion(shell: str) -> str:
     import shtab  # only now: nothing else needs it
 
     # By the name of the script: a shell completes the words after that.
-    whole = Parser(prog=SCRIPT, version=None, parents=[parser()], add_help=False)
+    whole = Parser(prog=SCRIPT, own_flags=False, parents=[parser()], add_help=False)
     commands = whole.add_subparsers(metavar="COMMAND")
     for name, text in COMMANDS.items():
         added = commands.add_parser(name, help=text, parents=[command_module(name).parser()],
-                                    add_help=False, version=None)
+                                    add_help=False, own_flags=False)
         for action in added._actions:
             value = str(action.metavar or "")
             if value.startswith(("FILE", "DIR")):  # the attribute is shtab's

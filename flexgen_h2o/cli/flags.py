@@ -29,6 +29,12 @@ GOALS = ("throughput", "latency")
 GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", "sampling",
           "results", "several processes")
 
+COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", "prompt", "prompts",
+          "chat", "config", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "percent",
+          "offload_dir", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio", "recall",
+          "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv", "verbose")
+"""Flags that ``--help`` shows; ``--help-all`` shows the others too."""
+
 
 def _flag(group: str, kind: str, default: object, *, help: str, **rules: object) -> Any:
     """A field and the metadata of its flag, which ``--help`` shows in one of `GROUPS`."""

@@ -11,19 +11,20 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flexgen_h2o.cli.flags import GROUPS
+from flexgen_h2o.cli.flags import COMMON, GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import checked, flag_name, load_yaml
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError, did_you_mean
+from flexgen_h2o.files.terminal import show
 
 SCRIPT = "flexgen-h2o"
-"""The command that setup.py installs."""
+"""The command that the package installs."""
 PACKAGE = __name__.partition(".")[0]
-FLEX_OPT = f"python -m {PACKAGE}.flex_opt"
-VERSION_HELP = "print the version and end"
+MODULES = ("flex_opt", "batch")
+"""Commands that are modules too, ``python -m flexgen_h2o.batch``, which torchrun starts."""
 
 _KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
@@ -33,17 +34,51 @@ _GEN_LEN_ELSEWHERE = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "-
 """What transformers, vLLM and OpenAI call `--gen-len`."""
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are `UserError`, one line like all others, with no usage before.
+class _HelpAll(argparse.Action):
+    """``--help-all``: the help with the advanced flags."""
 
-    `version` is what ``--help`` says of the flag ``--version``; None: there is none.
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Parser)
+        show(parser.format_help(everything=True).rstrip("\n"))
+        parser.exit()
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse parser whose errors are `UserError`: one line, without a usage before it.
+
+    Parameters
+    ----------
+    own_flags : bool
+        Add ``--version`` and ``--help-all``.
+
+    Attributes
+    ----------
+    advanced : list of argparse.Action
+        Flags that ``--help`` leaves out, and ``--help-all`` shows.
     """
 
-    def __init__(self, *, version: str | None = VERSION_HELP, **options: Any):
+    def __init__(self, *, own_flags: bool = True, **options: Any):
         super().__init__(**options)
-        if version is not None:
+        self.advanced: list[argparse.Action] = []
+        if own_flags:
+            self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags")
             self.add_argument("--version", action="version", version=f"{PACKAGE} {VERSION}",
-                              help=version)
+                              help="print the version and end")
+
+    def format_help(self, everything: bool = False) -> str:
+        """Return the text of ``--help``, or with `everything` that of ``--help-all``."""
+        helps = {action: action.help for action in self.advanced}
+        try:
+            if not everything:
+                for action in helps:
+                    action.help = argparse.SUPPRESS
+            text = super().format_help()
+        finally:
+            for action, help in helps.items():
+                action.help = help
+        if helps and not everything:
+            text += f"\n{len(helps)} more flags: --help-all\n"
+        return text
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -104,40 +139,38 @@ def arguments(spec: Field[Any]) -> dict[str, Any]:
 
 
 def program(command: str = "") -> str:
-    """A command's name for its usage: as it was called, by script, by package or by module.
+    """Return the name of a command for its usage line, as the user called it.
 
-    Without a command, the name of the program that has all of them.
+    Without a command, the name of the program.
     """
     called = Path(sys.argv[0])
     if called.name == SCRIPT:
         return f"{SCRIPT} {command}".rstrip()
-    if not command or (called.parent.name, called.name) == (PACKAGE, "__main__.py"):
-        return f"python -m {PACKAGE} {command}".rstrip()
-    return f"python -m {PACKAGE}.{command}"
+    if called.parent.name == PACKAGE and called.stem in MODULES:
+        return f"python -m {PACKAGE}.{called.stem}"
+    return f"python -m {PACKAGE} {command}".rstrip()
 
 
 def build_parser(
-    specs: Iterable[Field[Any]] = fields(RunConfig), *, prog: str = FLEX_OPT,
+    specs: Iterable[Field[Any]] = fields(RunConfig), *, command: str = "generate",
     usage: str = "%(prog)s [--model NAME] [--prompts FILE] [--percent P P P P] [flags]",
     description: str = "Generate text with a model larger than memory: weights, KV cache and "
     "activations spread over device, host memory and disk.",
-    version: str = argparse.SUPPRESS,
 ) -> Parser:
-    """The parser of some flags, in their groups. A flag that is not given stays unset.
+    """Return the parser of some flags, in their groups. A flag that is not given stays unset.
 
     Parameters
     ----------
     specs : fields of dataclasses
-        What `values.flag` made, each with one of `GROUPS`. By default all of `flex_opt`, whose
-        other defaults are its own as well.
-    prog, usage, description, version : str
-        What ``--help`` shows.
+        Made by `values.flag`, each with one of `GROUPS`. By default all flags of `generate`.
+    command, usage, description : str
+        The texts of ``--help``.
     """
+    specs = list(specs)
     parser = Parser(
-        prog=prog,
+        prog=program(command),
         usage=usage,
         description=description,
-        version=version,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(
@@ -147,8 +180,10 @@ def build_parser(
     groups = {name: parser.add_argument_group(name) for name in GROUPS}
     for spec in specs:
         short = [spec.metadata["short"]] if "short" in spec.metadata else []
-        groups[spec.metadata["group"]].add_argument(flag_name(spec.name), *short,
-                                                    **arguments(spec))
+        action = groups[spec.metadata["group"]].add_argument(flag_name(spec.name), *short,
+                                                             **arguments(spec))
+        if spec in fields(RunConfig) and spec.name not in COMMON:
+            parser.advanced.append(action)
     return parser
 
 
@@ -166,11 +201,6 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
         if not given.keys().isdisjoint(flags):
             values = {k: v for k, v in values.items() if k not in replaced}
     return values | given
-
-
-# Flags of a task: its own, which are fields of its options, and some of `flex_opt`'s. No torch.
-#
-# Every flag may be written with dashes or, as in the H2O repository, with underscores.
 
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
@@ -204,24 +234,27 @@ def check_own(options: object) -> None:
         object.__setattr__(options, spec.name, checked(spec, getattr(options, spec.name)))
 
 
-def command_parser(options: type, shared: Collection[str], *, name: str, description: str,
-                 defaults: Mapping[str, object], helps: Mapping[str, str] | None = None) -> Parser:
-    """The parser of a task.
+def command_parser(options: type, shared: Collection[str], *, prog: str, description: str,
+                   defaults: Mapping[str, object], helps: Mapping[str, str] | None = None
+                   ) -> Parser:
+    """Return the parser of a command with flags of its own and few of `generate`'s.
+
+    Every flag may be written with dashes or, as in the H2O repository, with underscores.
 
     Parameters
     ----------
     options : type
-        Dataclass of the task's own flags.
+        Dataclass of the command's own flags.
     shared : collection of str
         Fields of `RunConfig` that are flags here, beside `model`.
-    name, description : str
-        The task's name among the commands, and what ``--help`` says of it.
+    prog, description : str
+        The texts of ``--help``.
     defaults : mapping
-        What ``--help`` shows as defaults of shared flags where they are not `RunConfig`'s.
+        Defaults of shared flags, for ``--help``, where they differ from `RunConfig`'s.
     helps : mapping, optional
-        And what it says of them.
+        Help texts of shared flags, where they differ.
     """
-    parser = Parser(prog=program(name), description=description, allow_abbrev=False,
+    parser = Parser(prog=prog, description=description, allow_abbrev=False,
                     argument_default=argparse.SUPPRESS)
     for spec in fields(RunConfig):
         if spec.name == "model" or spec.name in shared:

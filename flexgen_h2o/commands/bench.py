@@ -6,14 +6,13 @@ Beside the figures stands the roofline, if this machine has been measured.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.flags import WARM_UP
 from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, warm_up, workload
 from flexgen_h2o.cli.parser import check_own, own_fields
@@ -76,7 +75,7 @@ def parser() -> flag_parser.Parser:
              and spec.name not in _NOT_HERE}
     specs |= {spec.name: spec for spec in (*fields(BenchHelps), *own_fields(BenchOptions))}
     return flag_parser.build_parser(
-        specs.values(), prog=flag_parser.program("bench"), version=flag_parser.VERSION_HELP,
+        specs.values(), command="bench",
         usage="%(prog)s [--model NAME] [--percent P P P P] [--repeats N] [--csv FILE] [flags]",
         description="Throughput and latency of one configuration on synthetic prompts, beside its "
         "roofline.")
@@ -202,11 +201,4 @@ def _least(least: Choice, stats: RunStats) -> list[float | None]:
             ratio(stats.generated_tokens, least.seconds), step, step]
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

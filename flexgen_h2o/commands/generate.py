@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import (
     follow,
     joined,
@@ -109,8 +108,7 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
 
 def parser() -> flag_parser.Parser:
     """The parser of the flags."""
-    return flag_parser.build_parser(prog=flag_parser.program("generate"),
-                                    version=flag_parser.VERSION_HELP)
+    return flag_parser.build_parser(command="generate")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
@@ -118,11 +116,4 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     return flag_parser.parse_args(argv, parser())
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.commands.generate import run
@@ -35,7 +34,7 @@ def parser() -> flag_parser.Parser:
              if spec.metadata["group"] in _GROUPS and spec.name not in _IDLE}
     return flag_parser.build_parser(
         (specs | {spec.name: spec for spec in fields(PlanHelps)}).values(),
-        prog=flag_parser.program("plan"), version=flag_parser.VERSION_HELP,
+        command="plan",
         usage="%(prog)s [--model NAME] [--percent auto] [--hardware FILE.yaml] [flags]",
         description="Print the policy of a run, as flags to paste, and what is predicted of it. "
         "--percent auto chooses the policy.")
@@ -47,11 +46,4 @@ def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     return RunConfig.from_mapping(given | {"plan_only": True})
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from flexgen_h2o.cli import parser as task_flags
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
@@ -243,7 +242,7 @@ class StreamOptions:
 def parser() -> Parser:
     """The parser of the flags."""
     return task_flags.command_parser(
-        StreamOptions, _SHARED, name="stream", defaults=_SHOWN,
+        StreamOptions, _SHARED, prog=task_flags.program("stream"), defaults=_SHOWN,
         helps=_HELPS,
         description="Answer conversations one after the other through one cache of fixed size.")
 
@@ -329,11 +328,4 @@ def _encoder(tokenizer, chat_template: bool) -> Iterator[Callable[[str], object]
                                      add_special_tokens=False, verbose=False)["input_ids"]
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

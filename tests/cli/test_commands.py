@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from flexgen_h2o.cli.commands import COMMANDS
 from flexgen_h2o.commands import generate, plan
 
 VERSION = f"flexgen_h2o {flexgen_h2o.__version__}\n"
-MODULES = (*COMMANDS, "stream_quality")
 
 
 def printed(capsys, call, *argv: object) -> str:
@@ -36,26 +34,30 @@ def printed(capsys, call, *argv: object) -> str:
     return out
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_has_help_and_a_version_in_every_spelling(name, capsys, monkeypatch):
     main = commands.command_module(name).main
     for called, usage in (("/usr/bin/flexgen-h2o", f"flexgen-h2o {name}"),
                           ("/src/flexgen_h2o/__main__.py", f"python -m flexgen_h2o {name}"),
-                          (f"/src/flexgen_h2o/tasks/{name}.py", f"python -m flexgen_h2o.{name}")):
+                          ("/src/flexgen_h2o/batch.py", "python -m flexgen_h2o.batch")):
         monkeypatch.setattr(sys, "argv", [called])
         text = printed(capsys, main, ["--help"])
         assert text.startswith(f"usage: {usage} [") and "--version" in text
-        if name in COMMANDS:
-            assert printed(capsys, commands.main, [name, "--help"]) == text
+        assert printed(capsys, commands.main, [name, "--help"]) == text
     assert printed(capsys, main, ["--version"]) == VERSION
-    monkeypatch.setattr(sys, "argv", [name, "--version"])
-    assert printed(capsys, lambda: runpy.run_module(f"flexgen_h2o.{name}", run_name="__main__")
-                   ) == VERSION
 
 
-def test_python_runs_the_package_and_its_commands_without_a_warning():
-    for words in (["flexgen_h2o"], ["flexgen_h2o", "plan"], ["flexgen_h2o.analyze"],
-                  ["flexgen_h2o.commands.quality"], ["flexgen_h2o.flex_opt"]):
+def test_help_shows_common_flags_and_help_all_every_flag(capsys):
+    few, all_flags = (printed(capsys, generate.main, [flag]) for flag in ("--help", "--help-all"))
+    for flag, common in (("--hh-ratio", True), ("--percent", True), ("--sep-layer", False),
+                         ("--index-bits", False)):
+        assert (f"\n  {flag} " in few, f"\n  {flag} " in all_flags) == (common, True)
+    assert "more flags: --help-all" in few and "more flags" not in all_flags
+
+
+def test_python_runs_the_package_and_its_modules_without_a_warning():
+    for words in (["flexgen_h2o"], ["flexgen_h2o", "plan"], ["flexgen_h2o.batch"],
+                  ["flexgen_h2o.flex_opt"]):
         done = subprocess.run([sys.executable, "-W", "error", "-m", *words, "--version"], cwd=ROOT,
                               capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, VERSION, "")
@@ -87,11 +89,11 @@ def test_a_name_that_is_no_command_is_told_in_a_line(capsys):
     command_refused(commands.main, capsys, ["--print-completion"], "expected one argument")
 
 
-def test_flex_opt_is_generate_by_its_old_name(capsys):
-    old, new = (printed(capsys, main, ["--help"]) for main in (flex_opt.main, generate.main))
-    lines = [line for line in new.splitlines(keepends=True) if "--version" not in line]
-    assert "".join(lines).replace("flexgen_h2o.generate", "flexgen_h2o.flex_opt") == old
-    assert printed(capsys, flex_opt.main, ["--version"]) == VERSION
+def test_flex_opt_is_generate(capsys, monkeypatch):
+    assert flex_opt.main is generate.main
+    monkeypatch.setattr(sys, "argv", ["/src/flexgen_h2o/flex_opt.py"])
+    text = printed(capsys, flex_opt.main, ["--help"])
+    assert text.startswith("usage: python -m flexgen_h2o.flex_opt [")
 
 
 def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
@@ -110,9 +112,8 @@ def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("argv", [
-    ["quality", "--from-csv", str(ROOT / "benchmarks/results/quality/quality.csv")],
     ["summarize", "--from-csv", str(ROOT / "benchmarks/results/quality/summarize.csv")],
-    ["--print-completion", "bash"]], ids=["quality", "summarize", "completion"])
+    ["--print-completion", "bash"]], ids=["summarize", "completion"])
 @pytest.mark.parametrize(("stdout", "status"), [("head", 0), ("full", 2)])
 def test_what_cannot_be_printed_is_told_in_a_line(argv, stdout, status, capsys, monkeypatch):
     reader, writer = os.pipe() if stdout == "head" else (None, os.open("/dev/full", os.O_WRONLY))
@@ -164,7 +165,7 @@ def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
             (("",), {*COMMANDS}),
             (("generate", "--hh-r"), {"--hh-ratio"}),
             (("plan", "--goal", "lat"), {"latency"}),
-            (("quality", "--input-path", "art"), {"articles.jsonl"})):
+            (("summarize", "--input-path", "art"), {"articles.jsonl"})):
         assert completed(script, "flexgen-h2o", *words, folder=tmp_path) == offered
 
 

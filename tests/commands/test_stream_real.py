@@ -8,12 +8,13 @@ import math
 import shutil
 
 import pytest
+import stream_quality
+import stream_segments as segments
 from read_back import read_jsonl
+from stream_segments import Streamed
 
 from flexgen_h2o import LLM
-from flexgen_h2o.commands import stream, stream_quality
-from flexgen_h2o.commands import stream_segments as segments
-from flexgen_h2o.commands.stream_segments import Streamed
+from flexgen_h2o.commands import stream
 from flexgen_h2o.conversation import CHUNK
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))

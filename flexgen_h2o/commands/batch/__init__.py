@@ -8,7 +8,6 @@ torch is loaded.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexgen_h2o.cli.command import ALL_FAILED, Ending, command
+from flexgen_h2o.cli.command import ALL_FAILED, Ending, entry_point
 from flexgen_h2o.cli.launch import follow, joined, open_on_ranks
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig
@@ -298,11 +297,4 @@ def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
     return ALL_FAILED if progress.failed == progress.total else 0
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line."""
-    return run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

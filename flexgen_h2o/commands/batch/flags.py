@@ -269,7 +269,7 @@ def parser() -> flag_parser.Parser:
              and spec.name not in _NOT_HERE}
     specs |= {spec.name: spec for spec in (*fields(BatchHelps), *own_fields(BatchOptions))}
     return flag_parser.build_parser(
-        specs.values(), prog=flag_parser.program("batch"), version=flag_parser.VERSION_HELP,
+        specs.values(), command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
         description="Run a file of requests, as OpenAI's Batch API has them, through a model; a "
         "job that was stopped goes on where it was.")

@@ -6,12 +6,11 @@ and the rest is told.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.parser import check_own
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
@@ -35,8 +34,7 @@ class DoctorOptions:
 def parser() -> flag_parser.Parser:
     """The parser of the flags."""
     return flag_parser.build_parser(
-        fields(DoctorOptions), prog=flag_parser.program("doctor"),
-        version=flag_parser.VERSION_HELP, usage="%(prog)s [--offload-dir DIR]",
+        fields(DoctorOptions), command="doctor", usage="%(prog)s [--offload-dir DIR]",
         description="What this machine has, which kernels run on it, and what would be slow and "
         "why. The disk is measured with a file of 256 MB, which is gone afterwards.")
 
@@ -69,11 +67,4 @@ def run(options: DoctorOptions) -> None:
     show("\n".join(sections.verdict(found)))
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

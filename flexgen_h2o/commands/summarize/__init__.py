@@ -8,14 +8,13 @@ loaded.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli import measurements
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.commands import measured
 from flexgen_h2o.commands.summarize import summaries as summary_plot
 from flexgen_h2o.commands.summarize import summaries as summary_rows
 from flexgen_h2o.commands.summarize.flags import SummarizeOptions, parse_args, parser
@@ -35,9 +34,9 @@ _DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "he
 
 def run(options: SummarizeOptions) -> None:
     """Summarise and score, or read what was measured; write the files and print the table."""
-    measured.report(
+    measurements.report(
         options, read=summary_rows.read_rows,
-        measure=lambda: measured.collected(options.csv, summary_rows.COLUMNS, measure(options)),
+        measure=lambda: measurements.collected(options.csv, summary_rows.COLUMNS, measure(options)),
         show=lambda rows: show(summary_rows.table(rows)), draw=summary_plot.draw)
 
 
@@ -104,11 +103,4 @@ def _resolved(options: SummarizeOptions, cache: summary_rows.SummaryCache) -> di
     }
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+main = entry_point(parse_args, run)

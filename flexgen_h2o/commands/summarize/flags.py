@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli import parser as task_flags
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
-from flexgen_h2o.commands import measured
 from flexgen_h2o.commands.summarize.summaries import SummaryCache, check_rouge
 from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
@@ -78,8 +78,8 @@ class SummarizeOptions:
         "path", None, shown="none", metavar="FILE",
         help="write a row for each cache, and one of lead-1, anew",
     )
-    plot: str | None = measured.plot_flag("ROUGE-2 and ROUGE-L by budget")
-    from_csv: str | None = measured.from_csv_flag()
+    plot: str | None = measurements.plot_flag("ROUGE-2 and ROUGE-L by budget")
+    from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
@@ -90,7 +90,7 @@ class SummarizeOptions:
                        for path in (line_file, f"{line_file}.config.yaml")]
         if self.plot is not None and self.from_csv is None and not self.sweep:
             raise UserError("--plot draws several budgets: add --sweep, or --from-csv")
-        measured.check_outputs(self, outputs)
+        measurements.check_outputs(self, outputs)
 
     def _check_run(self) -> None:
         if self.input_path is None or self.output_path is None:
@@ -142,7 +142,7 @@ def _name(config: RunConfig) -> str:
 def parser() -> Parser:
     """The parser of the flags."""
     return task_flags.command_parser(
-        SummarizeOptions, _SHARED, name="summarize",
+        SummarizeOptions, _SHARED, prog=task_flags.program("summarize"),
         defaults=_SHOWN,
         helps=_HELPS,
         description="Summaries and their ROUGE with the full or an evicting KV cache.")

@@ -1,4 +1,4 @@
-"""A stream by position: ``python -m flexgen_h2o.stream_quality --input-path FILE.jsonl ...``.
+"""A stream by position: ``benchmarks/studies/stream_quality.py --input-path FILE.jsonl ...``.
 
 One long text, articles joined, goes token by token through each cache, far past the context that
 the model was trained on: perplexity, ms/token and memory of each piece. The full cache goes until
@@ -11,16 +11,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import stream_segments as segments
+import stream_segments as stream_plot
+from stream_segments import Streamed
+
+from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli import parser as task_flags
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
-from flexgen_h2o.commands import measured
-from flexgen_h2o.commands import stream_segments as segments
-from flexgen_h2o.commands import stream_segments as stream_plot
-from flexgen_h2o.commands.stream_segments import Streamed
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.files.terminal import ProgressBar, show
@@ -41,7 +42,7 @@ class StreamQualityOptions:
     """
 
     run: RunConfig
-    input_path: str | None = measured.articles_flag()
+    input_path: str | None = measurements.articles_flag()
     tokens: int = flag("int", 32_000, low=2, help="how far to stream")
     piece: int = flag("int", 500, low=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
@@ -55,13 +56,13 @@ class StreamQualityOptions:
         "float", 10.0, above=1,
         help="three pieces in a row of so many times the first pieces' perplexity are a failure",
     )
-    csv: str | None = measured.csv_flag("piece")
-    plot: str | None = measured.plot_flag("both figures against position")
-    from_csv: str | None = measured.from_csv_flag()
+    csv: str | None = measurements.csv_flag("piece")
+    plot: str | None = measurements.plot_flag("both figures against position")
+    from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
-        measured.check_source(self)
+        measurements.check_source(self)
         task_flags.check_placed(self.run)
         if len(set(self.policies)) < len(self.policies):
             raise UserError("--policies names a cache twice")
@@ -71,7 +72,7 @@ class StreamQualityOptions:
             raise UserError("--full-max-tokens has no effect without full: leave it out")
         for policy in self.policies:
             self.config(policy)  # which checks that the sizes leave room for recent tokens
-        measured.check_outputs(self)
+        measurements.check_outputs(self)
 
     def config(self, policy: str) -> RunConfig:
         """The run with one cache; those that evict let positions roll."""
@@ -93,7 +94,7 @@ class StreamQualityOptions:
 def parser() -> Parser:
     """The parser of the flags."""
     return task_flags.command_parser(
-        StreamQualityOptions, _SHARED, name="stream_quality",
+        StreamQualityOptions, _SHARED, prog="python benchmarks/studies/stream_quality.py",
         defaults=_DEFAULTS,
         description="Perplexity and ms/token by position in one endless text.")
 
@@ -110,7 +111,7 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
 
 def run(options: StreamQualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
-    measured.report(
+    measurements.report(
         options, read=segments.read_rows,
         measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
         show=lambda rows: show(segments.table(rows)), draw=stream_plot.draw)
@@ -118,7 +119,7 @@ def run(options: StreamQualityOptions) -> None:
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
     """Stream the text through every cache; rows go to ``--csv`` as they come."""
-    return measured.collected(options.csv, segments.COLUMNS, _rows(options, text))
+    return measurements.collected(options.csv, segments.COLUMNS, _rows(options, text))
 
 
 def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
@@ -147,10 +148,7 @@ def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
     return tokens[: options.tokens]
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
+main = entry_point(parse_args, run)
 
 
 if __name__ == "__main__":

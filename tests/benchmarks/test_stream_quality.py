@@ -10,16 +10,16 @@ import statistics
 import types
 
 import pytest
+import stream_quality
+import stream_segments as segments
+import stream_segments as stream_plot
 from error_cases import command_refused
 from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import stream_failure
+from stream_segments import Streamed
 
-from flexgen_h2o.commands import stream_quality
-from flexgen_h2o.commands import stream_segments as segments
-from flexgen_h2o.commands import stream_segments as stream_plot
-from flexgen_h2o.commands.stream_segments import Streamed
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats

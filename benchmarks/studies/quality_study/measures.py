@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import fmean
 
-from flexgen_h2o.commands.budgets.configurations import Configuration
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Pair
 from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.statistics import compare_to_full
+from quality_study.configurations import Configuration
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")

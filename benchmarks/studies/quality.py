@@ -1,4 +1,4 @@
-"""Quality by cache budget: ``flexgen-h2o quality --input-path FILE.jsonl ...``.
+"""Quality by cache budget: ``python benchmarks/studies/quality.py --input-path FILE.jsonl ...``.
 
 On the same articles, each cache gives the perplexity of the second half after the first (teacher-
 forced, so that its figures are of the same tokens) and the share of greedy tokens that are those
@@ -12,16 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexgen_h2o.cli import launch
+from quality_study import measures
+from quality_study import plot as quality_plot
+from quality_study.configurations import GROUPS, USUAL, Configuration, configurations
+
+from flexgen_h2o.cli import launch, measurements
 from flexgen_h2o.cli import parser as task_flags
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
-from flexgen_h2o.commands import measured
-from flexgen_h2o.commands.budgets import measures
-from flexgen_h2o.commands.budgets import plot as quality_plot
-from flexgen_h2o.commands.budgets.configurations import GROUPS, USUAL, Configuration, configurations
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import terminal
 from flexgen_h2o.files.articles import choose, halves, read_articles
@@ -41,7 +41,7 @@ class QualityOptions:
     """
 
     run: RunConfig
-    input_path: str | None = measured.articles_flag()
+    input_path: str | None = measurements.articles_flag()
     articles: int = flag("int", 30, low=1, help="measure on the first so many long enough")
     # A half has a token at least.
     min_tokens: int = flag("int", 500, low=2, help="shorter articles are passed over")
@@ -55,24 +55,24 @@ class QualityOptions:
         "words", GROUPS, choices=GROUPS, metavar="GROUP",
         help=f"measure these, and full: {', '.join(GROUPS)}",
     )
-    csv: str | None = measured.csv_flag("cache")
-    plot: str | None = measured.plot_flag("both figures against the budget")
-    from_csv: str | None = measured.from_csv_flag()
+    csv: str | None = measurements.csv_flag("cache")
+    plot: str | None = measurements.plot_flag("both figures against the budget")
+    from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_own(self)
-        measured.check_source(self)
+        measurements.check_source(self)
         found = {one.group for one in configurations(self.budgets, self.only)}
         for group in self.only if self.only != GROUPS else ():
             if group not in found:
                 raise UserError(f"--only {group} measures nothing at these --budgets: add {USUAL}")
-        measured.check_outputs(self)
+        measurements.check_outputs(self)
 
 
 def parser() -> Parser:
     """The parser of the flags."""
     return task_flags.command_parser(
-        QualityOptions, _SHARED, name="quality",
+        QualityOptions, _SHARED, prog="python benchmarks/studies/quality.py",
         defaults=_DEFAULTS,
         helps=_HELPS, description="Perplexity and greedy tokens by the budget of the KV cache.")
 
@@ -86,7 +86,7 @@ def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
 
 def run(options: QualityOptions) -> None:
     """Measure, or read what was measured; write the files and print the table."""
-    measured.report(
+    measurements.report(
         options, read=measures.read_rows,
         measure=lambda: measure_all(options, read_articles(options.input_path)),
         show=lambda rows: terminal.show(measures.table(rows)), draw=quality_plot.draw)
@@ -99,7 +99,7 @@ def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str,
         open_llm = _opener(options, bar.set_description)
         rows = measures.compare(todo, open_llm, lambda llm: _pairs(llm, texts, options),
                                 gen_len=options.run.gen_len, on_part=bar.update)
-        return measured.collected(options.csv, measures.COLUMNS,
+        return measurements.collected(options.csv, measures.COLUMNS,
                                   ({**origin(), **row} for row in rows))
 
 
@@ -123,10 +123,7 @@ def _pairs(llm, texts: Sequence[str], options: QualityOptions):
     return halves(chosen)
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
+main = entry_point(parse_args, run)
 
 
 if __name__ == "__main__":

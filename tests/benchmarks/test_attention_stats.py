@@ -10,10 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from attention_cases import GROUP, KV_HEADS, cases, matrix, qkv
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from flexgen_h2o.commands.analysis.stats import (
+from attention_study.stats import (
     ROWS,
     at_ranks,
     correlations,
@@ -24,6 +21,8 @@ from flexgen_h2o.commands.analysis.stats import (
     power_law,
     share_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 # --- what all rows add up to
 

@@ -1,4 +1,4 @@
-"""Analyse attention: ``flexgen-h2o analyze --input-path FILE ...``.
+"""Analyze attention: ``python benchmarks/studies/analyze.py --input-path FILE ...``.
 
 The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file and a plot of each,
 and a short summary. All that can be refused is refused before torch is loaded.
@@ -12,15 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from attention_study import plots as analysis_plots
+from attention_study.columns import EVICTED, NAMES, PARTS, RUN
+from attention_study.table import summary
+
 from flexgen_h2o.cli import parser as task_flags
-from flexgen_h2o.cli.command import command
+from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.commands.analysis import plots as analysis_plots
-from flexgen_h2o.commands.analysis.columns import EVICTED, NAMES, PARTS, RUN
-from flexgen_h2o.commands.analysis.table import summary
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
 from flexgen_h2o.files.readers import read_text
@@ -121,7 +122,7 @@ class AnalyzeOptions:
 def parser() -> Parser:
     """The parser of the flags."""
     return task_flags.command_parser(
-        AnalyzeOptions, _SHARED, name="analyze",
+        AnalyzeOptions, _SHARED, prog="python benchmarks/studies/analyze.py",
         defaults=_DEFAULTS,
         helps={"dtype": "number format of the model; the statistics are in float32"},
         description="What attention looks like: the observations behind H2O.")
@@ -148,8 +149,8 @@ def run(options: AnalyzeOptions) -> None:
 def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
     """The rows of each part; each part's files are written when it is done."""
     # Only now: they load torch, and bad flags answer at once.
-    from flexgen_h2o.commands.analysis.evicted import KINDS
-    from flexgen_h2o.commands.analysis.survey import Survey
+    from attention_study.evicted import KINDS
+    from attention_study.survey import Survey
 
     parts = [part for part in PARTS if part in options.only]
     cases = [(kind, percent) for percent in options.evict for kind in KINDS]
@@ -207,8 +208,8 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
 def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
                   full: Sequence[Sequence[float]], run: dict, bar: ProgressBar) -> list[dict]:
     """Perplexities of the second halves without some keys of the first; rows as they come."""
-    from flexgen_h2o.commands.analysis.evicted import Without
-    from flexgen_h2o.commands.analysis.stats import share_of
+    from attention_study.evicted import Without
+    from attention_study.stats import share_of
 
     contexts = [len(head) for head, _ in pairs]
     file, rows = _file(options, "evicted"), []
@@ -250,10 +251,7 @@ def _finish(options: AnalyzeOptions, name: str, file: RowsFile, rows: list[dict]
     return rows
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run(parse_args(argv))
+main = entry_point(parse_args, run)
 
 
 if __name__ == "__main__":

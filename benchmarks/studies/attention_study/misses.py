@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from quality_study.configurations import Configuration
 from torch import Tensor
 
-from flexgen_h2o.commands.analysis.stats import logit_blocks, observe
-from flexgen_h2o.commands.budgets.configurations import Configuration
+from attention_study.stats import logit_blocks, observe
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.budget import Budget

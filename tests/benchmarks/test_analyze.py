@@ -8,17 +8,17 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import analyze
 import pytest
 import torch
+from attention_study import plots as analysis_plots
+from attention_study.columns import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
+from attention_study.evicted import KINDS
+from attention_study.table import mean_by, summary, table
 from internals import save_analysis
 from read_back import read_csv
 
 from flexgen_h2o import LLM
-from flexgen_h2o.commands import analyze
-from flexgen_h2o.commands.analysis import plots as analysis_plots
-from flexgen_h2o.commands.analysis.columns import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
-from flexgen_h2o.commands.analysis.evicted import KINDS
-from flexgen_h2o.commands.analysis.table import mean_by, summary, table
 from flexgen_h2o.errors import UserError
 
 ARTICLES = Path(__file__).parents[2] / "examples/data/articles.jsonl"

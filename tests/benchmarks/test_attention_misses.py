@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import DIM, KV_HEADS, cases, matrix, qkv
+from attention_study.evicted import KINDS, Without, attend_without, chosen_keys
+from attention_study.misses import EVICTING, POLICIES, Caches, miss_rates, sizes
+from attention_study.stats import ROWS, logit_blocks, observe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flexgen_h2o.commands.analysis.evicted import KINDS, Without, attend_without, chosen_keys
-from flexgen_h2o.commands.analysis.misses import EVICTING, POLICIES, Caches, miss_rates, sizes
-from flexgen_h2o.commands.analysis.stats import ROWS, logit_blocks, observe
 from flexgen_h2o.h2o.budget import Budget
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.kernels.reference import attention as reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from flexgen_h2o.commands.analysis.columns import FIT
+from attention_study.columns import FIT
 
 _HALF = 50  # percent of the text, one of `columns.SEEN`
 

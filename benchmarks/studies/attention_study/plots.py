@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexgen_h2o.commands.analysis.columns import FIT
-from flexgen_h2o.commands.analysis.table import mean_by
+from attention_study.columns import FIT
+from attention_study.table import mean_by
 from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 
 # The policies' own looks, then more of Okabe and Ito's colours, for what has no policy.

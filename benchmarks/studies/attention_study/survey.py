@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from flexgen_h2o.commands.analysis.columns import FIT, PARTS, RANKS, SEEN
-from flexgen_h2o.commands.analysis.misses import POLICIES, miss_rates, sizes
-from flexgen_h2o.commands.analysis.stats import (
+from attention_study.columns import FIT, PARTS, RANKS, SEEN
+from attention_study.misses import POLICIES, miss_rates, sizes
+from attention_study.stats import (
     at_ranks,
     correlations,
     observe,

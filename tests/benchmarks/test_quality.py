@@ -10,16 +10,16 @@ import sys
 import types
 
 import pytest
+import quality
 from error_cases import command_refused
 from fake_llm import FakeLLM
+from quality_study import measures
+from quality_study import plot as quality_plot
+from quality_study.configurations import GROUPS, Configuration, configurations
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.commands import quality
-from flexgen_h2o.commands.budgets import measures
-from flexgen_h2o.commands.budgets import plot as quality_plot
-from flexgen_h2o.commands.budgets.configurations import GROUPS, Configuration, configurations
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import choose, halves, read_articles, unwrap

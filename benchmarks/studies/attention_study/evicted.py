@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.commands.analysis.stats import heaviest, logit_blocks, observe
+from attention_study.stats import heaviest, logit_blocks, observe
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS
 from flexgen_h2o.kernels import ops
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flexgen_h2o.commands.budgets.configurations import RECALL, SPARSE, USUAL
 from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
+from quality_study.configurations import RECALL, SPARSE, USUAL
 
 _POLICIES = ("h2o", RECALL, SPARSE, "window", "sink-window")
 _MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "caote": "d", "rolling": "*",
