@@ -47,7 +47,7 @@ from flexgen_h2o.models.convert import (
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
-from flexgen_h2o.models.gguf.config import make_alike
+from flexgen_h2o.models.gguf.config import unify_layouts
 from flexgen_h2o.models.gguf.conversion import describe_gguf
 from flexgen_h2o.models.gguf.header import GgufHeader, read_header
 from flexgen_h2o.models.model_config import ModelConfig, ModelWeights, TensorSpec
@@ -399,7 +399,7 @@ def _kept(config: ModelConfig, weights: ModelWeights,
     """The options that give each matrix the layout of its own codes, or the run's dtype."""
     kept = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
-        make_alike(kept, specs["gate"].name, specs["up"].name)
+        unify_layouts(kept, specs["gate"].name, specs["up"].name)
     exact = frozenset(config.exact_shapes)
     kept = {name: layout for name, layout in kept.items()
             if (layout.outputs, layout.inputs) not in exact}

@@ -12,9 +12,8 @@ from gguf import GGUFWriter
 from gguf_cases import make
 
 from flexgen_h2o.engine.source import load_tokenizer
-from flexgen_h2o.models.gguf.conversion import describe_gguf
+from flexgen_h2o.models.gguf.conversion import describe_gguf, save_tokenizer
 from flexgen_h2o.models.gguf.header import read_header
-from flexgen_h2o.models.gguf.tokenizer import save_tokenizer
 
 CONTROL, NORMAL, BYTE = (int(kind) for kind in (gguf.TokenType.CONTROL, gguf.TokenType.NORMAL,
                                                 gguf.TokenType.BYTE))

