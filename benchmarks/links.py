@@ -119,8 +119,8 @@ class Weights:
             self._checkpoint.close()
             raise
         self._count = len(layers)
-        self.reads = [read for unit in self._store.units for pack in unit.packs.values()
-                      for read in pack.reads]
+        self.reads = [read for unit in self._store.units for part in unit.fetched
+                      for read in part.reads]
 
     def _refuse(self):
         raise UserError(f"{self._checkpoint.source}: tensors do not lie in safetensors as a run "

@@ -24,7 +24,6 @@ from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.kernels.cpu.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES
-from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.transfer import Lane, Transfers
 
 FADE = 0.9
@@ -242,16 +241,11 @@ class ExpertSlots:
         device = transfers.device
         self._hosted = frozenset(
             key for key, unit in weights.experts.items()
-            if host_computes and device.separate and unit.host and "disk" not in unit.packs)
+            if host_computes and device.separate and unit.fetched and not unit.disk_bytes)
         self._away = frozenset(key for key, unit in weights.experts.items()
                                if unit.fetched_bytes and key not in self._hosted)
         away = [weights.experts[key] for key in self._away]
-        size = max((unit.fetched_bytes for unit in away), default=0)
-        read = max((unit.packs["disk"].nbytes for unit in away if "disk" in unit.packs), default=0)
-        self._buffers = [
-            StagingBuffer(device.empty(size),
-                          device.host_empty(read) if read and device.separate else None)
-            for _ in range(experts.slots(tokens, len(away), given))]
+        self._buffers = weights.staging_buffers(away, experts.slots(tokens, len(away), given))
         self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), self._layers)
         self._waiting: deque[Key] = deque()
@@ -306,7 +300,7 @@ class ExpertSlots:
 
     def on_host(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:
         """Weights, by number, of experts of a layer that compute in host memory."""
-        return {key[1]: self._weights.on_host(self._weights.experts[key]) for key in keys}
+        return {key[1]: self._weights.host_weights(self._weights.experts[key]) for key in keys}
 
     @property
     def wanted_on_host(self) -> list[Key]:
@@ -413,7 +407,7 @@ class ExpertSlots:
         """The weights of an expert under way, for what compute is given from now on."""
         buffer = self._buffers[self._policy.slot(key)]
         self._transfers.ready(buffer.loaded)
-        return self._weights.views(self._weights.experts[key], buffer)
+        return self._weights.unit_weights(self._weights.experts[key], buffer)
 
     def _release(self, keys: Iterable[Key]) -> None:
         """Let experts that compute has been given keep their slots only while they are worth it."""
@@ -508,7 +502,7 @@ class ExpertSlots:
             for handle in before:
                 with suppress(Exception):  # of an expert that is not wanted any more
                     handle.synchronize()
-            self._weights.bring(lane, buffer, unit=unit)
+            self._weights.load_unit(lane, buffer, unit=unit)
 
         buffer.loaded = self._transfers.submit("experts", job, after=(free,))
         buffer.busy = [buffer.loaded]

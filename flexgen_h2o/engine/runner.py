@@ -166,7 +166,7 @@ class Runner:
                                  verify=options.verify),
             self._transfers, placement=placement, experts=experts,
             choices=choices and choices.part(self.stage.first, self.stage.last),
-            pin=settings.policy.pin_weight, read_ahead=self._read_ahead(settings.policy))
+            pin=settings.policy.pin_weight, shard_prefetch=self._shard_prefetch(settings.policy))
 
         def run_folder() -> RunFolder:
             folder = RunFolder(settings.offload_dir)
@@ -180,11 +180,11 @@ class Runner:
         self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
 
-    def _read_ahead(self, policy: Policy) -> bool | None:
-        """True if chunks of weights are read ahead; None where weights do not come in chunks."""
-        cuts = policy.shards_weights(has_gpu=self._device.separate,
-                                   mixture=self.config.experts is not None)
-        return policy.overlap if cuts and policy.weights.disk > 0 else None
+    def _shard_prefetch(self, policy: Policy) -> bool | None:
+        """Return True to prefetch row shards of weights; None if weights are not sharded."""
+        sharded = policy.shards_weights(has_gpu=self._device.separate,
+                                        mixture=self.config.experts is not None)
+        return policy.overlap if sharded and policy.weights.disk > 0 else None
 
     def _load_experts(self) -> None:
         """Make the slots of a model's experts, if it has any."""

@@ -1,4 +1,9 @@
-"""Packs of a unit's weights: a buffer for each tier."""
+"""Weights in files: the layout of weight buffers, and reads that fill them.
+
+A tensor whose bytes in the checkpoint (or in the weight cache) have the run's format is read from
+there for every use. Other tensors are converted when they are read; for the disk tier, they are
+first written to an offload file.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,176 +28,199 @@ from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.convert import Keep, locked
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
-from flexgen_h2o.storage.disk import AlignedRead, Checksums, Disk, Extent, RunFolder, plan_reads
+from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, RunFolder, plan_reads
 from flexgen_h2o.storage.tiers import PAGE, round_up, typed
 from flexgen_h2o.storage.transfer import Transfers
 
 ALIGN = 64
-"""Bytes to a multiple of which a tensor is put, unless it stays as it was read from a file."""
+"""Alignment of tensors in a weight buffer, in bytes."""
 
 Weight = torch.Tensor | QuantizedMatrix
 """A weight in memory."""
 
+_OFFLOAD_VERSION = 1  # increase it when the bytes of offloaded tensors change
+
 
 @dataclass
-class Pack:
-    """Tensors laid out in one buffer: where each lies, and the reads that fill the buffer.
+class WeightBuffer:
+    """Layout of tensors that are stored and transferred together in one contiguous buffer.
 
-    reads is None when the bytes do not lie plainly in a file and have to be converted.
+    Attributes
+    ----------
+    nbytes : int
+    offsets : dict of str to int
+        Byte offset of each tensor by local name.
+    extents : dict of str to Extent
+        Bytes of each tensor on disk; empty if they must be converted.
+    reads : list of AlignedRead or None
+        Reads that fill the buffer; None if the tensors must be converted.
+    host : uint8 Tensor or None
+        The content in host memory; None if it is on disk.
     """
 
     nbytes: int = 0
-    places: dict[str, int] = field(default_factory=dict)
+    offsets: dict[str, int] = field(default_factory=dict)
+    extents: dict[str, Extent] = field(default_factory=dict)
     reads: list[AlignedRead] | None = None
+    host: torch.Tensor | None = None
+
+    @classmethod
+    def of_extents(cls, extents: dict[str, Extent]) -> WeightBuffer:
+        """Return a buffer that reads of these extents fill."""
+        reads, offsets, nbytes = plan_reads(extents.values())
+        return cls(nbytes, {name: offsets[extent] for name, extent in extents.items()}, extents,
+                   reads)
 
     @property
     def lead(self) -> int:
-        """Bytes in front without which most tensors lie at multiples of `ALIGN`.
+        """Leading bytes to drop so that most tensors are aligned to `ALIGN` bytes.
 
-        In a file they may lie at any multiple of 8 bytes (safetensors pads its header to no more),
-        and reads keep that. What stays in memory, and a GPU's copy, does without the lead: cuBLAS
-        multiplies matrices that are not at a multiple of 16 bytes by kernels of half the speed,
-        and a Zen 4's decode steps take 8 % longer (benchmarks/results/epyc-zen4).
+        Files align tensors to as little as 8 bytes, which reads into the buffer keep. Copies drop
+        the lead: cuBLAS runs at half speed on matrices that are not aligned to 16 bytes, and decode
+        steps on a Zen 4 take 8 % longer (benchmarks/results/epyc-zen4).
         """
-        places = self.places.values()
-        lead = Counter(place % ALIGN for place in places).most_common(1)[0][0] if places else 0
-        return lead if lead <= min(places, default=0) else 0
+        offsets = self.offsets.values()
+        lead = Counter(offset % ALIGN for offset in offsets).most_common(1)[0][0] if offsets else 0
+        return lead if lead <= min(offsets, default=0) else 0
 
-    def after_lead(self, host: torch.Tensor) -> torch.Tensor:
-        """The bytes of a filled host buffer behind the lead."""
-        return host[self.lead : self.nbytes]
+    def without_lead(self, content: torch.Tensor) -> torch.Tensor:
+        """Return the content of the buffer, uint8 [nbytes or more], without the lead."""
+        return content[self.lead : self.nbytes]
 
-    def views(self, buffer: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat, *,
+    def views(self, content: torch.Tensor, specs: Mapping[str, TensorSpec], form: WeightFormat, *,
               aligned: bool = False) -> dict[str, Weight]:
-        """Local name to tensor, as views of `buffer`; `aligned`: which begins with `after_lead`."""
+        """Return the tensors by local name, as views of `content`.
+
+        Parameters
+        ----------
+        content : uint8 Tensor
+        specs : mapping of str to TensorSpec
+        form : WeightFormat
+        aligned : bool
+            The content was copied without the lead.
+        """
         lead = self.lead if aligned else 0
-        return {name: form.view(buffer, place - lead, specs[name])
-                for name, place in self.places.items()}
+        return {name: form.view(content, offset - lead, specs[name])
+                for name, offset in self.offsets.items()}
 
 
 @dataclass
 class Unit:
-    """One layer step of the schedule: its tensors, and how those of each tier are packed.
+    """The weights of one layer step of the schedule, or of one expert.
 
-    `resident` are the weights that need no load, or that come in chunks by themselves.
+    Attributes
+    ----------
+    specs : dict of str to TensorSpec
+        All tensors by local name.
+    resident : dict of str to Weight or ShardedMatrix
+        Weights that need no fetch, or whose shards are streamed.
+    fetched : list of WeightBuffer
+        Buffers that are copied or read to compute memory for every use; at most one is on disk.
     """
 
     specs: dict[str, TensorSpec]
-    packs: dict[str, Pack] = field(default_factory=dict)
     resident: dict[str, Weight | ShardedMatrix] = field(default_factory=dict)
-    host: list[tuple[Pack, torch.Tensor]] = field(default_factory=list)
+    fetched: list[WeightBuffer] = field(default_factory=list)
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that every load of this unit brings to compute memory."""
-        packs = [pack for pack, _ in self.host] + [self.packs[t] for t in self.packs if t == "disk"]
-        return sum(round_up(pack.nbytes, PAGE) for pack in packs)
+        """Bytes of compute memory that a fetch needs."""
+        return sum(round_up(part.nbytes, PAGE) for part in self.fetched)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that a fetch reads from disk."""
+        return sum(part.nbytes for part in self.fetched if part.host is None)
 
 
-# Weights that belong on disk but lie in no file as compute wants them: where they are written.
-#
-# Those of a checkpoint are written for a run, and go with it. Random weights in 8 or 4 bits stay
-# for
-# later runs: all of a model's have places in one file, of which only what was ever placed on disk
-# is
-# there, so that another placement writes no more than what is new to it.
-
-
-_FORMAT = 1  # raise it when other bytes are written for the same tensors: files are made anew then
-
-
-@dataclass(frozen=True)
-class Spill:
-    """Places of tensors on disk, by name, and the names of those that have to be written first."""
+class OffloadExtents(NamedTuple):
+    """Extents of offloaded tensors by name, and the names of those that are not written yet."""
 
     extents: Mapping[str, Extent]
-    left: Collection[str]
+    missing: Collection[str]
 
 
-def spill_of_run(folder: RunFolder, sizes: Mapping[str, int]) -> Spill:
-    """Places for tensors of these sizes in bytes, in a file of a run's own."""
-    path = folder.file("weights.bin", sum(round_up(size, PAGE) for size in sizes.values()))
-    return Spill(_places(path, sizes), sizes.keys())
-
-
-def _places(path: Path, sizes: Mapping[str, int]) -> dict[str, Extent]:
-    """Consecutive extents, each from a new page on."""
-    places, offset = {}, 0
+def _consecutive(path: Path, sizes: Mapping[str, int]) -> dict[str, Extent]:
+    """Return consecutive page-aligned extents of a file for tensors of these sizes in bytes."""
+    extents, offset = {}, 0
     for name, size in sizes.items():
-        places[name] = Extent(path, offset, size)
+        extents[name] = Extent(path, offset, size)
         offset += round_up(size, PAGE)
-    return places
+    return extents
 
 
 class PersistentOffloadFile:
-    """A model's tensors in a file that stays.
+    """Offload file with random weights that later runs reuse.
+
+    Every tensor of the model has an extent, but only those that some run has placed on disk are
+    written. Another placement writes only what is missing.
 
     Parameters
     ----------
     keep : Keep
-        Where the file's folder is.
+        Root of the cache.
     title : str
-        For people who look into it.
+        Readable part of the folder's name.
     identity : object
-        All that the tensors' bytes follow from, for JSON.
+        Everything that determines the tensors' bytes, as JSON.
     sizes : mapping of str to int
         Bytes of all tensors.
     """
 
     def __init__(self, keep: Keep, title: str, identity: object, sizes: Mapping[str, int]):
-        text = json.dumps([_FORMAT, identity, list(sizes.items())])
+        text = json.dumps([_OFFLOAD_VERSION, identity, list(sizes.items())])
         self._keep = keep
         self._folder = keep.root / f"{title}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self._file = self._folder / "weights.bin"
-        self._extents = _places(self._file, sizes)
+        self._extents = _consecutive(self._file, sizes)
 
     @contextlib.contextmanager
-    def writing(self, names: Collection[str]) -> Iterator[Spill]:
-        """Places for some of the tensors; those that are left must be written in the meantime, and
-        count as written from then on. Other processes wait.
+    def writing(self, names: Collection[str]) -> Iterator[OffloadExtents]:
+        """Lock the file while the caller writes the missing tensors among `names`.
+
+        When the ``with`` statement ends without an error, they count as written.
 
         Raises
         ------
         UserError
-            There can't be such a file, or the disk has no room for it.
+            The file cannot be created, or the disk is full.
         """
-        noted = self._folder / "written.json"
+        index = self._folder / "written.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with locked(self._folder / ".lock"):
-                written = self._written(noted)
-                lacking = set(names) - set(written)
-                left = [name for name in self._extents if name in lacking]
-                with self._reserved(left):
-                    yield Spill({name: self._extents[name] for name in names}, left)
-                if left:
-                    with open_atomic(noted) as file:
-                        json.dump([*written, *left], file)
+                written = self._written(index)
+                absent = set(names) - set(written)
+                missing = [name for name in self._extents if name in absent]
+                with self._reserved(missing):
+                    yield OffloadExtents({name: self._extents[name] for name in names}, missing)
+                if missing:
+                    with open_atomic(index) as file:
+                        json.dump([*written, *missing], file)
         except OSError as error:
             raise UserError(f"cannot keep random weights in {self._folder} "
                             f"({error.strerror or error}); free space there or "
                             f"{self._keep.advice}") from error
 
-    def _written(self, noted: Path) -> list[str]:
-        """The tensors that are there: none if the file or the note of them is gone or damaged, and
-        none that a file which was cut short lacks the end of."""
+    def _written(self, index: Path) -> list[str]:
+        """Return the tensors in the index, without those that a truncated file lacks."""
         try:
             size = self._file.stat().st_size
-            found = json.loads(noted.read_text("utf-8"))
+            indexed = json.loads(index.read_text("utf-8"))
         except (FileNotFoundError, ValueError):
             return []
-        noted_names = set(map(str, found)) if isinstance(found, list) else set()
+        names = set(map(str, indexed)) if isinstance(indexed, list) else set()
         return [name for name, extent in self._extents.items()
-                if name in noted_names and extent.offset + extent.nbytes <= size]
+                if name in names and extent.offset + extent.nbytes <= size]
 
     @contextlib.contextmanager
     def _reserved(self, names: Collection[str]) -> Iterator[None]:
-        """Have room on disk for tensors, so that a full one shows now; then have them for good.
+        """Allocate disk space first, so that a full disk is found before tensors are converted.
 
-        After an error the file is no longer than before.
+        An error truncates the file to its old size.
         """
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
-        before = os.fstat(descriptor).st_size
+        size = os.fstat(descriptor).st_size
         try:
             for extent in (self._extents[name] for name in names):
                 os.posix_fallocate(descriptor, extent.offset, round_up(extent.nbytes, PAGE))
@@ -200,38 +228,30 @@ class PersistentOffloadFile:
             if names:
                 os.fsync(descriptor)
         except BaseException:
-            os.ftruncate(descriptor, before)
+            os.ftruncate(descriptor, size)
             raise
         finally:
             os.close(descriptor)
 
 
-# A model's weights in files: where each tensor's bytes lie, and how they are read.
-#
-# Bytes that lie plainly in the checkpoint, or in the weight cache, are read from there again and
-# again; others are converted when they are read, or first written where they lie plainly.
-
-
 class WeightFiles:
-    """Reads the tensors of a model from a checkpoint, or from what was written of it.
+    """Reads the tensors of a model from its checkpoint and from offload files.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-    names : mapping
-        Canonical tensor name to the checkpoint's own name.
+    names : mapping of str to str
+        Canonical tensor name to the checkpoint's name.
     form : WeightFormat
-        Of every tensor, once it is read.
+        Format of all tensors in memory and on the disk tier.
     transfers : Transfers
-        Its disk reads and writes; its device has the host memory for that.
+        Its disk and its device's host memory are used.
     verify : bool
-        Hold what is read from disk against checksums, tensor by tensor.
+        Check all reads of the disk tier against checksums, tensor by tensor.
 
     Attributes
     ----------
     form : WeightFormat
-    checksums : Checksums or None
-        None: nothing is verified.
     """
 
     def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str], form: WeightFormat,
@@ -241,112 +261,152 @@ class WeightFiles:
         self.form = form
         self._disk = transfers.disk
         self._device = transfers.device
-        self._spill: dict[str, Extent] = {}
-        self.checksums = Checksums() if verify else None
+        self._offloaded: dict[str, Extent] = {}
+        self._checksums = Checksums() if verify else None
 
     def extent(self, spec: TensorSpec) -> Extent | None:
-        """The extent of a tensor's bytes if they lie as compute wants them, else None."""
-        if spec.name in self._spill:
-            return self._spill[spec.name]
+        """Return where a tensor's bytes lie in the run's format, or None if nowhere."""
+        if spec.name in self._offloaded:
+            return self._offloaded[spec.name]
         info = self._checkpoint.info(self._names[spec.name])
         dtype, _ = self.form.stored(spec)
         if info.extent is None or info.dtype != dtype:
             return None
-        # A file with an odd header length would put elements astride their alignment.
+        # A file with an odd header length does not align elements.
         return None if info.extent.offset % dtype.itemsize else info.extent
 
-    def write(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
-              kept: PersistentOffloadFile | None) -> None:
-        """Write those of these tensors that do not lie on disk in the right form.
+    def offload(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
+                kept: PersistentOffloadFile | None) -> None:
+        """Write the tensors that have no extent yet to an offload file.
 
         Parameters
         ----------
         specs : iterable of TensorSpec
-            All that belong on disk; a tied one may come twice.
+            All tensors of the disk tier; a tied one may come twice.
         run_folder : callable
-            Makes the folder for them if they have no other place.
+            Creates the folder for the run's own offload file.
         kept : PersistentOffloadFile or None
-            The file that keeps them for later runs.
+            Offload file to use in place of the run's own.
         """
-        missing = {spec.name: spec for spec in specs if self.extent(spec) is None}
-        if not missing:
+        converted = {spec.name: spec for spec in specs if self.extent(spec) is None}
+        if not converted:
             return
-        sizes = {name: self.form.nbytes(spec) for name, spec in missing.items()}
-        with (kept.writing(sizes) if kept is not None
-              else nullcontext(spill_of_run(run_folder(), sizes))) as spill:
-            self._spill.update(spill.extents)
+        sizes = {name: self.form.nbytes(spec) for name, spec in converted.items()}
+        with contextlib.ExitStack() as opened:
+            if kept is not None:
+                extents, missing = opened.enter_context(kept.writing(sizes))
+            else:
+                path = run_folder().file(
+                    "weights.bin", sum(round_up(size, PAGE) for size in sizes.values()))
+                extents, missing = _consecutive(path, sizes), sizes.keys()
+            self._offloaded.update(extents)
             buffer = self._device.host_empty(max(sizes.values()), pinned=False)
-            for name in spill.left:
-                self._read(missing[name], buffer, 0)
-                extent = spill.extents[name]
-                whole = round_up(extent.nbytes, PAGE)
-                self._disk.write(Extent(extent.path, extent.offset, whole), buffer[:whole])
-                if self.checksums is not None:
-                    self.checksums.written(extent, buffer[: extent.nbytes])
+            for name in missing:
+                self._convert(converted[name], buffer, 0)
+                extent = extents[name]
+                padded = round_up(extent.nbytes, PAGE)
+                self._disk.write(Extent(extent.path, extent.offset, padded), buffer[:padded])
+                if self._checksums is not None:
+                    self._checksums.written(extent, buffer[: extent.nbytes])
 
-    def expect_kept(self, specs: Iterable[TensorSpec]) -> None:
-        """Hold tensors against the checksums that their files keep, as copies in a cache do."""
-        if self.checksums is None:
+    def expect_checksums(self, specs: Iterable[TensorSpec]) -> None:
+        """Verify tensors also against the checksums in their file, as the weight cache has them."""
+        if self._checksums is None:
             return
         for spec in specs:
             info, extent = self._checkpoint.info(self._names[spec.name]), self.extent(spec)
             if info.checksum is not None and extent is not None and extent == info.extent:
-                self.checksums.expect(extent, info.checksum)
+                self._checksums.expect(extent, info.checksum)
 
-    def pack(self, wanted: Mapping[str, TensorSpec]) -> Pack:
-        """Lay tensors out in one buffer: as they lie in files, if all do plainly."""
-        extents = {name: self.extent(spec) for name, spec in wanted.items()}
+    def buffer(self, specs: Mapping[str, TensorSpec]) -> WeightBuffer:
+        """Return a buffer layout for tensors: as in their files, unless one must be converted."""
+        extents = {name: self.extent(spec) for name, spec in specs.items()}
         if all(extents.values()):
-            reads, places, nbytes = plan_reads(extents.values())
-            return Pack(nbytes, {name: places[e] for name, e in extents.items()}, reads)
-        pack = Pack()
-        for name, spec in wanted.items():
-            pack.places[name] = pack.nbytes
-            pack.nbytes += round_up(self.form.nbytes(spec), ALIGN)
-        return pack
+            return WeightBuffer.of_extents(extents)
+        buffer = WeightBuffer()
+        for name, spec in specs.items():
+            buffer.offsets[name] = buffer.nbytes
+            buffer.nbytes += round_up(self.form.nbytes(spec), ALIGN)
+        return buffer
 
-    def fill(self, pack: Pack, wanted: Mapping[str, TensorSpec], buffer: torch.Tensor) -> None:
-        """Read the tensors of a pack into a buffer on the host: uint8 [pack.nbytes or more]."""
-        if pack.reads is not None:
-            self.read_pack(self._disk, pack, wanted, buffer)
+    def fill(self, buffer: WeightBuffer, specs: Mapping[str, TensorSpec], out: torch.Tensor
+             ) -> None:
+        """Read or convert the tensors of a buffer into `out`, uint8 [nbytes or more], on the host.
+        """
+        if buffer.reads is not None:
+            self.read(buffer, out)
             return
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda name: self._read(wanted[name], buffer, pack.places[name]), wanted))
+            list(pool.map(lambda name: self._convert(specs[name], out, buffer.offsets[name]),
+                          specs))
 
-    def read_pack(self, disk: Disk, pack: Pack, specs: Mapping[str, TensorSpec],
-                  buffer: torch.Tensor, *, ahead: bool = False) -> None:
-        """Read a pack that lies plainly in files; a changed tensor raises where that is checked.
+    def read(self, buffer: WeightBuffer, out: torch.Tensor, *, ahead: bool = False) -> None:
+        """Read a buffer that needs no conversion into `out`, uint8 [nbytes or more], on the host.
 
-        `ahead` as of `Disk.read`.
+        Parameters
+        ----------
+        buffer : WeightBuffer
+        out : uint8 Tensor
+        ahead : bool
+            As of `Disk.read`.
+
+        Raises
+        ------
+        UserError
+            A read fails, or bytes have changed and `verify` is on.
         """
-        disk.read(pack.reads, buffer, ahead=ahead)
-        if self.checksums is not None:
-            for name, place in pack.places.items():
-                extent = self.extent(specs[name])
-                self.checksums.read(extent, buffer[place : place + extent.nbytes])
+        self._disk.read(buffer.reads, out, ahead=ahead)
+        for name, extent in buffer.extents.items():
+            self._verify(extent, out, buffer.offsets[name])
 
-    def _read(self, spec: TensorSpec, buffer: torch.Tensor, place: int) -> None:
-        """Read a tensor to its place in a buffer, converting or quantizing it."""
+    def read_extents(self, extents: Sequence[Extent]) -> tuple[torch.Tensor, dict[Extent, int]]:
+        """Read extents into a new host buffer. Return it and the offset of each extent."""
+        reads, offsets, nbytes = plan_reads(extents)
+        out = self._device.host_empty(nbytes, pinned=False)
+        self._disk.read(reads, out)
+        for extent in extents:
+            self._verify(extent, out, offsets[extent])
+        return out, offsets
+
+    def verify_whole(self, extent: Extent) -> None:
+        """Read an extent if reads are verified: its file may have a checksum of the whole."""
+        if self._checksums is not None:
+            self.read_extents([extent])
+
+    def _verify(self, extent: Extent, content: torch.Tensor, offset: int) -> None:
+        if self._checksums is not None:
+            self._checksums.read(extent, content[offset : offset + extent.nbytes])
+
+    def _convert(self, spec: TensorSpec, out: torch.Tensor, offset: int) -> None:
+        """Read a tensor, convert or quantize it, and put it into `out` at an offset."""
         dtype, shape = self.form.stored(spec)
-        self._checkpoint.read(self._names[spec.name], typed(buffer, place, shape, dtype))
+        self._checkpoint.read(self._names[spec.name], typed(out, offset, shape, dtype))
 
-    def strips(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
-        """The strips of a table on disk that hold the rows `index`, int64 on the host, and the
-        rows' places in them."""
+    def read_rows(self, spec: TensorSpec, index: torch.Tensor) -> tuple[Weight, torch.Tensor]:
+        """Read the rows of a table on disk.
+
+        Parameters
+        ----------
+        spec : TensorSpec [rows, columns]
+        index : int64 Tensor [n], on the host
+
+        Returns
+        -------
+        Weight
+            The tiles that contain the rows: single rows, or `MATRIX_TILE` rows of a quantized
+            table.
+        int64 Tensor [n]
+            The rows' numbers in these tiles.
+        """
         rows, columns = spec.shape
         layout = self.form.layout(spec)
-        height = 1 if layout is None else MATRIX_TILE  # rows that lie together
+        height = 1 if layout is None else MATRIX_TILE
         nbytes = self.form.nbytes(spec) // rows if layout is None else layout.tile_bytes
-        strips, inverse = (index // height).unique(return_inverse=True)
-        whole = self.extent(spec)
-        extents = [Extent(whole.path, whole.offset + strip * nbytes, nbytes)
-                   for strip in strips.tolist()]
-        reads, places, size = plan_reads(extents)
-        buffer = self._device.host_empty(size, pinned=False)
-        self._disk.read(reads, buffer)
-        if self.checksums is not None:
-            for extent in extents:
-                self.checksums.read(extent, buffer[places[extent] : places[extent] + nbytes])
-        held = torch.cat([buffer[places[e] : places[e] + nbytes] for e in extents])
-        return (self.form.view(held, 0, TensorSpec(spec.name, (len(extents) * height, columns))),
+        tiles, inverse = (index // height).unique(return_inverse=True)
+        table = self.extent(spec)
+        extents = [Extent(table.path, table.offset + tile * nbytes, nbytes)
+                   for tile in tiles.tolist()]
+        content, offsets = self.read_extents(extents)
+        packed = torch.cat([content[offsets[extent] :][:nbytes] for extent in extents])
+        return (self.form.view(packed, 0, TensorSpec(spec.name, (len(extents) * height, columns))),
                 inverse * height + index % height)

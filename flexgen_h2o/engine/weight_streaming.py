@@ -1,9 +1,14 @@
-"""Matrices cut into parts of some outputs each, which have places of their own."""
+"""Row shards: matrices on disk of which only parts are in memory at a time.
+
+A row shard is some outputs (rows) of a matrix. Its bytes are contiguous in the file, and so is its
+part of a matmul's output. Shards are read in the order of their use, a few ahead of the matmul.
+After the matmul, the next read reuses the shard's staging buffer.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,304 +19,224 @@ import torch
 
 from flexgen_h2o.config.limits import SHARD_BUFFERS
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.weight_files import Pack, Weight
+from flexgen_h2o.engine.weight_files import Weight, WeightBuffer, WeightFiles
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
-from flexgen_h2o.storage.disk import Checksums, Extent, plan_reads
+from flexgen_h2o.storage.disk import Extent
 from flexgen_h2o.storage.placement import assign, shard_rows
 from flexgen_h2o.storage.transfer import Lane, Transfers
 
 
-class CutRows(NamedTuple):
-    """Some outputs of a matrix, and where they rest: on disk, or in memory."""
+class RowShard(NamedTuple):
+    """Some rows of a matrix, on disk or in memory."""
 
     rows: slice
     on_disk: bool
 
 
-def cut(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placement, *,
-        whole: Collection[str], layer: int) -> dict[str, list[CutRows]]:
-    """The parts of the matrices that are on disk, all or in part.
+def shard_weights(specs: Mapping[str, TensorSpec], form: WeightFormat, placement: Placement, *,
+                  unsplit: Collection[str], layer_bytes: int) -> dict[str, list[RowShard]]:
+    """Return the shards of all matrices that are at least in part on disk.
 
     Parameters
     ----------
-    specs : mapping of name to TensorSpec
-        In the order in which they are placed. Vectors stay in memory.
+    specs : mapping of str to TensorSpec
+        In placement order. Vectors stay in memory.
+    form : WeightFormat
     placement : Placement
         Share of the bytes on each tier.
-    whole : collection of names
-        Matrices that are on one tier, though they may be read in parts.
-    layer : int
-        Bytes of a decoder layer.
+    unsplit : collection of str
+        Matrices that are on one tier as a whole; on disk they are read in shards, too.
+    layer_bytes : int
+        Bytes of the largest decoder layer.
     """
     sizes: dict[tuple[str, int, int], int] = {}
     for name, spec in specs.items():
         if len(spec.shape) != 2:
             continue
-        for rows in _chunks(spec, form, layer):
-            first, end = (0, spec.shape[0]) if name in whole else (rows.start, rows.stop)
-            sizes[name, first, end] = form.nbytes(TensorSpec(name, (end - first, spec.shape[1])))
-    parts: dict[str, list[CutRows]] = {}
-    for (name, first, end), tier in assign(sizes.items(), placement).items():
-        before, on_disk = parts.setdefault(name, []), tier == "disk"
-        if before and not on_disk and not before[-1].on_disk:  # one product instead of two
-            first = before.pop().rows.start
-        before.append(CutRows(slice(first, end), on_disk))
-    for name in parts.keys() & set(whole):
-        if parts[name][0].on_disk:
-            parts[name] = [CutRows(rows, True) for rows in _chunks(specs[name], form, layer)]
-    return {name: those for name, those in parts.items() if any(each.on_disk for each in those)}
+        for rows in _shard_slices(spec, form, layer_bytes):
+            start, stop = (0, spec.shape[0]) if name in unsplit else (rows.start, rows.stop)
+            sizes[name, start, stop] = form.nbytes(TensorSpec(name, (stop - start, spec.shape[1])))
+    sharded: dict[str, list[RowShard]] = {}
+    for (name, start, stop), tier in assign(sizes.items(), placement).items():
+        shards, on_disk = sharded.setdefault(name, []), tier == "disk"
+        if shards and not on_disk and not shards[-1].on_disk:  # one matmul instead of two
+            start = shards.pop().rows.start
+        shards.append(RowShard(slice(start, stop), on_disk))
+    for name in sharded.keys() & set(unsplit):
+        if sharded[name][0].on_disk:
+            sharded[name] = [RowShard(rows, True)
+                             for rows in _shard_slices(specs[name], form, layer_bytes)]
+    return {name: shards for name, shards in sharded.items()
+            if any(shard.on_disk for shard in shards)}
 
 
-def _chunks(spec: TensorSpec, form: WeightFormat, layer: int) -> list[slice]:
-    """The outputs of each chunk of a matrix."""
-    outputs = spec.shape[0]
-    step = shard_rows(outputs, form.nbytes(spec), layer)
-    return [slice(first, min(first + step, outputs)) for first in range(0, outputs, step)]
-
-
-def piece_of(extent: Extent, rows: slice, spec: TensorSpec, form: WeightFormat
-             ) -> tuple[TensorSpec, Extent]:
-    """Some outputs of a matrix as a tensor, and where they lie; rows begin with a tile."""
-    inputs = spec.shape[1]
-    piece = TensorSpec(spec.name, (rows.stop - rows.start, inputs))
-    before = form.nbytes(TensorSpec(spec.name, (rows.start, inputs))) if rows.start else 0
-    return piece, Extent(extent.path, extent.offset + before, form.nbytes(piece))
-
-
-# Matrices on disk that come in chunks, each when its product needs it.
-#
-# A chunk is some outputs of a matrix: its rows lie together in the file, and so does what a product
-# with it gives. Chunks are read in the order in which products use them, a few ahead of the one
-# that
-# is used; each is given up when its product is done, and the next is read into its place. What is
-# read ahead is a guess: a matrix that is asked for out of turn (a long prompt goes through a layer
-# in
-# blocks) is found, too, and the chunks that were read in vain are dropped.
+def _shard_slices(spec: TensorSpec, form: WeightFormat, layer_bytes: int) -> list[slice]:
+    rows = spec.shape[0]
+    step = shard_rows(rows, form.nbytes(spec), layer_bytes)
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """Some outputs of a matrix on disk.
-
-    Attributes
-    ----------
-    unit : int
-        The layer step that uses the matrix.
-    rows : slice
-        Outputs.
-    spec : TensorSpec
-        The chunk as a tensor, by the matrix's name.
-    extent : Extent
-        Where it lies.
-    pack : Pack
-        How it is read, at the place "chunk".
-    """
+class _DiskShard:
+    """A row shard on disk: the unit that uses it, its rows, and how it is read."""
 
     unit: int
     rows: slice
     spec: TensorSpec
-    extent: Extent
-    pack: Pack
+    buffer: WeightBuffer
 
 
-class _Turn(NamedTuple):
-    """One use of a chunk; no two have the same number."""
+class _Use(NamedTuple):
+    """One use of a shard, with a unique number."""
 
     number: int
-    chunk: Chunk
+    shard: _DiskShard
 
 
-class ChunkStream:
-    """Staging buffers for chunks, which take turns.
+class ShardStream:
+    """Staging buffers through which the shards of all units are streamed.
+
+    Prefetching follows the order of `add`. A shard that is used out of order (a long prompt goes
+    through a layer in chunks) is read when it is used, and the prefetched ones are dropped.
 
     Parameters
     ----------
+    files : WeightFiles
     transfers : Transfers
-        Of a device that computes in host memory, where a product is done when its call returns.
-    chunks : mapping of unit to sequence of Chunk
-        In the order of their use.
-    buffers : int
-        How many; one fewer are read ahead.
-    read : callable (Lane, Chunk, buffer)
-        Fills a uint8 tensor with a chunk.
-    ahead : bool
-        Read before a chunk is asked for.
+        Of a device that computes in host memory: a matmul is done when its call returns.
+    prefetch : bool
+        Read shards before they are used.
+
+    Attributes
+    ----------
+    misses : int
+        Number of shards that were used out of order.
     """
 
-    def __init__(self, transfers: Transfers, chunks: dict[int, Sequence[Chunk]], *, buffers: int,
-                 read: Callable[[Lane, Chunk, StagingBuffer], None], ahead: bool):
-        self._chunks = chunks
-        nbytes = max((each.pack.nbytes for those in chunks.values() for each in those), default=0)
-        self._ring: BufferRing[int] = BufferRing(transfers, [
-            StagingBuffer(transfers.device.empty(nbytes)) for _ in range(buffers if nbytes else 0)],
-            kind="weights")
-        self._read = read
-        self._most = buffers if ahead else 0
+    def __init__(self, files: WeightFiles, transfers: Transfers, *, prefetch: bool):
+        self._files, self._transfers = files, transfers
+        self._max_started = SHARD_BUFFERS if prefetch else 0
+        self._shards: dict[int, list[_DiskShard]] = {}
+        self._ring: BufferRing[int] = BufferRing(transfers, ())
         self._numbers = count()
-        self._expected: deque[_Turn] = deque()
-        self._begun: deque[_Turn] = deque()
+        self._scheduled: deque[_Use] = deque()
+        self._started: deque[_Use] = deque()
         self.misses = 0
-        """Chunks that were asked for out of turn."""
 
     @property
     def buffers(self) -> tuple[StagingBuffer, ...]:
         """The staging buffers."""
         return self._ring.buffers
 
-    def expect(self, unit: int, times: int = 1) -> None:
-        """A unit's chunks are used next, as often as given, after those that are expected."""
+    def add(self, unit: int, spec: TensorSpec, shards: Sequence[RowShard]) -> ShardedMatrix:
+        """Add a matrix that a unit uses after those added before; read its shards in memory."""
+        extent = self._files.extent(spec)
+        assert extent is not None  # tensors of the disk tier have been offloaded
+        if len(shards) > 1:
+            self._files.verify_whole(extent)
+        parts = [self._part(unit, shard, spec, extent) for shard in shards]
+        self._shards.setdefault(unit, []).extend(
+            part for part in parts if isinstance(part, _DiskShard))
+        return ShardedMatrix(spec.shape, partial(self._parts, parts))
+
+    def open(self) -> None:
+        """Allocate the staging buffers, once all matrices are added."""
+        nbytes = max((shard.buffer.nbytes for shards in self._shards.values() for shard in shards),
+                     default=0)
+        empty = self._transfers.device.empty
+        self._ring = BufferRing(self._transfers, [
+            StagingBuffer(empty(nbytes)) for _ in range(SHARD_BUFFERS if nbytes else 0)],
+            kind="weights")
+
+    def schedule(self, unit: int, times: int = 1) -> None:
+        """Append a number of uses of a unit's shards to the schedule."""
         for _ in range(times):
-            self._expected.extend(self._turns(self._chunks.get(unit, ())))
-        self._go_on()
+            self._scheduled.extend(self._uses(self._shards.get(unit, ())))
+        self._prefetch()
+
+    def release(self, unit: int) -> None:
+        """Drop the next uses of a unit from the schedule: compute has left it."""
+        while self._started and self._started[0].shard.unit == unit:
+            self._ring.release(self._started.popleft().number)
+        if not self._started:
+            while self._scheduled and self._scheduled[0].shard.unit == unit:
+                self._scheduled.popleft()
+        self._prefetch()
+
+    def reset(self) -> None:
+        """Clear the schedule and drop started reads and their errors."""
+        self._scheduled.clear()
+        self._started.clear()
+        self._ring.reset()
+
+    def _part(self, unit: int, shard: RowShard, spec: TensorSpec, extent: Extent
+              ) -> _DiskShard | tuple[slice, Weight]:
+        """Return a shard on disk, or the rows and content of one in memory."""
+        form, rows, columns = self._files.form, shard.rows, spec.shape[1]
+        part = TensorSpec(spec.name, (rows.stop - rows.start, columns))
+        skipped = form.nbytes(TensorSpec(spec.name, (rows.start, columns))) if rows.start else 0
+        extent = Extent(extent.path, extent.offset + skipped, form.nbytes(part))
+        if shard.on_disk:
+            return _DiskShard(unit, rows, part, WeightBuffer.of_extents({"shard": extent}))
+        content, offsets = self._files.read_extents([extent])
+        return rows, form.view(content, offsets[extent], part)
+
+    def _parts(self, parts: Sequence[_DiskShard | tuple[slice, Weight]], x: torch.Tensor
+               ) -> Iterator[tuple[slice, Weight]]:
+        """Yield the rows and content of all parts of a matrix; see `ShardedMatrix`."""
+        for part in parts:
+            if isinstance(part, _DiskShard):
+                with self._use(part) as buffer:
+                    yield part.rows, part.buffer.views(
+                        buffer.device, {"shard": part.spec}, self._files.form)["shard"]
+            else:
+                yield part
 
     @contextmanager
-    def use(self, chunk: Chunk) -> Iterator[StagingBuffer]:
-        """A chunk in its buffer, for the body of a ``with`` statement."""
-        first = next(iter((*self._begun, *self._expected)), None)
-        if first is None or first.chunk is not chunk:
-            self._aim(chunk)
-        if not self._begun:
-            self._begin()
-        number = self._begun[0].number
+    def _use(self, shard: _DiskShard) -> Iterator[StagingBuffer]:
+        """Have a shard in a staging buffer during a ``with`` statement."""
+        first = next(iter((*self._started, *self._scheduled)), None)
+        if first is None or first.shard is not shard:
+            self._reschedule(shard)
+        if not self._started:
+            self._start_next()
+        number = self._started[0].number
         try:
             yield self._ring.get(number)
         finally:
-            if self._begun and self._begun[0].number == number:
-                self._begun.popleft()
+            if self._started and self._started[0].number == number:
+                self._started.popleft()
                 self._ring.release(number)
-        self._go_on()
+        self._prefetch()
 
-    def release(self, unit: int) -> None:
-        """A unit is not used again before others are: nothing is read for it any more."""
-        while self._begun and self._begun[0].chunk.unit == unit:
-            self._ring.release(self._begun.popleft().number)
-        if not self._begun:
-            while self._expected and self._expected[0].chunk.unit == unit:
-                self._expected.popleft()
-        self._go_on()
+    def _uses(self, shards: Sequence[_DiskShard]) -> list[_Use]:
+        return [_Use(next(self._numbers), shard) for shard in shards]
 
-    def reset(self) -> None:
-        """Forget what was expected and read ahead, and any error of a read."""
-        self._expected.clear()
-        self._begun.clear()
-        self._ring.reset()
-
-    def _turns(self, chunks: Sequence[Chunk]) -> list[_Turn]:
-        return [_Turn(next(self._numbers), chunk) for chunk in chunks]
-
-    def _aim(self, chunk: Chunk) -> None:
-        """Expect a chunk that is not the next one, and then those that follow it in its unit."""
+    def _reschedule(self, shard: _DiskShard) -> None:
+        """Schedule a shard out of order, then the later ones of its unit, then the other units."""
         self.misses += 1
-        waiting = self._turns([turn.chunk for turn in (*self._begun, *self._expected)])
+        scheduled = self._uses([use.shard for use in (*self._started, *self._scheduled)])
         self.reset()
-        while waiting and waiting[0].chunk.unit == chunk.unit:
-            waiting.pop(0)
-        own = self._chunks[chunk.unit]
-        place = next(number for number, each in enumerate(own) if each is chunk)
-        self._expected.extend((*self._turns(own[place:]), *waiting))
-        self._go_on()
+        while scheduled and scheduled[0].shard.unit == shard.unit:
+            scheduled.pop(0)
+        shards = self._shards[shard.unit]
+        position = next(number for number, other in enumerate(shards) if other is shard)
+        self._scheduled.extend((*self._uses(shards[position:]), *scheduled))
+        self._prefetch()
 
-    def _go_on(self) -> None:
-        """Begin to read as far ahead as there are buffers."""
-        while self._expected and len(self._begun) < self._most:
-            self._begin()
+    def _prefetch(self) -> None:
+        """Start reads while there are free buffers."""
+        while self._scheduled and len(self._started) < self._max_started:
+            self._start_next()
 
-    def _begin(self) -> None:
-        turn = self._expected.popleft()
-        self._begun.append(turn)
-        self._ring.load(turn.number, partial(self._fill, turn.chunk))
+    def _start_next(self) -> None:
+        use = self._scheduled.popleft()
+        self._started.append(use)
 
-    def _fill(self, chunk: Chunk, lane: Lane, buffer: StagingBuffer) -> None:
-        self._read(lane, chunk, buffer)
+        def read(lane: Lane, buffer: StagingBuffer) -> None:
+            self._files.read(use.shard.buffer, buffer.device)
 
-
-# The matrices of a model that are cut: parts of them rest in memory, and parts come in chunks.
-
-
-class ChunkedWeights:
-    """Matrices that are cut into parts of some outputs each.
-
-    Parameters
-    ----------
-    cuts : mapping of name to sequence of CutRows
-        The parts of each matrix, by checkpoint name.
-    form : WeightFormat
-        Of the matrices as they lie on disk, and in memory.
-    transfers : Transfers
-    checksums : Checksums, optional
-        Against which what is read is held.
-    """
-
-    def __init__(self, cuts: Mapping[str, Sequence[CutRows]], form: WeightFormat,
-                 transfers: Transfers, *, checksums: Checksums | None):
-        self._cuts = cuts
-        self._form = form
-        self._transfers = transfers
-        self._checksums = checksums
-        self._chunks: dict[int, list[Chunk]] = {}
-        self._stream: ChunkStream | None = None
-
-    def load(self, unit: int, spec: TensorSpec, extent: Extent) -> ShardedMatrix:
-        """Read what stays in memory of a matrix that a unit uses after those loaded before.
-
-        Parameters
-        ----------
-        spec : TensorSpec
-            One of those that are cut.
-        extent : Extent
-            Where all of it lies.
-        """
-        cuts = self._cuts[spec.name]
-        if self._checksums is not None and len(cuts) > 1:
-            self._read(extent)  # the file may keep a checksum of the whole
-        parts = [self._part(unit, each, spec, extent) for each in cuts]
-        self._chunks.setdefault(unit, []).extend(
-            part for part in parts if isinstance(part, Chunk))
-        return ShardedMatrix(spec.shape, partial(self._parts, parts))
-
-    def open(self, *, ahead: bool) -> ChunkStream:
-        """The stream of the chunks of all matrices that are loaded; ahead: see `ChunkStream`."""
-        self._stream = ChunkStream(self._transfers, self._chunks, buffers=SHARD_BUFFERS,
-                                   read=self._read_chunk, ahead=ahead)
-        return self._stream
-
-    def _part(self, unit: int, cut: CutRows, spec: TensorSpec, extent: Extent
-              ) -> Chunk | tuple[slice, Weight]:
-        """Some outputs of a matrix: a chunk, or what stays in memory."""
-        piece, where = piece_of(extent, cut.rows, spec, self._form)
-        if cut.on_disk:
-            reads, places, nbytes = plan_reads([where])
-            return Chunk(unit, cut.rows, piece, where,
-                         Pack(nbytes, {"chunk": places[where]}, reads))
-        buffer, place = self._read(where)
-        return cut.rows, self._form.view(buffer, place, piece)
-
-    def _read(self, extent: Extent) -> tuple[torch.Tensor, int]:
-        """An extent in a new buffer, and its place there."""
-        reads, places, nbytes = plan_reads([extent])
-        buffer, place = self._transfers.device.host_empty(nbytes, pinned=False), places[extent]
-        self._transfers.disk.read(reads, buffer)
-        self._check(extent, buffer, place)
-        return buffer, place
-
-    def _read_chunk(self, lane: Lane, chunk: Chunk, buffer: StagingBuffer) -> None:
-        lane.disk.read(chunk.pack.reads, buffer.device)
-        self._check(chunk.extent, buffer.device, chunk.pack.places["chunk"])
-
-    def _check(self, extent: Extent, buffer: torch.Tensor, place: int) -> None:
-        if self._checksums is not None:
-            self._checksums.read(extent, buffer[place : place + extent.nbytes])
-
-    def _parts(self, parts: Sequence[Chunk | tuple[slice, Weight]], x: torch.Tensor
-               ) -> Iterator[tuple[slice, Weight]]:
-        """The parts of a matrix, one after the other."""
-        for part in parts:
-            if isinstance(part, Chunk):
-                with self._stream.use(part) as buffer:
-                    yield part.rows, part.pack.views(
-                        buffer.device, {"chunk": part.spec}, self._form)["chunk"]
-            else:
-                yield part
+        self._ring.load(use.number, read)

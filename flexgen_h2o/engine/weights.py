@@ -1,338 +1,352 @@
-"""A layer's weights, wherever they live, ready when the step needs them.
+"""The weights of a model on their tiers, ready when a layer step needs them.
 
-Units are the layer steps of the schedule: 0 embeds, then come the decoder layers (or their halves),
-the last is the head. The weights of a unit on one tier are packed into one buffer and travel as one
-copy and a few large reads. On disk they are the checkpoint's own bytes, or the weight cache's.
+Units are the layer steps of the schedule: unit 0 is the embedding, then come the decoder layers (or
+their halves), and the last unit is the head. The weights of a unit on one tier share one buffer:
+they travel as one copy and a few large reads. On disk they are the bytes of the checkpoint, the
+weight cache or an offload file.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.experts import ExpertChoices
+from flexgen_h2o.config.experts import ExpertChoices, Key
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.engine.weight_files import Pack, PersistentOffloadFile, Unit, Weight, WeightFiles
-from flexgen_h2o.engine.weight_streaming import ChunkedWeights, ChunkStream, CutRows, cut
+from flexgen_h2o.engine.weight_files import (
+    PersistentOffloadFile,
+    Unit,
+    Weight,
+    WeightBuffer,
+    WeightFiles,
+)
+from flexgen_h2o.engine.weight_streaming import RowShard, ShardStream, shard_weights
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
 from flexgen_h2o.models.model_config import ModelWeights, TensorSpec
 from flexgen_h2o.storage.buffer_ring import BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import RunFolder
-from flexgen_h2o.storage.placement import (
-    assign,
-    compute_tiers,
-    fill,
-    place_experts,
-    place_first,
-)
+from flexgen_h2o.storage.placement import assign, compute_tiers, fill, place_experts, place_first
 from flexgen_h2o.storage.tiers import PAGE, Arena, Device, round_up
 from flexgen_h2o.storage.transfer import H2D, Lane, Transfers
 
 
 class WeightStore:
-    """All weights of a model, spread over the tiers.
+    """All weights of a model, placed on the tiers.
 
     Parameters
     ----------
     weights : ModelWeights
-        What the model needs, by unit.
+        Tensors of each unit.
     files : WeightFiles
-        Where it comes from, in which form.
     transfers : Transfers
     placement : Placement
-        Share of the bytes on each tier, as they are in that form.
+        Share of the bytes on each tier, in the format in which they are stored.
     experts : Placement, optional
-        The same of the experts alone; see `Policy.experts`.
+        Share of the experts' bytes; see `Policy.experts`.
     choices : ExpertChoices, optional
-        Those that are chosen most often rest on the fastest tier; None: each layer has as many
-        there.
+        Place the most chosen experts on the fastest tier. None: each layer has the same share.
     pin : bool
-        Page-lock the weights in host memory, which copies to a GPU need to run at full speed.
-    read_ahead : bool, optional
-        Matrices on disk come in chunks: ahead of their use, or else when they are used. Vectors
-        stay in compute memory then. None: all that a layer step fetches comes together.
+        Page-lock weights in host memory, for copies to a GPU at full speed.
+    shard_prefetch : bool, optional
+        Stream matrices on disk in row shards, with or without prefetching; vectors stay in memory
+        then. None: fetch all weights of a unit together.
+
+    Attributes
+    ----------
+    tiers : dict of str to str
+        Tier of each tensor by checkpoint name.
+    units : list of Unit
+    experts : dict of (layer, number) to Unit
     """
 
     def __init__(self, weights: ModelWeights, files: WeightFiles, transfers: Transfers, *,
                  placement: Placement, experts: Placement | None = None,
                  choices: ExpertChoices | None = None, pin: bool = True,
-                 read_ahead: bool | None = None):
+                 shard_prefetch: bool | None = None):
         self.files = files
         self._form = files.form
         self._pin = pin
         self._transfers = transfers
         self._device: Device = transfers.device
-        self.tables = weights.tables
+        self._table_names = weights.tables
         self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
-        self.experts = {(layer, number): Unit(dict(specs))
-                        for layer, those in enumerate(weights.experts)
-                        for number, specs in enumerate(those)}
-        self._read_ahead = read_ahead
-        self._cuts: dict[str, list[CutRows]] = {}
+        self.experts: dict[Key, Unit] = {
+            (layer, number): Unit(dict(specs)) for layer, experts_of_layer in
+            enumerate(weights.experts) for number, specs in enumerate(experts_of_layer)}
+        self._shards: dict[str, list[RowShard]] = {}
+        self._stream = (None if shard_prefetch is None
+                        else ShardStream(files, transfers, prefetch=shard_prefetch))
         self.tiers = self._place(placement, experts, choices)
         self._tables: dict[str, Weight] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
-        self._stream: ChunkStream | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors at rest, a tied one once."""
+        """Stored bytes of all tensors; a tied tensor counts once."""
         return sum(map(self._bytes, {spec.name: spec for spec in self._specs()}.values()))
 
     @property
     def options(self) -> WeightOptions:
-        """Storage options of the matrices, as they rest."""
+        """Storage options of the matrices."""
         return self._form.options
 
     def _specs(self) -> Iterator[TensorSpec]:
-        """All tensors, unit by unit; a tied one comes twice."""
+        """Yield all tensors, unit by unit; a tied tensor comes twice."""
         for unit in chain(self.units, self.experts.values()):
             yield from unit.specs.values()
-
-    def _place(self, placement: Placement, experts: Placement | None,
-               choices: ExpertChoices | None) -> dict[str, str]:
-        """Tier of each tensor by checkpoint name, a tied one once.
-
-        The head's matrix is the largest tensor that is ever fetched, and staging buffers would have
-        to hold it: it stays in compute memory if the share there has room for it. Of the others the
-        decoder layers go first: an embedding table in front would push whole layers to one side.
-        """
-        order = [*self.units[1:-1], self.units[0], self.units[-1]]
-        sizes = {spec.name: self._bytes(spec) for unit in order for spec in unit.specs.values()}
-        kept = {}
-        each = {key: sum(map(self._bytes, unit.specs.values()))
-                for key, unit in self.experts.items()}
-        placement, experts = place_experts(sum(sizes.values()), sum(each.values()), placement,
-                                           experts)
-        if self.units[-1].specs:  # only the last rank of a pipeline has a head
-            head = max((spec.name for spec in self.units[-1].specs.values()),
-                       key=sizes.__getitem__)
-            tier, placement = place_first(
-                sizes[head], sum(sizes.values()), placement, compute_tiers(self._device.separate))
-            kept = {} if tier is None else {head: tier}
-        if choices is None:
-            tiers = assign(each.items(), experts)
-        else:
-            tiers = fill([(key, each[key]) for key in choices.ranked], experts)
-        spread = {spec.name: tier for key, tier in tiers.items()
-                  for spec in self.experts[key].specs.values()}
-        if self._read_ahead is not None:
-            specs = {spec.name: spec for unit in order for spec in unit.specs.values()
-                     if spec.name not in kept}
-            self._cuts = cut(specs, self._form, placement, whole=self._looked_up(),
-                             layer=max(sum(map(self._bytes, unit.specs.values()))
-                                       for unit in self.units[1:-1]))
-            return kept | {name: "disk" if name in self._cuts else "gpu" for name in specs}
-        return kept | spread | assign(((name, nbytes) for name, nbytes in sizes.items()
-                                       if name not in kept), placement)
-
-    def _looked_up(self) -> set[str]:
-        """The tables, by checkpoint names."""
-        return {spec.name for short, spec in self.units[0].specs.items() if short in self.tables}
 
     def _bytes(self, spec: TensorSpec) -> int:
         return self._form.nbytes(spec)
 
+    def _place(self, placement: Placement, experts: Placement | None,
+               choices: ExpertChoices | None) -> dict[str, str]:
+        """Return the tier of each tensor by checkpoint name.
+
+        The head's matrix is the largest tensor that is ever fetched, and would set the size of the
+        staging buffers: it stays in compute memory if its share there suffices. Decoder layers are
+        placed before the embedding, whose large tables would shift whole layers to one tier.
+        """
+        order = [*self.units[1:-1], self.units[0], self.units[-1]]
+        specs = {spec.name: spec for unit in order for spec in unit.specs.values()}
+        total = sum(map(self._bytes, specs.values()))
+        expert_sizes = {key: sum(map(self._bytes, unit.specs.values()))
+                        for key, unit in self.experts.items()}
+        placement, experts = place_experts(total, sum(expert_sizes.values()), placement, experts)
+        tiers: dict[str, str] = {}
+        if self.units[-1].specs:  # only the last stage of a pipeline has a head
+            head = max(self.units[-1].specs.values(), key=self._bytes)
+            tier, placement = place_first(self._bytes(head), total, placement,
+                                          compute_tiers(self._device.separate))
+            if tier is not None:
+                tiers[head.name] = tier
+                del specs[head.name]
+        if self._stream is not None:
+            self._shards = shard_weights(
+                specs, self._form, placement,
+                unsplit={self.units[0].specs[table].name for table in self._table_names},
+                layer_bytes=max(sum(map(self._bytes, unit.specs.values()))
+                                for unit in self.units[1:-1]))
+            return tiers | {name: "disk" if name in self._shards else "gpu" for name in specs}
+        if choices is None:
+            expert_tiers = assign(expert_sizes.items(), experts)
+        else:
+            expert_tiers = fill([(key, expert_sizes[key]) for key in choices.ranked], experts)
+        for key, tier in expert_tiers.items():
+            tiers |= {spec.name: tier for spec in self.experts[key].specs.values()}
+        return tiers | assign(((name, self._bytes(spec)) for name, spec in specs.items()),
+                              placement)
+
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None, *,
              kept: PersistentOffloadFile | None = None) -> None:
-        """Bring every tensor to its tier. `progress` gets bytes done and in all.
+        """Bring every tensor to its tier.
 
-        Tensors for the disk tier stay where they lie in the checkpoint; those that do not lie
-        plainly in a file of the right dtype (dummy weights) are written to the file that keeps
-        them, or else to the run folder.
+        Parameters
+        ----------
+        run_folder : callable
+            Creates the folder for an offload file, if one is needed.
+        progress : callable (done, total)
+            Is called with bytes after each unit.
+        kept : PersistentOffloadFile, optional
+            Offload file to use in place of the run's own.
         """
         total = sum(map(self._bytes, self._specs()))
         done = 0
-        self.files.write((spec for spec in self._specs() if self.tiers[spec.name] == "disk"),
-                         run_folder, kept)
-        self.files.expect_kept(self._specs())
-        for index, unit in enumerate(self.units):
-            for tier in ("gpu", "cpu", "disk"):
-                wanted = self._wanted(index, tier)
-                if wanted:
-                    self._load_pack(unit, tier, wanted)
-            done += sum(self._bytes(spec) for spec in unit.specs.values())
-            progress(done, total)
+        self.files.offload((spec for spec in self._specs() if self.tiers[spec.name] == "disk"),
+                           run_folder, kept)
+        self.files.expect_checksums(self._specs())
         arena = None if self._device.separate else Arena(self._device)
-        for unit in self.experts.values():
-            tier = self.tiers[next(iter(unit.specs.values())).name]
-            self._load_pack(unit, tier, unit.specs, arena)
-            done += sum(self._bytes(spec) for spec in unit.specs.values())
+        for index, unit in enumerate(chain(self.units, self.experts.values())):
+            if index < len(self.units):
+                for tier in ("gpu", "cpu", "disk"):
+                    specs = self._specs_on(index, tier)
+                    if specs:
+                        self._load_buffer(unit, tier, specs)
+            else:
+                tier = self.tiers[next(iter(unit.specs.values())).name]
+                self._load_buffer(unit, tier, unit.specs, arena)
+            done += sum(map(self._bytes, unit.specs.values()))
             progress(done, total)
         self._tie_tables()
-        self._load_cuts()
-        self._make_buffers()
+        if self._stream is not None:
+            for index, unit in enumerate(self.units):
+                for name, spec in unit.specs.items():
+                    if spec.name in self._shards and not (index == 0
+                                                          and name in self._table_names):
+                        unit.resident[name] = self._stream.add(index, spec,
+                                                               self._shards[spec.name])
+            self._stream.open()
+        # Tables are looked up, never fetched.
+        self.units[0].fetched = [part for part in self.units[0].fetched if part.host is None
+                                 or not set(part.offsets) <= set(self._table_names)]
+        self._ring = BufferRing(self._transfers, self.staging_buffers(self.units, WEIGHT_BUFFERS),
+                                kind="weights")
 
-    def _wanted(self, index: int, tier: str) -> dict[str, TensorSpec]:
-        """A unit's tensors on `tier` that are its own: no tied copy, no table left on disk."""
-        specs = self.units[index].specs
-        chosen = {n: s for n, s in specs.items()
-                  if self.tiers[s.name] == tier and s.name not in self._cuts}
+    def _specs_on(self, index: int, tier: str) -> dict[str, TensorSpec]:
+        """Return the tensors of a unit to load from a tier: no shards, no tied copies of resident
+        tensors, and no tables on disk."""
+        specs = {name: spec for name, spec in self.units[index].specs.items()
+                 if self.tiers[spec.name] == tier and spec.name not in self._shards}
         if index == 0 and tier == "disk":
-            return {n: s for n, s in chosen.items() if n not in self.tables}
+            return {name: spec for name, spec in specs.items() if name not in self._table_names}
         if index > 0 and tier != "disk":
-            embedded = {s.name for s in self.units[0].specs.values()}
-            return {n: s for n, s in chosen.items() if s.name not in embedded}
-        return chosen
+            embedded = {spec.name for spec in self.units[0].specs.values()}
+            return {name: spec for name, spec in specs.items() if spec.name not in embedded}
+        return specs
 
-    def _load_pack(self, unit: Unit, tier: str, wanted: Mapping[str, TensorSpec],
-                   arena: Arena | None = None) -> None:
-        pack = self.files.pack(wanted)
-        unit.packs[tier] = pack
+    def _load_buffer(self, unit: Unit, tier: str, specs: Mapping[str, TensorSpec],
+                     arena: Arena | None = None) -> None:
+        """Load tensors of a unit into one buffer on a tier."""
+        buffer = self.files.buffer(specs)
         if tier == "disk":
-            if pack.reads is None:
-                raise UserError("weights on disk must lie in the run's dtype; this is a bug")
+            if buffer.reads is None:
+                raise UserError("weights on disk must have the run's dtype; this is a bug")
+            unit.fetched.append(buffer)
             return
         if arena is None:
-            host = self._device.host_empty(pack.nbytes, pinned=self._pin and tier == "cpu")
+            host = self._device.host_empty(buffer.nbytes, pinned=self._pin and tier == "cpu")
         else:
-            host = arena.take(pack.nbytes)
-        self.files.fill(pack, wanted, host)
+            host = arena.take(buffer.nbytes)
+        self.files.fill(buffer, specs, host)
         if tier == "cpu" and self._device.separate:
-            unit.host.append((pack, host))
+            buffer.host = host
+            unit.fetched.append(buffer)
             return
-        source = pack.after_lead(host)
+        source = buffer.without_lead(host)
         if self._device.separate:
-            host = self._device.empty(pack.nbytes)
+            host = self._device.empty(buffer.nbytes)
             host[: len(source)].copy_(source)
-        elif pack.lead:
+        elif buffer.lead:
             ctypes.memmove(host.data_ptr(), source.data_ptr(), len(source))  # they overlap
-        unit.resident.update(pack.views(host, wanted, self._form, aligned=True))
+        unit.resident.update(buffer.views(host, specs, self._form, aligned=True))
 
     def _tie_tables(self) -> None:
-        """Keep the lookup tables that are in memory, and share a tied one with the head."""
+        """Find the lookup tables in memory, and share a tied one with the head."""
         embed, head = self.units[0], self.units[-1]
-        for table in self.tables:
+        for table in self._table_names:
             spec = embed.specs[table]
-            held = embed.resident.get(table)
-            for pack, host in embed.host:
-                if table in pack.places:
-                    held = pack.views(host, embed.specs, self._form)[table]
-                    source = host[pack.places[table] :][: self._bytes(spec)]
-            if held is None:
-                continue
-            self._tables[table] = held
-            for name in (n for n, s in head.specs.items() if s.name == spec.name):
-                if table in embed.resident:
-                    head.resident[name] = held
-                else:
-                    head.host.append((Pack(len(source), {name: 0}), source))
+            tied = [name for name, other in head.specs.items() if other.name == spec.name]
+            if table in embed.resident:
+                self._tables[table] = embed.resident[table]
+                head.resident.update(dict.fromkeys(tied, embed.resident[table]))
+            for part in embed.fetched:
+                if part.host is not None and table in part.offsets:
+                    self._tables[table] = part.views(part.host, embed.specs, self._form)[table]
+                    content = part.host[part.offsets[table] :][: self._bytes(spec)]
+                    head.fetched[:0] = [WeightBuffer(len(content), {name: 0}, host=content)
+                                        for name in tied]
 
-    def _load_cuts(self) -> None:
-        """Read the parts of matrices that stay in memory, and make ready for those that come."""
-        if self._read_ahead is None:
-            return
-        chunked = ChunkedWeights(self._cuts, self._form, self._transfers,
-                                 checksums=self.files.checksums)
-        for index, unit in enumerate(self.units):
-            for short, spec in unit.specs.items():
-                if spec.name in self._cuts and not (index == 0 and short in self.tables):
-                    unit.resident[short] = chunked.load(index, spec, self.files.extent(spec))
-        self._stream = chunked.open(ahead=self._read_ahead)
-
-    def _make_buffers(self) -> None:
-        # The embedding unit's host packs hold its tables too, but those are never fetched whole.
-        self.units[0].host = [(pack, host) for pack, host in self.units[0].host
-                              if not set(pack.places) <= set(self.tables)]
-        largest = max(unit.fetched_bytes for unit in self.units)
-        read = max(unit.packs["disk"].nbytes if "disk" in unit.packs else 0 for unit in self.units)
-        passes_host = self._device.separate and read > 0
-        self._ring = BufferRing(self._transfers, [
-            StagingBuffer(self._device.empty(largest),
-                          self._device.host_empty(read) if passes_host else None)
-            for _ in range(WEIGHT_BUFFERS if largest else 0)], kind="weights")
+    def staging_buffers(self, units: Sequence[Unit], count: int) -> list[StagingBuffer]:
+        """Return a number of buffers into which each of these units can be fetched."""
+        largest = max((unit.fetched_bytes for unit in units), default=0)
+        read = max((unit.disk_bytes for unit in units), default=0)
+        return [StagingBuffer(self._device.empty(largest),
+                              self._device.host_empty(read) if read and self._device.separate
+                              else None)
+                for _ in range(count if largest else 0)]
 
     def fetch(self, index: int, times: int = 1) -> None:
-        """Start bringing unit `index` to compute memory; nothing to do when it is there.
+        """Start to bring a unit to compute memory; a no-op if it is resident.
 
-        times: how often compute goes through it before the next unit.
+        Parameters
+        ----------
+        index : int
+        times : int
+            How often compute goes through the unit before the next one.
         """
         if self._stream is not None:
-            self._stream.expect(index, times)
+            self._stream.schedule(index, times)
         unit = self.units[index]
         if unit.fetched_bytes:
-            # A layer ahead of its use: the cache of the batches before comes first.
-            self._ring.load(index, partial(self.bring, unit=unit, ahead=True))
+            # It is used a layer later: reads of the previous batches' cache come first.
+            self._ring.load(index, partial(self.load_unit, unit=unit, ahead=True))
 
-    def bring(self, lane: Lane, buffer: StagingBuffer, *, unit: Unit, ahead: bool = False) -> None:
-        """Fill a buffer with a unit's weights that are not in compute memory: a job on a lane.
+    def load_unit(self, lane: Lane, staging: StagingBuffer, *, unit: Unit, ahead: bool = False
+                  ) -> None:
+        """Fill a staging buffer with the weights of a unit that are not resident.
 
-        `ahead` as of `Disk.read`.
+        Parameters
+        ----------
+        lane : Lane
+            The lane that runs this job.
+        staging : StagingBuffer
+        unit : Unit
+        ahead : bool
+            As of `Disk.read`.
         """
         start = 0
-        for pack, host in unit.host:
-            _send(lane, pack, host, buffer.device[start:])
-            start += round_up(pack.nbytes, PAGE)
-        pack = unit.packs.get("disk")
-        if pack is None:
-            return
-        if self._device.separate:
-            self.files.read_pack(lane.disk, pack, unit.specs, buffer.host, ahead=ahead)
-            _send(lane, pack, buffer.host, buffer.device[start:])
-        else:
-            end = start + round_up(pack.nbytes, PAGE)
-            self.files.read_pack(lane.disk, pack, unit.specs, buffer.device[start:end],
-                                 ahead=ahead)
+        for part in unit.fetched:
+            end = start + round_up(part.nbytes, PAGE)
+            target, host = staging.device[start:end], part.host
+            if host is None and not self._device.separate:
+                self.files.read(part, target, ahead=ahead)
+            else:
+                if host is None:
+                    host = staging.host
+                    self.files.read(part, host, ahead=ahead)
+                source = part.without_lead(host)
+                lane.copy(target[: len(source)], source, H2D)
+            start = end
 
     def is_resident(self, index: int) -> bool:
-        """True if all weights of a unit are in compute memory for good."""
-        comes = any(isinstance(each, ShardedMatrix) for each in self.units[index].resident.values())
-        return not comes and not self.units[index].fetched_bytes
+        """Return True if all weights of a unit are in compute memory permanently."""
+        unit = self.units[index]
+        return not unit.fetched_bytes and not any(
+            isinstance(weight, ShardedMatrix) for weight in unit.resident.values())
 
     def resident_weights(self, index: int, *names: str) -> dict[str, Weight] | None:
-        """A unit's weights that are in compute memory for good, if the tensors of these names are;
-        None if not, or if there is no such unit."""
-        held = self.units[index].resident if index < len(self.units) else {}
-        return held if held.keys() >= set(names) else None
+        """Return the resident weights of a unit; None if one of `names` is not among them, or there
+        is no such unit."""
+        resident = self.units[index].resident if index < len(self.units) else {}
+        return resident if resident.keys() >= set(names) else None
 
     def get(self, index: int) -> dict[str, Weight | ShardedMatrix]:
-        """A unit's weights by local name, on the compute device, ready for compute to use.
+        """Return the weights of a unit by local name, on the compute device and ready to use.
 
-        A fetched tensor stays valid until `release`.
+        A fetched weight is valid until `release`.
         """
         unit = self.units[index]
         if not unit.fetched_bytes:
             return unit.resident
-        return self.views(unit, self._ring.get(index))
+        return self.unit_weights(unit, self._ring.get(index))
 
-    def views(self, unit: Unit, buffer: StagingBuffer) -> dict[str, Weight]:
-        """A unit's weights by local name, of which `buffer` has those that `bring` has brought."""
+    def unit_weights(self, unit: Unit, staging: StagingBuffer) -> dict[str, Weight]:
+        """Return the weights of a unit by local name, after `load_unit` into a staging buffer."""
         weights = dict(unit.resident)
         start = 0
-        for pack in [p for p, _ in unit.host] + [p for t, p in unit.packs.items() if t == "disk"]:
-            weights.update(pack.views(buffer.device[start:], unit.specs, self._form,
+        for part in unit.fetched:
+            weights.update(part.views(staging.device[start:], unit.specs, self._form,
                                       aligned=self._device.separate))
-            start += round_up(pack.nbytes, PAGE)
+            start += round_up(part.nbytes, PAGE)
         return weights
 
-    def on_host(self, unit: Unit) -> dict[str, Weight]:
-        """A unit's weights by local name that are in host memory beside a GPU, where they lie."""
-        return {name: held for pack, host in unit.host
-                for name, held in pack.views(host, unit.specs, self._form).items()}
+    def host_weights(self, unit: Unit) -> dict[str, Weight]:
+        """Return the weights of a unit by local name that are in host memory beside a GPU."""
+        return {name: weight for part in unit.fetched if part.host is not None
+                for name, weight in part.views(part.host, unit.specs, self._form).items()}
 
     def reset(self) -> None:
-        """Forget what was fetched ahead and will not be used; call between runs."""
+        """Drop all fetches that have not been used; call it between runs."""
         self._ring.reset()
         if self._stream is not None:
             self._stream.reset()
 
     def release(self, index: int) -> None:
-        """Compute has been given its last use of the unit: its buffer may be filled again."""
+        """Allow the staging buffer of a unit to be reused, after compute's last use of it."""
         self._ring.release(index)
         if self._stream is not None:
             self._stream.release(index)
 
     def lookup(self, table: str, index: torch.Tensor) -> torch.Tensor:
-        """Rows of an embedding table, gathered where the table lives; only they travel.
+        """Gather rows of an embedding table on its own tier; only these rows are copied.
 
         Parameters
         ----------
@@ -344,17 +358,11 @@ class WeightStore:
         -------
         Tensor [rows, dim] on the compute device
         """
-        held = self._tables.get(table)
-        if held is None:
-            held, index = self.files.strips(self.units[0].specs[table], index)
-        if isinstance(held, QuantizedMatrix):
-            found = ops.unpack_rows(held, index.to(held.data.device), self._form.dtype)
+        weight = self._tables.get(table)
+        if weight is None:
+            weight, index = self.files.read_rows(self.units[0].specs[table], index)
+        if isinstance(weight, QuantizedMatrix):
+            rows = ops.unpack_rows(weight, index.to(weight.data.device), self._form.dtype)
         else:
-            found = held[index.to(held.device)]
-        return found.to(self._device.torch)
-
-
-def _send(lane: Lane, pack: Pack, host: torch.Tensor, target: torch.Tensor) -> None:
-    """Queue the copy of a filled host buffer to the front of a GPU's."""
-    source = pack.after_lead(host)
-    lane.copy(target[: len(source)], source, H2D)
+            rows = weight[index.to(weight.device)]
+        return rows.to(self._device.torch)

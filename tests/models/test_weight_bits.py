@@ -191,13 +191,13 @@ def three_tensors(tmp_path):
     kept = PersistentOffloadFile(Keep(tmp_path, ""), "model", "seed 0", dict.fromkeys("abc", 4096))
 
     def write(names):
-        with kept.writing(names) as spill:
-            for name in spill.left:
-                path, offset = spill.extents[name].path, spill.extents[name].offset
+        with kept.writing(names) as offload:
+            for name in offload.missing:
+                path, offset = offload.extents[name].path, offload.extents[name].offset
                 with open(path, "r+b") as file:
                     file.seek(offset)
                     file.write(name.encode() * 4096)
-            return list(spill.left)
+            return list(offload.missing)
 
     return tmp_path, write
 

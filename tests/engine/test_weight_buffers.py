@@ -10,7 +10,7 @@ from fakes import LazyDevice, PoisonedDevice
 from internals import open_devices, weights_of
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.engine.weight_files import ALIGN, Pack
+from flexgen_h2o.engine.weight_files import ALIGN, WeightBuffer
 
 PLACEMENTS = [(100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 40, 30)]
 
@@ -57,7 +57,7 @@ def test_matrices_are_aligned_wherever_a_file_has_them(
     ({}, 0), ({"a": 64}, 0), ({"a": 72, "b": 136, "c": 201}, 8), ({"a": 5, "b": 104, "c": 168}, 0),
     ({"a": 40, "b": 104}, 40)])
 def test_what_a_copy_leaves_out(places, lead):
-    pack = Pack(300, places)
+    buffer = WeightBuffer(300, places)
     host = torch.arange(400).to(torch.uint8)
-    assert pack.lead == lead
-    assert torch.equal(pack.after_lead(host), host[lead:300])
+    assert buffer.lead == lead
+    assert torch.equal(buffer.without_lead(host), host[lead:300])
