@@ -17,23 +17,43 @@ again, delete its row.
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
+from statistics import fmean, median
 
-from comparison.cells import Cells
-from comparison.config import Comparison, load
-from comparison.processes import run_job
-from comparison.rows import OK, SEARCH, Table
-from shared.memory_group import MemoryGroup
+from baselines import Baseline, baseline_class
+from comparison import (
+    BEST,
+    COLUMNS,
+    EQUAL,
+    SEARCH,
+    Comparison,
+    ComparisonScenario,
+    ComparisonSubject,
+    System,
+    Table,
+    load,
+    runs_never,
+    subject_of,
+)
+from processes import MEMORY, OK, MemoryGroup, run_job
+from rooflines import ITEMSIZES, Load, rooflines, work
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import keeping
+from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.report import align_columns
+from flexgen_h2o.metrics.trace import GB
 
 
 def check_limits(config: Comparison) -> None:
@@ -93,6 +113,315 @@ def main(argv: Sequence[str] | None = None) -> None:
         Cells(config, table, do).run()
     table.finish()
     print(summary(table.rows()))
+
+
+Do = Callable[[dict, "int | None"], dict]
+"""Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""
+
+MATTERS = 1.25
+"""From which mean cache of all steps, over that of the measured ones, it counts that it grows."""
+
+
+class Cells:
+    """Measures what a table lacks.
+
+    Parameters
+    ----------
+    config : Comparison
+    table : Table
+    do : callable
+        See `Do`.
+    """
+
+    def __init__(self, config: Comparison, table: Table, do: Do):
+        self._config, self._table, self._do = config, table, do
+        self._ready: dict[tuple[str, Path], dict] = {}
+
+    def run(self) -> None:
+        """All scenarios. Raises `UserError` where a model or a memory limit can't be had."""
+        subjects = [subject_of(each, self._config.models) for each in self._config.scenarios]
+        for scenario, subject in zip(self._config.scenarios, subjects, strict=True):
+            if scenario.batch is not None:
+                batches = dict.fromkeys(scenario.systems, scenario.batch)
+                self._together(_Group(scenario, subject, EQUAL, batches))
+            if scenario.best:
+                # One that never ran has a row at 1 that says why.
+                batches = {system: self._best(scenario, subject, system) or 1
+                           for system in scenario.systems}
+                self._together(_Group(scenario, subject, BEST, batches))
+
+    def _best(self, scenario: ComparisonScenario, subject: ComparisonSubject,
+              system: str) -> int | None:
+        """The best batch of a system; None if it cannot run."""
+        if system in scenario.best_batch:
+            return scenario.best_batch[system]
+        rate = partial(self._tried, scenario, subject, system)
+        with suppress(_NeverRuns):
+            return best_batch(rate, first=scenario.first_batch, most=scenario.most)
+        return None
+
+    def _tried(self, scenario: ComparisonScenario, subject: ComparisonSubject, system: str,
+               batch: int
+               ) -> float | None:
+        """Tokens per second of a step of the search; None if there are none.
+
+        Raises `_NeverRuns` where there would be none at any batch.
+        """
+        group = _Group(scenario, subject, SEARCH, {system: batch})
+        row = self._table.find(self._place(group, system))
+        if row is None:
+            found = self._measured(group, system, 0)
+            self._add(group, system, [found])
+            row = self._table.find(self._place(group, system))
+        if runs_never(row["status"]):
+            raise _NeverRuns
+        return float(row["tokens_per_s"]) if row["status"] == OK else None
+
+    def _together(self, group: _Group) -> None:
+        """The systems of a group that have no row yet, in turn; rates before and after."""
+        left = [system for system in group.batches
+                if self._table.find(self._place(group, system)) is None]
+        if not left:
+            return
+        outcomes: dict[str, list[dict]] = {system: [] for system in left}
+        rates = [self._rates(group)]
+        for repeat in range(group.scenario.repeats or self._config.repeats):
+            for system in left:
+                if all(found["status"] == OK for found in outcomes[system]):
+                    outcomes[system].append(self._measured(group, system, repeat))
+        with suppress(UserError):  # what took hours stands by the rates before it
+            rates.append(self._rates(group))
+        reference = next((system for system in left if self._config.systems[system].exact
+                          and outcomes[system][-1].get("tokens")), None)
+        for system in left:
+            beside = {} if reference is None else {
+                "equal_tokens_with": reference, "equal_tokens": equal_share(
+                    outcomes[system][-1].get("tokens"), outcomes[reference][-1]["tokens"])}
+            self._add(group, system, outcomes[system], rates=rates, **beside)
+
+    def _measured(self, group: _Group, system: str, repeat: int) -> dict:
+        """One run of a system, unless it is known that there can be none."""
+        never = self._table.never(self._place(group, system))
+        if never is not None:
+            return {name: never[name] for name in ("status", "reason", "page_cache")}
+        chosen = self._config.systems[system]
+        job, place = group.job(chosen), (system, group.subject.folder)
+        if place not in self._ready and baseline_class(chosen.baseline).ready is not Baseline.ready:
+            self._ready[place] = self._do(  # with all memory and time
+                job | {"kind": "ready", "timeout": None}, None)
+        found = self._ready.get(place, {"status": OK})
+        if found["status"] == OK:
+            found = self._do(job, group.scenario.memory)
+        if found["status"] == OK and group.left_out(chosen):
+            found = _with_middle(found, self._do(group.job(chosen, later=True),
+                                                 group.scenario.memory))
+        said = f"{found['status']}: {found.get('reason')}"
+        if found["status"] == OK:
+            steps = found.get("middle", found["steps"])
+            said = (f"prefill {found['prefill']:.3g} s, step {fmean(steps):.3g} s "
+                    f"({min(steps):.3g} to {max(steps):.3g})")
+        print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
+              f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
+        return found
+
+    def _rates(self, group: _Group) -> dict:
+        job = {"kind": "rates", "dtype": group.scenario.dtype,
+               "file": str(group.subject.largest_file)}
+        found = self._do(job, None)
+        if found["status"] != OK:
+            raise UserError(f"this machine's rates cannot be measured: {found['reason']}")
+        return found
+
+    def _place(self, group: _Group, system: str) -> dict[str, object]:
+        """The columns that say which cell it is."""
+        scenario, chosen = group.scenario, self._config.systems[system]
+        return {
+            "host": platform.node(), "threads": self._config.threads, "scenario": scenario.name,
+            "model": scenario.model, "dtype": scenario.dtype,
+            "prompts": "random" if scenario.prompts is None else Path(scenario.prompts).name,
+            "prompt_len": group.mean_prompt_len(system), "gen_len": scenario.gen_len,
+            "cut_gen_len": group.measured(system) if group.projected(system) else None,
+            "memory_gb": _in_gb(scenario.memory),
+            "device_memory_gb": _in_gb(scenario.device_memory),
+            "system": system, "options": json.dumps(dict(chosen.options), sort_keys=True),
+            "at": group.at, "batch": group.batches[system]}
+
+    def _add(self, group: _Group, system: str, outcomes: Sequence[dict], *,
+             rates: Sequence[dict] = (), **beside: object) -> None:
+        """A row, whatever became of the system."""
+        chosen, last = self._config.systems[system], outcomes[-1]
+        row: dict[str, object] = dict.fromkeys(COLUMNS)
+        row |= origin() | self._place(group, system) | {
+            "documented": baseline_class(chosen.baseline).documented, "status": last["status"],
+            "reason": last.get("reason"), "page_cache": last["page_cache"],
+            **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
+        if last["status"] == OK:
+            row |= group.figures(chosen, outcomes) | beside
+            if rates:
+                row |= group.bounds(chosen, rates, row["total_s"])
+        self._table.add(row)
+
+
+def _in_gb(nbytes: float | None) -> float | None:
+    return None if nbytes is None else nbytes / GB
+
+
+def _with_middle(found: dict, later: dict) -> dict:
+    """A run, with the steps of one that begins later; or why that has none.
+
+    Its longer prompts may take more memory than the whole text would: then the first steps stand.
+    """
+    if later["status"] == MEMORY:
+        return found
+    if later["status"] != OK:
+        return later
+    peaks = {name: max(found[name], later[name])
+             for name in ("peak_rss", "peak_memory", "peak_device") if found.get(name) is not None}
+    return found | peaks | {"middle": later["steps"]}
+
+
+class _NeverRuns(Exception):
+    """A system cannot run here, at any batch."""
+
+
+class _Group:
+    """Cells that are measured together: a batch of each of some systems, in one scenario."""
+
+    def __init__(self, scenario: ComparisonScenario, subject: ComparisonSubject, at: str,
+                 batches: Mapping[str, int]):
+        self.scenario, self.subject = scenario, subject
+        self.at, self.batches = at, batches
+
+    def mean_prompt_len(self, system: str) -> float:
+        """Tokens of the prompts of a system's batch."""
+        return fmean(map(len, self.subject.prompts[: self.batches[system]]))
+
+    def measured(self, system: str) -> int:
+        """Tokens that a system generates for each prompt."""
+        return self.scenario.measured(system, search=self.at == SEARCH)
+
+    def projected(self, system: str) -> bool:
+        """True if it generates less than is asked for."""
+        return self.measured(system) < self.scenario.gen_len
+
+    def left_out(self, system: System) -> int:
+        """Tokens between the prompt and the measured steps.
+
+        With a cache that grows, the first steps of a run that is cut short are the cheapest. Where
+        that matters the steps are measured in a run of their own, from the middle: its prompts are
+        longer by half of the tokens that are left out. Where memory does not hold those, the first
+        steps stand, as `steps_from` says.
+        """
+        left = self.scenario.gen_len - self.measured(system.name)
+        cached = self.mean_prompt_len(system.name) + self.measured(system.name) / 2
+        grows = system.cache_share >= 1 and cached + left / 2 > MATTERS * cached
+        return left // 2 if grows else 0
+
+    def job(self, system: System, *, later: bool = False) -> dict:
+        """The job that `worker.py` reads; `later`: steps from the middle are measured."""
+        prompts = self.subject.prompts[: self.batches[system.name]]
+        before = self.left_out(system) if later else 0
+        prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]
+        return {
+            "kind": "run", "baseline": system.baseline, "model": str(self.subject.folder),
+            "prompts": prompts, "generate": self.measured(system.name),
+            "timeout": self.scenario.timeout,
+            "loads_beyond": baseline_class(system.baseline).loads_beyond(system.options),
+            "loads_alike": baseline_class(system.baseline).loads_alike,
+            "settings": {
+                "dtype": self.scenario.dtype, "batch": len(prompts),
+                "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,
+                "mean_prompt_len": fmean(map(len, prompts)),
+                "device_memory": self.scenario.device_memory, "options": dict(system.options)}}
+
+    def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
+        """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
+        steps = self.scenario.gen_len - 1
+        middle = all("middle" in found for found in outcomes)  # not some of both
+        means = [fmean(found["middle" if middle else "steps"]) for found in outcomes]
+        total = median(found["prefill"] + steps * mean
+                       for found, mean in zip(outcomes, means, strict=True))
+        last = outcomes[-1]
+        read = [found["read"] for found in outcomes if found["read"] is not None]
+        return {
+            "settings": last["settings"], "versions": last["versions"], "repeats": len(outcomes),
+            "steps_from": self.mean_prompt_len(system.name)
+            + (self.left_out(system) if middle else 0),
+            "prefill_s": median(found["prefill"] for found in outcomes),
+            "decode_step_s": median(means), "total_s": total,
+            "tokens_per_s": self.batches[system.name] * self.scenario.gen_len / total,
+            "projected": self.projected(system.name),
+            "load_s": median(found["load"] for found in outcomes),
+            "peak_rss_gb": max(found["peak_rss"] for found in outcomes) / GB,
+            **{f"{name}_gb": _in_gb(max(found[name] for found in outcomes)
+                                    if last.get(name) is not None else None)
+               for name in ("peak_memory", "peak_device")},
+            "gb_read": median(read) / GB if read else None}
+
+    def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
+        """The rooflines at this system's batch, weights and cache, and how far above it is."""
+        scenario, prompt = self.scenario, self.mean_prompt_len(system.name)
+        whole = system.cache_share >= 1
+        amount = work(self.subject.model, Load(
+            batch=self.batches[system.name], prompt_len=prompt, gen_len=scenario.gen_len,
+            cached=prompt + scenario.gen_len / 2 if whole
+            else system.cache_share * (prompt + scenario.gen_len),
+            itemsize=ITEMSIZES[scenario.dtype], weight_bits=system.weight_bits,
+            cache_bits=system.cache_bits))
+        typical = {name: fmean(each[name] for each in rates)
+                   for name in ("disk", "memory", "link", "gemm") if name in rates[0]}
+        prefill, step = rooflines(amount, typical, scenario.memory, scenario.device_memory)
+        return {
+            "prefill_roofline_s": prefill, "decode_step_roofline_s": step,
+            "total_over_roofline": total / (prefill + (scenario.gen_len - 1) * step),
+            "disk_gb_per_s": typical["disk"] / GB, "memory_gb_per_s": typical["memory"] / GB,
+            "link_gb_per_s": _in_gb(typical.get("link")),
+            "gemm_tflop_per_s": typical["gemm"] / 1e12}
+
+
+def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequence[int]]
+                ) -> float | None:
+    """Share of equal tokens among those that both have; None if there are none."""
+    pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
+             for one, other in zip(mine, theirs, strict=False)]
+    return fmean(one == other for one, other in pairs) if pairs else None
+
+
+def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) -> int | None:
+    """The batch of the highest rate.
+
+    It is doubled from `first` until memory is too small, or two in a row bring nothing. If `first`
+    itself is too large, it is halved until it fits.
+
+    Parameters
+    ----------
+    rate : callable
+        Tokens per second at a batch; None where it could not be measured.
+    first, most : int
+        Sequences to begin with, and at most.
+
+    Returns
+    -------
+    int or None
+        None: not a single sequence could be measured.
+    """
+    best: tuple[float, int] | None = None
+    batch, idle = first, 0
+    while batch <= most and idle < 2:
+        found = rate(batch)
+        if found is None:
+            break
+        if best is None or found > best[0]:
+            best, idle = (found, batch), 0
+        else:
+            idle += 1
+        batch *= 2
+    batch = first // 2
+    while best is None and batch >= 1:
+        found = rate(batch)
+        best = None if found is None else (found, batch)
+        batch //= 2
+    return None if best is None else best[1]
 
 
 if __name__ == "__main__":

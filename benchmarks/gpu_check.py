@@ -37,22 +37,7 @@ from pathlib import Path
 
 import torch
 from compare import summary
-from kernel_timing.gpu_attention import (
-    BOUND,
-    DECODES,
-    PREFILLS,
-    SELECTIONS,
-    check_decode,
-    check_groups,
-    check_prefill,
-    check_selection,
-    error,
-    normal,
-    time_decode,
-    time_prefill,
-    time_selection,
-)
-from kernel_timing.gpu_comparison import (
+from gpu_comparison import (
     CheckStep,
     Deadline,
     WrittenModel,
@@ -60,16 +45,29 @@ from kernel_timing.gpu_comparison import (
     run_side_by_side,
     run_steps,
 )
-from kernel_timing.gpu_matrices import (
+from gpu_kernels import (
+    BOUND,
     BRAIN,
+    DECODES,
     GPU,
     HALF,
     MATRICES,
+    PREFILLS,
+    SELECTIONS,
+    check_decode,
+    check_groups,
     check_matrix,
+    check_prefill,
     check_rows,
+    check_selection,
+    error,
+    normal,
+    time_decode,
     time_matrices,
+    time_prefill,
+    time_selection,
 )
-from kernel_timing.gpu_recall import RECALLS, check_claims, check_recall, time_recall
+from gpu_recall import RECALLS, check_claims, check_recall, time_recall
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv

@@ -23,15 +23,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel_timing import baselines as baselines
-from kernel_timing.goals import goal_lines
-from kernel_timing.recall import recall
-from kernel_timing.rows import (
+from kernel_timing import (
     DTYPE,
     INDEXED,
     OURS,
@@ -50,6 +47,13 @@ from kernel_timing.rows import (
     copies,
     draw,
     error,
+    plain_decode,
+    plain_prefill,
+    recall,
+    sdpa_decode,
+    sdpa_prefill,
+    select_by_gather,
+    select_by_index,
 )
 
 from flexgen_h2o.cli.command import exit_status
@@ -108,8 +112,8 @@ def successive(steps: list[dict]) -> Iterator[dict]:
 
 
 DECODERS = {OURS: (16, ops.decode_attention), OURS_8: (8, ops.decode_attention),
-            OURS_4: (4, ops.decode_attention), SDPA: (16, baselines.sdpa_decode),
-            PLAIN: (16, baselines.plain_decode)}
+            OURS_4: (4, ops.decode_attention), SDPA: (16, sdpa_decode),
+            PLAIN: (16, plain_decode)}
 
 
 def check_decode(kv_heads: int) -> None:
@@ -167,8 +171,8 @@ def scoreless(q, k, v, lengths, *, scores):
     return ops.prefill_attention(q, k, v, lengths)
 
 
-PREFILLERS = {OURS: ops.prefill_attention, SCORELESS: scoreless, SDPA: baselines.sdpa_prefill,
-              PLAIN: baselines.plain_prefill}
+PREFILLERS = {OURS: ops.prefill_attention, SCORELESS: scoreless, SDPA: sdpa_prefill,
+              PLAIN: plain_prefill}
 
 
 def prefill_case(sequences: int, length: int) -> dict:
@@ -226,8 +230,8 @@ def selection_case(sequences: int, cut: Cut) -> dict:
 
 
 def select(rows: TimedRows, quick: bool) -> None:
-    functions = {OURS: ops.select_heavy_hitters, PLAIN: baselines.select_by_gather,
-                 INDEXED: baselines.select_by_index}
+    functions = {OURS: ops.select_heavy_hitters, PLAIN: select_by_gather,
+                 INDEXED: select_by_index}
     sequences, cut = SELECTION
     sequences = 1 if quick else sequences
     for case in (selection_case(2, Cut(333, 40, 31)), selection_case(sequences, cut)):
@@ -407,6 +411,59 @@ def main() -> None:
     for line in goal_lines(rows.rows, cpu_library.instruction_set()):
         print(line)
     draw(rows.rows, plot, machine)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A column of a row, and what it is to be: at least, or at most, on a CPU without AMX and on
+    one with it."""
+
+    operation: str
+    shape: str
+    contestant: str
+    column: str
+    plain: float
+    amx: float
+    most: bool = False
+
+
+FOUR_BITS = {1: (4.0, 3.2), 4: (2.5, 3.0), 16: (1.7, 2.5), 32: (1.0, 1.5), 64: (1.0, 1.2),
+             256: (1.0, 0.95), 1024: (1.0, 0.95)}
+"""By rows: how many times PyTorch's speed with 16 bits."""
+GOALS = (
+    *(Goal("linear", f"{rows} x ", OURS_4, "speedup_over_plain", *goals)
+      for rows, goals in FOUR_BITS.items()),
+    *(Goal("linear", f"{rows} x ", OURS, "share_of_roofline", 0.85, 0.85)
+      for rows in (1, 2, 4, 8, 16)),
+    *(Goal("prefill", shape, OURS, "over_sdpa", 0.3, 1.5, most=True)
+      for shape in ("batch 4", "batch 1")),
+    Goal("decode", "batch 16, 32 KV heads, 205 slots", OURS, "share_of_roofline", 0.8, 0.8),
+    Goal("recall", "batch 4, 8 KV heads, 8192 slots", "recall 20%, 4 bits", "speedup_over_plain",
+         2.5, 2.5),
+)
+
+
+def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
+    """A line for each goal of which a run has a row.
+
+    Parameters
+    ----------
+    rows : sequence of dict
+        As `rows.TimedRows` collects them.
+    isa : str
+        The instruction set of the run.
+    """
+    for goal in GOALS:
+        for row in rows:
+            if (row["operation"], row["contestant"]) != (goal.operation, goal.contestant) or (
+                    not row["shape"].startswith(goal.shape)):
+                continue
+            wanted = goal.amx if isa.startswith("amx") else goal.plain
+            found = row[goal.column]
+            reached = found <= wanted if goal.most else found >= wanted
+            sign, said = "<=" if goal.most else ">=", "reached" if reached else "not reached"
+            yield (f"goal  {goal.operation:8} {row['shape']:33} {goal.contestant:13} "
+                   f"{goal.column:18} {found:.2f} {sign} {wanted:g}: {said}")
 
 
 if __name__ == "__main__":

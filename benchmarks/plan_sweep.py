@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.engine_run import OK, TOO_LARGE, Outcome, run_engine
+from processes import OK, TOO_LARGE, Outcome, run_engine
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser, parse_args

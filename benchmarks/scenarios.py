@@ -29,8 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
-from shared.memory_group import MemoryGroup, drop_page_cache
-from shared.raw_file import RawFile
+from links import RawFile
+from processes import MemoryGroup, drop_page_cache
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser

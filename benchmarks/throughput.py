@@ -24,9 +24,9 @@ import sys
 import time
 from pathlib import Path
 
-from comparison.processes import TUNED
-from comparison.prompts import random_prompts
-from comparison.rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, work
+from comparison import random_prompts
+from processes import TUNED
+from rooflines import ITEMSIZES, Load, WorkAmount, measure_rates, work
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
@@ -88,7 +88,7 @@ def weight_bits(system: str) -> int:
 def run_transformers(args) -> list[dict]:
     """transformers' generate with its default (sdpa) attention and cache."""
     import torch
-    from baselines.hf_generate import timed_generate
+    from baselines.huggingface import timed_generate
     from transformers import AutoModelForCausalLM
 
     from flexgen_h2o.metrics.provenance import peak_process_bytes

@@ -7,6 +7,7 @@ FlexGen's own warm-up in it. A run that is cut short keeps the whole cache, and 
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,11 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Baseline, Timings, installed, missing, no_cuda
-from flexgen_h2o.config.validation import check_int
+from baselines import Baseline, BaselineSettings, Timings, installed, missing, no_cuda
+from baselines.ours import ratio_of_text
+from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 
-WITHIN = Path(__file__).parent / "within.py"
+LIMITED = """
+import runpy, sys, torch
+limit, module = int(sys.argv[1]), sys.argv[2]
+torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
+sys.argv[:] = sys.argv[2:]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+"""Program that runs a module as ``python -m`` does, in a share of the GPU's memory: BYTES MODULE
+ARGUMENTS..."""
 _FIGURES = re.compile(r"prefill latency: ([\d.]+) s.*?decode latency: ([\d.]+) s", re.DOTALL)
 
 
@@ -71,7 +81,7 @@ class FlexGen(Baseline):
         """Its command line."""
         settings, batches = self.settings, self.settings.options["num_gpu_batches"]
         within = ["-m"] if settings.device_memory is None else [
-            str(WITHIN), str(settings.device_memory)]
+            "-c", LIMITED, str(settings.device_memory)]
         return [sys.executable, *within, "flexgen.flex_opt", "--model", self._model,
                 "--path", "_DUMMY_", "--offload-dir", settings.scratch,
                 "--prompt-len", str(settings.prompt_len), "--gen-len", str(settings.gen_len),
@@ -98,3 +108,48 @@ class FlexGen(Baseline):
         log.unlink()  # it appends
         step = decode / (self.settings.gen_len - 1)  # a cut run is projected by itself
         return Timings(prefill, (step,) * (gen_len - 1), None)
+
+
+class H2OFork(FlexGen):
+    """See `baselines.base.Baseline` and `FlexGen`.
+
+    The option `path` is the checkout's folder ``h2o_flexgen``; `cache_share` is that of prompt and
+    generated tokens which stays cached.
+    """
+
+    documented = "https://github.com/FMInference/H2O/tree/main/h2o_flexgen#readme"
+    options: Mapping[str, Any] = {**FlexGen.options, "path": None, "cache_share": 0.2}
+
+    def __init__(self, settings: BaselineSettings):
+        super().__init__(settings)
+        path = settings.options["path"]
+        self._path = None if path is None else Path(os.path.expanduser(path))
+
+    @classmethod
+    def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+        found = super().check(name, options)
+        check_number(f"system {name}: cache_share", found["cache_share"], above=0, high=1)
+        return found
+
+    def refusal(self) -> str | None:
+        if self._path is None:
+            return "the option `path` names no checkout of github.com/FMInference/H2O"
+        if not (self._path / "flexgen" / "flex_opt.py").is_file():
+            return f"there is no flexgen/flex_opt.py in {self._path}"
+        return no_cuda()
+
+    def version(self) -> str:
+        done = subprocess.run(["git", "-C", str(self._path), "rev-parse", "--short", "HEAD"],
+                              capture_output=True, text=True)
+        return f"H2O {done.stdout.strip() or 'of no commit'}"
+
+    def prepare(self, model: Path) -> str:
+        words = super().prepare(model)
+        self._ratio = ratio_of_text(self.settings) or 1.0
+        return f"{words} --hh-ratio {self._ratio:g} --hh-all"
+
+    def command(self, gen_len: int, log: Path) -> list[str]:
+        return [*super().command(gen_len, log), "--hh-ratio", f"{self._ratio:g}", "--hh-all"]
+
+    def folder(self) -> str | None:
+        return str(self._path)

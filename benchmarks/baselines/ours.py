@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from baselines.base import Baseline, BaselineSettings, Timings, installed
+from baselines import Baseline, BaselineSettings, Timings, installed
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.placement import Placement

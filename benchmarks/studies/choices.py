@@ -11,18 +11,31 @@ choice of each item. Rows that the file has already, of the same items, are not 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from growing_table import INPUT, GrowingTable, digest
 from lm_eval_budgets import OPTIONS, items
-from policy_study import beside, choices
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from policy_study import (
+    ALL_PRESSES,
+    INPUT,
+    GrowingTable,
+    Rival,
+    attention_of,
+    cache_bytes,
+    chosen,
+    digest,
+    kept,
+    kvpress,
+    make_press,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from flexgen_h2o import H2OConfig
+from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_article_prompts
@@ -31,7 +44,6 @@ from flexgen_h2o.models.sources import checkpoint_folder
 
 FULL, DTYPE = "full", "float32"
 CACHES = ("sum", "mean", "caote", "recall")
-PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
 KEY = ("model", "items", "words", INPUT, "system", "cache", "budget_percent")
 COLUMNS = (*ORIGIN, "model", "dtype", "items", "words", INPUT, "system", "cache",
            "budget_percent", "prompt_tokens", "right", "right_by_length", "as_full",
@@ -51,7 +63,7 @@ def config_of(cache: str, percent: float) -> H2OConfig | None:
 class ChoiceRows:
     """Items, what answers them, and the file of what came of it."""
 
-    def __init__(self, args: argparse.Namespace, made: Sequence[choices.ChoiceItem]):
+    def __init__(self, args: argparse.Namespace, made: Sequence[ChoiceItem]):
         self.args, self.items = args, made
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
@@ -66,9 +78,9 @@ class ChoiceRows:
         began = time.perf_counter()
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            found, nbytes = choices.pressed_scores(self.items, model, PRESSES[cache], percent)
+            found, nbytes = pressed_scores(self.items, model, ALL_PRESSES[cache], percent)
         else:
-            found, nbytes = choices.scores(self.items, self.folder, config_of(cache, percent))
+            found, nbytes = choice_scores(self.items, self.folder, config_of(cache, percent))
         seconds = time.perf_counter() - began
         pairs = list(zip(self.items, found, strict=True))
         which = "".join(str(max(range(len(one)), key=one.__getitem__)) for one in found)
@@ -94,14 +106,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
                         help="beside the full one")
-    parser.add_argument("--presses", nargs="*", choices=PRESSES, default=[])
+    parser.add_argument("--presses", nargs="*", choices=ALL_PRESSES, default=[])
     parser.add_argument("--csv", default="benchmarks/results/choices.csv")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
     """All rows that the file lacks."""
-    if args.presses and beside.kvpress is None:
+    if args.presses and kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     if args.items < OPTIONS:
         raise UserError(f"--items must be {OPTIONS} or more: the wrong summaries are other items'")
@@ -110,7 +122,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"--input-path has {len(articles)} articles: lower --items {args.items}")
     torch.set_grad_enabled(False)
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
-    rows = ChoiceRows(args, choices.make(
+    rows = ChoiceRows(args, make_items(
         items(articles, words=args.words, rng=random.Random(0)), tokenizer))
     rows.add("flexgen_h2o", FULL, 100)
     for percent in args.budgets:
@@ -118,6 +130,84 @@ def run(args: argparse.Namespace) -> None:
             rows.add("flexgen_h2o", cache, percent)
         for press in args.presses:
             rows.add("kvpress", press, percent)
+
+
+TOGETHER = 8
+"""Items of a batch."""
+
+
+@dataclass(frozen=True)
+class ChoiceItem:
+    """An article, summaries, and which of them is its, as tokens; `lengths` are of characters."""
+
+    prompt: list[int]
+    choices: list[list[int]]
+    lengths: list[int]
+    gold: int
+
+    def right(self, scores: Sequence[float]) -> bool:
+        """True if the likeliest choice is the article's."""
+        return max(range(len(scores)), key=scores.__getitem__) == self.gold
+
+    def right_by_length(self, scores: Sequence[float]) -> bool:
+        """The same of scores per character, as the harness's acc_norm counts."""
+        return self.right([score / length for score, length in zip(scores, self.lengths,
+                                                                   strict=True)])
+
+
+def make_items(items: Iterable[Mapping], tokenizer) -> list[ChoiceItem]:
+    """Items of `lm_eval_budgets.items` as the harness cuts them into tokens."""
+    found = []
+    for item in items:
+        context = f"Article: {item['article']}\nSummary:"
+        prompt = tokenizer(context)["input_ids"]
+        texts = [f"{context} {choice}" for choice in item["choices"]]
+        found.append(ChoiceItem(prompt, [tokenizer(text)["input_ids"][len(prompt):]
+                                         for text in texts],
+                                [len(choice) for choice in item["choices"]], item["gold"]))
+    return found
+
+
+def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
+           ) -> tuple[list[list[float]], int]:
+    """Log-probabilities of each item's choices by this engine, and bytes of a sequence's cache,
+    with the room that it has for a choice.
+
+    All choices of some items are a batch, for which a cache that is cut reads each article once.
+    """
+    each = len(items[0].choices)
+    batch = each * min(TOGETHER, len(items))
+    with LLM(folder, h2o=h2o, dtype="float32", progress=False,
+             policy=Policy(gpu_batch_size=batch)) as llm:
+        found = llm.score([(item.prompt, choice) for item in items for choice in item.choices])
+        nbytes = llm.stats.kv_cache_bytes // batch
+    sums = [sum(one.log_probs) for one in found]
+    return [sums[at : at + each] for at in range(0, len(sums), each)], nbytes
+
+
+def pressed_scores(items: Sequence[ChoiceItem], model, one: Rival, percent: float
+                   ) -> tuple[list[list[float]], int]:
+    """The same by kvpress on transformers, which reads an article once too; bytes are those of the
+    longest, when it has been cut."""
+    attention_of(model, one)
+    found, most = [], 0
+    for item in items:
+        length = len(item.prompt)
+        cache = DynamicCache()
+        with make_press(one, "cut", kept(percent, length), length)(model):
+            first = model(torch.tensor([item.prompt]), past_key_values=cache,
+                          logits_to_keep=1).logits
+            most = max(most, cache_bytes(cache))
+            found.append([])
+            for choice in item.choices:
+                rest = torch.tensor([choice])
+                logits = [first]
+                if len(choice) > 1:
+                    positions = torch.arange(length, length + len(choice) - 1)[None]
+                    logits.append(model(rest[:, :-1], past_key_values=copy.deepcopy(cache),
+                                        position_ids=positions).logits)
+                found[-1].append(float(chosen(torch.cat(logits, 1), rest).sum()))
+    return found, most
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python benchmarks/studies/gpu_static.py
 
 All variants (dtypes, head sizes, bits, and the configurations that the tuner tries) for the cards
-of `kernel_timing.gpu_cards`. A row has registers, spills and shared memory as ptxas reports them,
+of `gpu_compiler`. A row has registers, spills and shared memory as ptxas reports them,
 the occupancy that follows, and bytes per FLOP of the main loop. The file is gone on with: only what
 is new, or whose kernel has changed, is compiled. Ends with status 1 if a kernel does not compile,
-spills, does not fit, or has the fault of `kernel_timing.gpu_hazards`. `--check` compiles nothing
+spills, does not fit, or has the fault of `gpu_compiler`. `--check` compiles nothing
 but `--sample` of the variants, and fails if the file is not what all others would write.
 """
 
@@ -17,22 +17,29 @@ import csv
 import os
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"  # Triton reads it when it is imported
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch  # noqa: E402
 import triton  # noqa: E402
-from kernel_timing.gpu_cards import CARDS, Card  # noqa: E402
-from kernel_timing.gpu_compiler import KernelLaunch, compiled, identity, launches  # noqa: E402
-from kernel_timing.gpu_variants import variants  # noqa: E402
+from gpu_compiler import CARDS, Card, KernelLaunch, Variant, compiled, identity, launches  # noqa: E402
 
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
-from flexgen_h2o.files.rows import (  # noqa: E402
-    cell,
-    check_header,  # noqa: E402
-    write_csv,
-)
+from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout  # noqa: E402
+from flexgen_h2o.config.weight_layout import MatrixLayout  # noqa: E402
+from flexgen_h2o.files.rows import cell, check_header, write_csv  # noqa: E402
+from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments  # noqa: E402
+from flexgen_h2o.kernels.matrix import QuantizedMatrix  # noqa: E402
+from flexgen_h2o.kernels.triton import decode as triton_decode  # noqa: E402
+from flexgen_h2o.kernels.triton import groups as triton_groups  # noqa: E402
+from flexgen_h2o.kernels.triton import hot_set as triton_hot_set  # noqa: E402
+from flexgen_h2o.kernels.triton import matrix as triton_matrix  # noqa: E402
+from flexgen_h2o.kernels.triton import prefill as triton_prefill  # noqa: E402
+from flexgen_h2o.kernels.triton import recall as triton_recall  # noqa: E402
+from flexgen_h2o.kernels.triton import select as triton_select  # noqa: E402
 
 COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits", "constants",
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",
@@ -131,6 +138,169 @@ def main() -> None:
     wrong = compile_all(wanted, args.csv)
     print(f"{len(wanted)} variants, {wrong} with a fault; {args.csv}")
     sys.exit(bool(wrong))
+
+
+HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
+HEAD_SIZES = (64, 80, 96, 128, 256)
+"""Of the published shapes: OPT has 64, 80 and 128, LLaMA 64 and 128, GPT-NeoX 96, Pythia 64 to 256.
+"""
+BITS = (16, 8, 4)
+GROUP = 4
+"""Query heads of a KV head, where there is more than one."""
+ROWS = (1, 2, 16, 32, 64, 65)
+"""Rows of products: few (one by one, without matrix units), more, and unpacked."""
+FEW_ROWS = (1, 2, 4, 8)
+"""The same of short floats, which matrix units do not take."""
+RECENT = 416
+MANY_SLOTS = 16384
+"""Of a decode step whose scores are added up in parts."""
+LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
+"""Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
+one beyond. Strides are multiples of 16, for which kernels are compiled apart."""
+
+
+def variants() -> Iterator[Variant]:
+    """All of them, in a fixed order."""
+    for dtype in (HALF, BRAIN, FULL):
+        for size in HEAD_SIZES:
+            for scored in (True, False):
+                yield Variant("prefill", dtype, size, 16, partial(_prefill, dtype, size, scored))
+            for bits in BITS:
+                for group, rotary in _decodes(dtype, size):
+                    yield Variant("decode", dtype, size, bits,
+                                  partial(_decode, dtype, size, bits, group, rotary))
+                    if bits == 16:
+                        yield Variant("decode", dtype, size, bits, partial(
+                            _decode, dtype, size, bits, group, rotary, slots=MANY_SLOTS))
+                yield Variant("select", dtype, size, bits,
+                              partial(_select, dtype, size, bits, 4096, RECENT))
+                if dtype == BRAIN or bits == 16:
+                    yield Variant("recall", dtype, size, bits, partial(
+                        _recall, dtype, size, bits, GROUP if dtype == BRAIN else 1, 4096))
+                if bits < 16:
+                    yield Variant("groups", dtype, size, bits, partial(_groups, dtype, size, bits))
+        for bits in (8, 4):
+            for rows in ROWS:
+                yield Variant("product", dtype, rows, bits,
+                              partial(_product, dtype, rows, MatrixLayout(256, 512, bits)))
+                yield Variant("cut_product", dtype, rows, bits,
+                              partial(_product, dtype, rows, MatrixLayout(256, 576, bits)))
+            yield Variant("unpack", dtype, 3, bits,
+                          partial(_unpack, dtype, MatrixLayout(256, 512, bits)))
+        for operation, layout in (("", MatrixLayout(256, 512, 12)),
+                                  ("mxfp4_", MatrixLayout(256, 512, 4, 32, mxfp4=True))):
+            for rows in FEW_ROWS:
+                yield Variant(f"{operation}product", dtype, rows, layout.bits,
+                              partial(_product, dtype, rows, layout))
+            yield Variant(f"{operation}unpack", dtype, 3, layout.bits,
+                          partial(_unpack, dtype, layout))
+    for length in LENGTHS:
+        for mean in (False, True):
+            yield Variant("select", HALF, 128, 16,
+                          partial(_select, HALF, 128, 16, length, length // 64 * 16, mean=mean))
+        yield Variant("recall", BRAIN, 128, 16,
+                      partial(_recall, BRAIN, 128, 16, 8, length, index_bits=2))
+    yield Variant("select", HALF, 128, 16, partial(_select, HALF, 128, 16, 4096, 0))
+    for bits in BITS:
+        for dtype, group in ((HALF, 1), (BRAIN, GROUP)):
+            yield Variant("decode", dtype, 128, bits,
+                          partial(_decode, dtype, 128, bits, group, 0, scored=False))
+        if bits < 16:
+            yield Variant("recall", HALF, 128, bits, partial(_recall, HALF, 128, bits, 1, 4096))
+
+
+def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:
+    """Query heads of a KV head and rotary dimensions: each dtype has others, to have all pairs."""
+    if dtype == FULL:
+        return [(1, size)]
+    if dtype == BRAIN:
+        return [(GROUP, size)]
+    return [(1, 0), *([(1, size // 4)] if size in (80, 96) else [])]  # GPT-NeoX turns a quarter
+
+
+def _eviction(*shape: int, rotary: int = 0, mean: bool = False) -> EvictionArguments:
+    positions, ranks = torch.empty((2, *shape), dtype=torch.int32)
+    cos, sin = torch.empty(2, shape[-1] + 1, max(1, rotary // 2))
+    tables = (ranks, cos, sin) if rotary else (None, None, None)
+    return EvictionArguments(torch.empty(shape), positions, *tables, mean=mean)
+
+
+def _slots(dtype: torch.dtype, size: int, bits: int, *shape: int) -> torch.Tensor:
+    if bits == 16:
+        return torch.empty(2, *shape, size, dtype=dtype)
+    return torch.empty(2, *shape, GroupLayout(size, bits).nbytes, dtype=torch.uint8)
+
+
+def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *,
+            slots: int = 1024, scored: bool = True) -> None:
+    shape = (1, 4, slots)
+    q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
+    triton_decode.decode_attention(
+        q, k, k, slots=_slots(dtype, size, bits, *shape),
+        metadata=torch.empty(4, 1, dtype=torch.int32), layout=CacheLayout.of(size, bits),
+        eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0) if scored
+        else EvictionArguments.of(None))
+
+
+def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:
+    q, k = torch.empty(600, 4, size, dtype=dtype), torch.empty(600, 2, size, dtype=dtype)
+    scores = torch.empty(2, 600) if scored else None
+    triton_prefill.prefill_attention(q, k, k, [600], [600], scores, 0.98 if scored else 1.0)
+
+
+def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *,
+            mean: bool = False) -> None:
+    """Without heavy hitters no score decides, and there are none."""
+    k = torch.empty(length, 1, size, dtype=dtype)
+    shape, scores = (1, 1, heavy or RECENT), torch.empty(1, length) if heavy else None
+    triton_select.select_heavy_hitters(
+        k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT],
+        layout=CacheLayout.of(size, bits),
+        slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
+
+
+def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *,
+            index_bits: int = 4) -> None:
+    """A step of a text of so many tokens, a fifth of which it chooses; its key is indexed."""
+    layout = IndexLayout(size, index_bits)
+    q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
+    slots = _slots(dtype, size, bits, 1, 4, length)
+    index = torch.empty(1, 4, layout.tiles(length), layout.tile_bytes, dtype=torch.uint8)
+    metadata = torch.empty(2, 1, dtype=torch.int32)
+    chosen = triton_recall.choose_keys(
+        q, k, index=index, metadata=metadata, layout=layout, most=length // 80 * 16,
+        log_weights=None, form=DEFAULT_ARGUMENTS)
+    triton_recall.attend_recalled(q, k, k, slots=slots, chosen=chosen, metadata=metadata,
+                                  layout=CacheLayout.of(size, bits), form=DEFAULT_ARGUMENTS)
+    triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
+                             layout=layout,
+                             records=None if bits == 16 else GroupLayout(size, bits))
+    slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
+                                  for count in (length, length // 40 * 16, length))
+    _, moves, counts = triton_hot_set.claim_slots(chosen, slot_of=slot_of, token_of=token_of,
+                                                 log_weights=weights)
+    triton_hot_set.copy_tokens(slots, slots, moves, counts)
+
+
+def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
+    layout = GroupLayout(size, bits)
+    records = triton_groups.quantize_groups(torch.empty(64, size, dtype=dtype), layout)
+    triton_groups.dequantize_groups(records, layout)
+
+
+def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
+    """A product of 512 inputs, in one part if rows are few; or of 576, in parts that are not all
+    whole."""
+    x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
+    triton_matrix.linear_quantized(x, _matrix(layout), out[0].clone(), out, layout.inputs > 512)
+
+
+def _unpack(dtype: torch.dtype, layout: MatrixLayout) -> None:
+    triton_matrix.unpack_rows(_matrix(layout), torch.zeros(3, dtype=torch.int64), dtype)
+
+
+def _matrix(layout: MatrixLayout) -> QuantizedMatrix:
+    return QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout)
 
 
 if __name__ == "__main__":

@@ -4,31 +4,39 @@
 
 Measured: the commands of docs/several-machines.md on this machine, one thread to a process, beside
 as many times one process. Simulated: clusters of configs/hardware/ by the planner's cost model,
-with an assumed network; all that is assumed stands in the rows. `plots.py machines` draws both.
+with an assumed network; all that is assumed stands in the rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
+import random
+import re
+import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from scaling import measured, simulated  # noqa: E402
-
-from flexgen_h2o.cli.command import exit_status  # noqa: E402
-from flexgen_h2o.cli.parser import Parser  # noqa: E402
-from flexgen_h2o.config.validation import check_int  # noqa: E402
-from flexgen_h2o.files.rows import (
-    check_header,  # noqa: E402
-    write_csv,  # noqa: E402
-)
-from flexgen_h2o.files.writing import check_folder  # noqa: E402
-from flexgen_h2o.metrics.provenance import ORIGIN, origin  # noqa: E402
+from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.parser import Parser
+from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import check_header, write_csv
+from flexgen_h2o.files.writing import check_folder
+from flexgen_h2o.metrics.provenance import ORIGIN, cpu_model, origin
+from flexgen_h2o.models.registry import published
+from flexgen_h2o.planning.hardware import load_hardware
+from flexgen_h2o.planning.pipeline import Network, search_pipeline
+from flexgen_h2o.planning.search import Choice, PlanRequest, search
+from flexgen_h2o.storage.free_memory import MemoryLimits
 
 KINDS = ("measured", "simulated")
 COLUMNS = (
@@ -71,17 +79,204 @@ def main(argv: Sequence[str] | None = None) -> None:
     kinds = (args.only,) if args.only else KINDS
     table = kept(args.out, kinds)
     if "measured" in kinds:
-        for row in measured.rows(measured.MeasuredJob(), args.repeats, args.conditions,
+        for row in measured_rows(MeasuredJob(), args.repeats, args.conditions,
                                  cpus=len(os.sched_getaffinity(0))):
             table.append(row)
             print(shown(row), flush=True)
     if "simulated" in kinds:
-        print(f"assumed: {simulated.ASSUMED}")
-        for row in simulated.rows():
+        print(f"assumed: {ASSUMED}")
+        for row in simulated_rows():
             table.append(origin() | row)
             print(shown(row), flush=True)
     table.sort(key=lambda row: KINDS.index(str(row["kind"])))
     write_csv(args.out, COLUMNS, table)
+
+
+HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
+PIPELINE, REPLICAS = "pipeline", "replicas"
+CACHES = {"full": CacheOptions(),
+          "H2O 20 %": CacheOptions(H2OConfig(heavy_ratio=0.1, recent_ratio=0.1))}
+ASSUMED = ("each machine is a GPU and a host of its own as in the hardware file; hidden states "
+           "have the network for themselves and travel while ranks compute; weights and cache in "
+           "16 bits; replicas share the prompts equally; loading is left out")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """So many machines of a hardware file, joined by an assumed network."""
+
+    hardware: str
+    machines: int
+    network: Network
+
+
+CLUSTERS = (Cluster("t4", 4, Network(1.25e9, 100e-6)),  # 10 Gbit/s Ethernet
+            Cluster("a100", 8, Network(12.5e9, 30e-6)))  # 100 Gbit/s
+MODELS = ("facebook/opt-30b", "facebook/opt-175b")
+LENGTHS = (512, 128)
+PROMPTS = (32, 256, 2048)
+"""Of the whole job: a few of them fill no block of each replica."""
+
+
+def simulated_rows(clusters: Sequence[Cluster] = CLUSTERS, models: Sequence[str] = MODELS,
+                   prompts: Sequence[int] = PROMPTS, lengths: tuple[int, int] = LENGTHS
+                   ) -> Iterator[dict[str, object]]:
+    """Two rows, of the pipeline and of the replicas, for each cluster, model, cache and job."""
+    for cluster in clusters:
+        for model in models:
+            for cache in CACHES:
+                for count in prompts:
+                    yield from pair(cluster, model, cache, count, lengths)
+
+
+def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[int, int]
+         ) -> list[dict[str, object]]:
+    """Both ways to run a job; the faster one `wins`."""
+    hardware = load_hardware(HARDWARE / f"{cluster.hardware}.yaml")
+    limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
+    shape = published(model)
+    if shape is None:
+        raise UserError(f"{model} is no published shape")
+
+    def request(count: int) -> PlanRequest:
+        return PlanRequest(model=shape, prompt_len=lengths[0], gen_len=lengths[1], itemsize=2,
+                           prompts=count, caches=(CACHES[cache],))
+
+    def best(way: str) -> Choice:
+        if way == PIPELINE:
+            return search_pipeline(hardware, request(prompts), cluster.machines, limits,
+                                cluster.network)[0].choice
+        return search(hardware, request(-(-prompts // cluster.machines)), limits)[0]
+
+    found = []
+    for way in (PIPELINE, REPLICAS):
+        row = {"kind": "simulated", "way": way, "processes": cluster.machines, "model": model,
+               "cache": cache, "prompts": prompts, "prompt_len": lengths[0],
+               "gen_len": lengths[1], "hardware": hardware.name,
+               "network_gb_per_s": cluster.network.bytes_per_second / 1e9,
+               "network_latency_us": cluster.network.latency * 1e6, "assumed": ASSUMED}
+        try:
+            row |= _figures(best(way), prompts)
+        except UserError as error:
+            row["reason"] = str(error)
+        if way == PIPELINE:
+            # Hidden states of the prompt and of all new tokens but the last, for each rank that
+            # has a next one; tokens to all others.
+            positions = lengths[0] + lengths[1] - 1
+            row["sent_bytes_per_token"] = (cluster.machines - 1) * (
+                shape.hidden_size * 2 * positions / lengths[1] + 8)
+        found.append(row)
+    rates = [row.get("tokens_per_s", 0) for row in found]
+    for row, rate, other in zip(found, rates, reversed(rates), strict=True):
+        row["wins"] = str(rate > other).lower()
+        row["times_the_other"] = rate / other if rate and other else None
+    return found
+
+
+def _figures(choice: Choice, prompts: int) -> dict[str, object]:
+    """Columns of the best policy: its rate for all prompts, and what it keeps where."""
+    policy = choice.run.policy
+    return {"tokens_per_s": prompts * choice.run.workload.gen_len / choice.seconds,
+            "gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches,
+            **{f"{kind}_{tier}": getattr(getattr(policy, kind), tier)
+               for kind in ("weights", "cache") for tier in ("gpu", "cpu", "disk")},
+            "bound_prefill": choice.estimate.prefill.binding,
+            "bound_decode": choice.estimate.step.binding}
+
+
+ONE = "one process"
+_FLAGS = {ONE: (), PIPELINE: ("--pipeline-parallel", "{}"), REPLICAS: ("--data-parallel",)}
+_SENT = re.compile(r"^sent to next rank +([\d.]+) GB", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MeasuredJob:
+    """The job that all ways do: `requests` of `prompt_len` random tokens, `gen_len` new ones each.
+
+    A block is of `gpu_batch_size` x `num_gpu_batches` sequences.
+    """
+
+    model: str = "opt-125m"
+    requests: int = 64
+    prompt_len: int = 32
+    gen_len: int = 32
+    gpu_batch_size: int = 4
+    num_gpu_batches: int = 4
+
+    def write(self, path: Path, repeat: int) -> None:
+        """Its requests, others for each repeat."""
+        draw = random.Random(repeat)
+        with path.open("w", encoding="utf-8") as file:
+            for number in range(self.requests):
+                prompt = [draw.randrange(5, 40_000) for _ in range(self.prompt_len)]
+                body = {"prompt": prompt, "max_tokens": self.gen_len, "temperature": 0}
+                file.write(json.dumps({"custom_id": str(number), "method": "POST",
+                                       "url": "/v1/completions", "body": body}) + "\n")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Generated tokens per second since loading, and bytes that the first rank sent for each."""
+
+    tokens_per_second: float
+    sent_bytes: float
+
+
+def run_job(job: MeasuredJob, way: str, processes: int, repeat: int) -> Rate:
+    """Do the job in so many processes of one thread each. Raises `UserError` if that fails."""
+    with tempfile.TemporaryDirectory(prefix="machines-") as folder:
+        requests, progress = Path(folder) / "requests.jsonl", Path(folder) / "progress.json"
+        job.write(requests, repeat)
+        start = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                 str(processes)) if processes > 1 else ()
+        command = [sys.executable, *start, "-m", "flexgen_h2o.batch", "-i", str(requests),
+                   "-o", f"{folder}/results.jsonl", "--model", job.model, "--path", "_DUMMY_",
+                   "--device", "cpu", "--progress-file", str(progress),
+                   "--gpu-batch-size", str(job.gpu_batch_size),
+                   "--num-gpu-batches", str(job.num_gpu_batches),
+                   *(word.format(processes) for word in _FLAGS[way])]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+                              capture_output=True, timeout=300)
+        if done.returncode:
+            raise UserError(f"{way} of {processes} failed: {done.stderr[-400:]}")
+        state = json.loads(progress.read_text(encoding="utf-8"))
+    if state["failed"] or state["left"]:
+        raise UserError(f"{way} of {processes}: {state['failed']} requests failed")
+    sent = _SENT.search(done.stdout)
+    return Rate(state["tokens_per_second"],
+                float(sent[1]) * 1e9 / state["generated_tokens"] if sent else 0)
+
+
+def ways(cpus: int) -> list[tuple[str, int]]:
+    """One process, and pipelines and replicas of 2 and 4 where there are as many CPUs."""
+    return [(ONE, 1), *((way, count) for count in (2, 4) if count <= cpus
+                        for way in (PIPELINE, REPLICAS))]
+
+
+def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
+                  run: Callable[[MeasuredJob, str, int, int], Rate] = run_job
+                  ) -> Iterator[dict[str, object]]:
+    """A row for each way: medians of repeats, which take turns, and the share of the ideal."""
+    order: Sequence[tuple[str, int]] = ways(cpus)
+    found: dict[tuple[str, int], list[Rate]] = {each: [] for each in order}
+    for repeat in range(repeats):
+        for each in order:
+            found[each].append(run(job, *each, repeat))
+            print(f"{each[0]} x {each[1]}: {found[each][-1].tokens_per_second:.1f} tokens/s",
+                  file=sys.stderr, flush=True)
+    alone = statistics.median(rate.tokens_per_second for rate in found[ONE, 1])
+    for (way, processes), all_rates in found.items():
+        rates = [rate.tokens_per_second for rate in all_rates]
+        median = statistics.median(rates)
+        yield origin() | {
+            "kind": "measured", "way": way, "processes": processes, "model": job.model,
+            "cache": "full", "prompts": job.requests, "prompt_len": job.prompt_len,
+            "gen_len": job.gen_len, "gpu_batch_size": job.gpu_batch_size,
+            "num_gpu_batches": job.num_gpu_batches, "cpu": cpu_model(), "cpus": cpus,
+            "threads": 1, "repeats": repeats, "conditions": conditions, "tokens_per_s": median,
+            "least_tokens_per_s": min(rates), "most_tokens_per_s": max(rates),
+            "ideal_tokens_per_s": processes * alone, "share_of_ideal": median / processes / alone,
+            "sent_bytes_per_token": statistics.median(rate.sent_bytes for rate in all_rates)}
 
 
 if __name__ == "__main__":

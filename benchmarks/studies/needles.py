@@ -12,28 +12,40 @@ wants transformers < 5.3.
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean
 
 import torch
-from growing_table import INPUT, GrowingTable, digest
-from policy_study import beside, needles
+from policy_study import (
+    ALL_PRESSES,
+    INPUT,
+    GrowingTable,
+    Rival,
+    attention_of,
+    digest,
+    kept,
+    kvpress,
+    make_press,
+    pressed,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flexgen_h2o import H2OConfig
+from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.models.sources import checkpoint_folder
+from flexgen_h2o.outputs import Scored
 
 FULL, DTYPE = "full", "float32"
 CACHES = ("window", "sum", "mean", "caote", "recall")
-PRESSES = {one.name: one for one in [*beside.PRESSES, *beside.ADAPTIVE]}
 KEY = ("model", "prompt_tokens", "tasks", INPUT, "asked", "system", "cache", "budget_percent")
 COLUMNS = (*ORIGIN, "model", "dtype", "prompt_tokens", "tasks", INPUT, "asked", "system",
            "cache", "budget_percent", "kept_tokens", "solved", "solved_by_full", "solved_of_these",
@@ -55,7 +67,7 @@ def config_of(cache: str, percent: float) -> H2OConfig | None:
 class NeedleRows:
     """Tasks, what solves them, and the file of what came of it."""
 
-    def __init__(self, args: argparse.Namespace, tasks: Sequence[needles.NeedleTask]):
+    def __init__(self, args: argparse.Namespace, tasks: Sequence[NeedleTask]):
         self.args, self.tasks = args, tasks
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
@@ -70,16 +82,16 @@ class NeedleRows:
         began = time.perf_counter()
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            found, nbytes = needles.pressed_answers(self.tasks, model, PRESSES[cache], percent,
+            found, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
                                                     asked)
         else:
-            found, nbytes = needles.answers(self.tasks, self.folder, config_of(cache, percent),
+            found, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
                                             asked)
         seconds = time.perf_counter() - began
         solved = [one.greedy for one in found]
         full = solved if cache == FULL else self._of_full()
         row = {"kept_tokens": self.args.tokens if cache == FULL
-               else needles.kept(percent, self.args.tokens), "solved": sum(solved),
+               else kept(percent, self.args.tokens), "solved": sum(solved),
                "solved_by_full": sum(full),
                "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
                "answer_nats": -fmean(chain.from_iterable(one.log_probs for one in found)),
@@ -101,18 +113,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
     parser.add_argument("--tokens", type=int, default=1000, help="of a text with its needles")
     parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--asked", nargs="+", choices=needles.ASKED, default=list(needles.ASKED))
+    parser.add_argument("--asked", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
                         help="beside the full one")
-    parser.add_argument("--presses", nargs="*", choices=PRESSES, default=[])
+    parser.add_argument("--presses", nargs="*", choices=ALL_PRESSES, default=[])
     parser.add_argument("--csv", default="benchmarks/results/needles.csv")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> None:
     """All rows that the file lacks."""
-    if args.presses and beside.kvpress is None:
+    if args.presses and kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     check_int("--texts", args.texts, low=1)
     for budget in args.budgets:
@@ -121,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
     hay = list(chain.from_iterable(tokenizer(text)["input_ids"]
                                    for text in read_articles(args.input_path)))
-    rows = NeedleRows(args, needles.make(hay, tokenizer, tokens=args.tokens, texts=args.texts))
+    rows = NeedleRows(args, make_tasks(hay, tokenizer, tokens=args.tokens, texts=args.texts))
     rows.add("flexgen_h2o", FULL, 100, "")
     for asked in args.asked:
         for percent in args.budgets:
@@ -129,6 +141,109 @@ def run(args: argparse.Namespace) -> None:
                 rows.add("flexgen_h2o", cache, percent, asked)
             for press in args.presses:
                 rows.add("kvpress", press, percent, asked)
+
+
+QUESTIONS = (
+    " The secret number of the city of Oslo is",
+    " The password of Professor Lindqvist's computer is",
+    " The phone extension of the harbour office is",
+    " The serial number of the old red tractor is",
+    " Goalkeeper Almeida's locker has the code",
+    " The number of visitors to the glass museum was",
+)
+"""Each is followed by a number where a text hides it, and by nothing where it is asked for."""
+ASKED = ("later", "in the prompt")
+"""Places of the question: after the prompt, which was read and cut without it, or at its end."""
+
+
+@dataclass(frozen=True)
+class NeedleTask:
+    """A text with numbers in it, the question for one of them, and this number, as tokens."""
+
+    text: list[int]
+    question: list[int]
+    answer: list[int]
+
+    def parts(self, asked: str) -> tuple[list[int], list[int]]:
+        """The prompt and what follows it, which ends with the answer."""
+        if asked == "later":
+            return self.text, self.question + self.answer
+        return self.text + self.question, self.answer
+
+
+def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> list[NeedleTask]:
+    """A task for each of `QUESTIONS` in each of so many texts of so many tokens.
+
+    Needles stand at even depths, in an order that is drawn for each text.
+
+    Parameters
+    ----------
+    hay : sequence of int
+        Tokens of articles, each of which gets into one text at most.
+    tokenizer : tokenizer of transformers
+    tokens, texts : int
+
+    Raises
+    ------
+    UserError
+        There is too little hay.
+    """
+    draw, taken = random.Random(0), 0
+    made: list[NeedleTask] = []
+
+    def encode(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    for _ in range(texts):
+        questions = draw.sample(QUESTIONS, len(QUESTIONS))
+        numbers = draw.sample(range(10000, 100000), len(QUESTIONS))
+        hidden = [encode(f"{question} {number}.")
+                  for question, number in zip(questions, numbers, strict=True)]
+        room = tokens - sum(map(len, hidden))
+        if room < len(QUESTIONS) or taken + room > len(hay):
+            raise UserError(f"{texts} texts of {tokens} tokens need articles of {texts * room} "
+                            f"tokens, and there are {len(hay)}; a text holds "
+                            f"{len(QUESTIONS)} needles")
+        places = [int(room * (index + 0.5) / len(QUESTIONS)) for index in range(len(QUESTIONS))]
+        text: list[int] = []
+        for start, end, needle in zip([0, *places], [*places, room], [*hidden, []], strict=True):
+            text += [*hay[taken + start : taken + end], *needle]
+        taken += room
+        made += [NeedleTask(text, encode(question), encode(f" {number}"))
+                 for question, number in zip(questions, numbers, strict=True)]
+    return made
+
+
+def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, asked: str
+            ) -> tuple[list[Scored], int]:
+    """The scores of the answers' tokens by this engine, and its cache's bytes.
+
+    The questions of a text are a batch, which reads it once.
+    """
+    with LLM(folder, h2o=h2o, dtype="float32", progress=False,
+             policy=Policy(gpu_batch_size=len(QUESTIONS))) as llm:
+        found = llm.score([task.parts(asked) for task in tasks])
+        nbytes = llm.stats.kv_cache_bytes // len(QUESTIONS)
+    return [Scored(one.log_probs[-len(task.answer) :], one.likeliest[-len(task.answer) :])
+            for task, one in zip(tasks, found, strict=True)], nbytes
+
+
+def pressed_answers(tasks: Sequence[NeedleTask], model, one: Rival, percent: float,
+                    asked: str) -> tuple[list[Scored], int]:
+    """The same by kvpress on transformers, which cuts prompts alone."""
+    attention_of(model, one)
+    found, most = [], 0
+    for task in tasks:
+        prompt, rest = task.parts(asked)
+        press = make_press(one, "cut", kept(percent, len(prompt)), len(prompt))
+        logits, nbytes = pressed(press, model, torch.tensor([prompt + rest]), len(prompt),
+                                        steps=False)
+        mine = logits[0, -len(task.answer) :].log_softmax(-1)
+        answer = torch.tensor(task.answer)
+        found.append(Scored(mine.gather(-1, answer[:, None])[:, 0].tolist(),
+                            (mine.argmax(-1) == answer).tolist()))
+        most = max(most, nbytes)
+    return found, most
 
 
 if __name__ == "__main__":

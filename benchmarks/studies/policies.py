@@ -20,10 +20,20 @@ import sys
 import time
 
 import torch
-from growing_table import INPUT, GrowingTable, digest
-from policy_study import beside
-from policy_study.candidates import CANDIDATES, ENGINE
-from policy_study.masked import MaskedModel, Setting
+from policy_candidates import CANDIDATES, ENGINE, MaskedModel, Setting
+from policy_study import (
+    INPUT,
+    RECALL,
+    GrowingTable,
+    Rival,
+    attention_of,
+    chosen,
+    digest,
+    make_press,
+    pressed,
+    scored,
+    systems,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import H2OConfig
@@ -96,9 +106,9 @@ def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -
                      **compared(found, full, plain))
 
 
-def config_of(one: beside.Rival, percent: float, part: str) -> H2OConfig:
+def config_of(one: Rival, percent: float, part: str) -> H2OConfig:
     """This engine's cache of a policy that keeps `percent` of the prompt, or attends to as many."""
-    if one is beside.RECALL:
+    if one is RECALL:
         return H2OConfig(heavy_ratio=percent / 200, recall=True)
     return H2OConfig(heavy_ratio=percent / 200, score=one.name, evict_generated=part == "decode")
 
@@ -111,7 +121,7 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
     for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
         setting, plain = Setting(percent, "prompt", part == "decode"), None
         keep = setting.sizes(prompt, prompt)[0]
-        for one in beside.systems(part):
+        for one in systems(part):
             key = {"part": part, "system": one.system, "policy": one.name,
                    "budget_percent": percent, "budget_of": "prompt"}
             if rows.find(**key) is not None:
@@ -121,15 +131,15 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
             if plain is None:
                 plain = masked.log_probs(ENGINE["sum"], setting)
             if one.system == "kvpress":
-                beside.attention_of(model, one)
-                made = beside.make_press(one, part, keep, prompt)
+                attention_of(model, one)
+                made = make_press(one, part, keep, prompt)
                 began = time.perf_counter()
-                logits, nbytes = beside.pressed(made, model, ids, prompt, steps=part == "decode")
-                found = beside.chosen(logits, ids[:, prompt:])
+                logits, nbytes = pressed(made, model, ids, prompt, steps=part == "decode")
+                found = chosen(logits, ids[:, prompt:])
                 kept, seconds = keep, time.perf_counter() - began
             else:
                 h2o = config_of(one, percent, part)
-                found, seconds = beside.scored(folder, ids, prompt, h2o)
+                found, seconds = scored(folder, ids, prompt, h2o)
                 kept = prompt if h2o.recall else keep
                 nbytes = len(ids) * kept * len(masked.layers) * width * 2 * 4
             rows.add(**key, kept_tokens=kept, kv_cache_bytes=nbytes, seconds=seconds,

@@ -22,9 +22,8 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.registry import published
 
-MODULES = ("comparison.worker", "comparison.rooflines", "comparison.processes", "baselines",
-           "baselines.accelerate_offload", "baselines.base", "baselines.deepspeed_zero",
-           "baselines.flexgen", "baselines.h2o_fork", "baselines.hf_generate", "baselines.ours")
+MODULES = ("worker", "rooflines", "processes", "baselines", "baselines.huggingface",
+           "baselines.flexgen", "baselines.ours")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ MODEL = ModelConfig(name="m", family="opt", vocab_size=1000, hidden_size=64, num
 
 
 def test_rows_name_packages_with_their_versions_where_they_are_installed(bench):
-    found = bench.base.installed("absent-package", "torch")
+    found = bench.baselines.installed("absent-package", "torch")
     assert found == f"absent-package torch {version('torch')}"
 
 
@@ -112,7 +111,7 @@ def test_steps_of_blocks_are_added(bench):
 
 
 def settings_of(bench, **others):
-    return bench.base.BaselineSettings(**{
+    return bench.baselines.BaselineSettings(**{
         "dtype": "float32", "batch": 4, "prompt_len": 8, "gen_len": 3, "scratch": "scratch",
         "mean_prompt_len": 8.0, **others})
 
@@ -120,7 +119,7 @@ def settings_of(bench, **others):
 def test_decoder_layers_go_far_and_nothing_is_forgotten(bench, tiny_model):
     for key, layers in (("opt", "model.decoder.layers"), ("llama", "model.layers")):
         model = tiny_model(key).model
-        place = partial(bench.accelerate_offload.device_map, model, 3, near="cpu", far="disk")
+        place = partial(bench.huggingface.device_map, model, 3, near="cpu", far="disk")
         places = place()
         assert {name for name in places if place(near_layers=2)[name] != places[name]} == {
             f"{layers}.0", f"{layers}.1"}
@@ -133,9 +132,9 @@ def test_decoder_layers_go_far_and_nothing_is_forgotten(bench, tiny_model):
 def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
     model = tiny_model("opt").model
     prompts = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
-    found = bench.hf_generate.timed_generate(model, prompts, 4)
+    found = bench.huggingface.timed_generate(model, prompts, 4)
     assert len(found.steps) == 3 and min(found.prefill, *found.steps) > 0
-    alone = [bench.hf_generate.timed_generate(model, [prompt], 4).tokens[0] for prompt in prompts]
+    alone = [bench.huggingface.timed_generate(model, [prompt], 4).tokens[0] for prompt in prompts]
     assert list(found.tokens) == alone
 
 
@@ -143,7 +142,7 @@ def test_a_token_on_a_gpu_is_there_before_its_time_is_noted(bench, monkeypatch):
     class OnGpu(torch.Tensor):
         is_cuda = True
 
-    clock, noted = bench.hf_generate.StepClock(), []
+    clock, noted = bench.huggingface.StepClock(), []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(
         synchronize=lambda: noted.append(len(clock.times))))
     ids = torch.zeros(2, 3, dtype=torch.long)
@@ -190,7 +189,7 @@ def test_a_worker_measures_the_machine(bench, monkeypatch):
 
 
 def test_deepspeed_is_told_what_its_documentation_says(bench):
-    make = bench.deepspeed_zero.zero_config
+    make = bench.huggingface.zero_config
     nvme = make(settings_of(bench, dtype="bfloat16", options={"offload": "nvme"}), hidden=64,
                 largest=1000, pinned=False)
     assert nvme["bf16"]["enabled"] and not nvme["fp16"]["enabled"]
@@ -238,7 +237,7 @@ def test_flexgen_runs_by_its_command_line(bench, tmp_path, monkeypatch):
                                              gen_len=13, device_memory=1 << 30))
     long.prepare(Path("opt-1.3b"))
     assert long.generate([[5] * 8] * 4, 4).steps == (0.5,) * 3, "its 6 seconds are of all 13"
-    assert commands[1][1:4] == [str(bench.flexgen.WITHIN), str(1 << 30), "flexgen.flex_opt"]
+    assert commands[1][1:5] == ["-c", bench.flexgen.LIMITED, str(1 << 30), "flexgen.flex_opt"]
     assert "--gen-len 13 --cut-gen-len 4" in " ".join(commands[1])
     with pytest.raises(UserError, match="from four tokens"):
         long.generate([[5] * 8] * 4, 3)
@@ -254,7 +253,7 @@ def test_a_module_runs_within_a_share_of_the_gpu(bench, tmp_path, monkeypatch):
         "from types import SimpleNamespace\n"
         "cuda = SimpleNamespace(mem_get_info=lambda: (0, 400),"
         " set_per_process_memory_fraction=lambda share: print(share))\n")
-    done = subprocess.run([sys.executable, str(bench.flexgen.WITHIN), "100", "told", "--a", "b"],
+    done = subprocess.run([sys.executable, "-c", bench.flexgen.LIMITED, "100", "told", "--a", "b"],
                           cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True,
                           text=True)
     assert done.stdout.split() == ["0.25", "__main__", "--a", "b"], done.stderr
@@ -268,20 +267,19 @@ def test_the_engine_is_told_of_a_gpus_limit(bench):
 
 
 def test_who_cannot_run_here_says_why(bench, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.base.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bench.baselines.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = {}
-    for module, cls in bench.baselines.CLASSES.items():
+    for module in bench.baselines.CLASSES:
         options = bench.baselines.baseline_class(module).check(module, {})
         said[module] = bench.baselines.baseline_class(module)(
             settings_of(bench, options=options)).refusal()
-        assert cls
     assert said["ours"] is None and said["transformers_memory"] is None
     assert "[bench-deepspeed]" in said["deepspeed_zero"]
     assert "[bench-accelerate]" in said["accelerate_offload"]
     assert "[bench-llama-cpp]" in said["llama_cpp"]
     assert "needs CUDA" in said["flexgen"] and "names no checkout" in said["h2o_fork"]
-    fork = bench.h2o_fork.H2OFork
+    fork = bench.flexgen.H2OFork
     options = fork.check("fork", {"path": str(tmp_path)})
     assert "no flexgen/flex_opt.py" in fork(settings_of(bench, options=options)).refusal()
     (tmp_path / "flexgen").mkdir()
@@ -354,8 +352,8 @@ def test_who_loads_beyond_a_limit_enters_later(bench, tmp_path, monkeypatch, bey
                                     memory=1 << 30, scratch=tmp_path / "scratch")
     assert (found["status"], found["peak_memory"]) == ("ok", 7 + 3 * beyond)
     assert (tmp_path / "door").read_text() == when
-    loads = {options: bench.deepspeed_zero.DeepSpeedZero.loads_beyond({"offload": options})
-             for options in bench.deepspeed_zero.PLACES}
+    loads = {options: bench.huggingface.DeepSpeedZero.loads_beyond({"offload": options})
+             for options in bench.huggingface.DEEPSPEED_TIERS}
     assert loads == {"cpu": False, "nvme": True}
 
 
@@ -364,7 +362,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     limit.write_text(str(1 << 40))
     baseline = SimpleNamespace(
         warms=False, version=lambda: "v", prepare=lambda model: done.append("loaded") or "so",
-        generate=lambda prompts, count: bench.base.Timings(1.0, (1.0,), ((5, 6),)))
+        generate=lambda prompts, count: bench.baselines.Timings(1.0, (1.0,), ((5, 6),)))
     monkeypatch.setattr(bench.worker, "no_cuda", lambda: "no GPU")
     monkeypatch.setattr(bench.worker, "drop_page_cache",
                         lambda: done.append("dropped" if not door.exists() else "late"))
@@ -375,7 +373,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
     assert done == ["loaded", "loaded", "dropped"] and int(door.read_text()) == os.getpid()
     assert (tmp_path / "loaded").exists()
     baseline.warms, whole = True, [[5] * 9, [6] * 2]
-    baseline.generate = lambda *given: calls.append(given) or bench.base.Timings(
+    baseline.generate = lambda *given: calls.append(given) or bench.baselines.Timings(
         len(calls), (1.0,), None)
     calls: list[tuple] = []
     assert bench.worker.measure(baseline, job | {"prompts": whole, "generate": 7})["prefill"] == 2
@@ -399,7 +397,7 @@ def test_the_limit_begins_between_loading_and_running(bench, tmp_path, monkeypat
 def test_an_error_of_a_system_is_an_answer(bench, monkeypatch, error, status):
     closed = []
 
-    class Broken(bench.base.Baseline):
+    class Broken(bench.baselines.Baseline):
         documented = ""
 
         def refusal(self):

@@ -35,7 +35,7 @@ def articles(tmp_path):
 
 def test_an_item_is_cut_where_its_article_ends(study):
     items = [{"article": "a b", "choices": ["x", "yz"], "gold": 1}]
-    (item,) = study.choices.make(items, CharacterTokenizer())
+    (item,) = study.make_items(items, CharacterTokenizer())
     context = "Article: a b\nSummary:"
     assert item.prompt == CharacterTokenizer()(context)["input_ids"]
     assert item.choices == [CharacterTokenizer()(text)["input_ids"] for text in (" x", " yz")]
@@ -93,9 +93,9 @@ def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles)
 
     folder = str(tiny_model("llama").folder)
     model = tiny_model("llama").model
-    items = study.choices.make(
+    items = study.make_items(
         [{"article": "some words", "choices": ["one", "another"], "gold": 0}], CharacterTokenizer())
-    (found,), _ = study.choices.scores(items, folder, None)
+    (found,), _ = study.choice_scores(items, folder, None)
     for choice, score in zip(items[0].choices, found, strict=True):
         ids = torch.tensor([items[0].prompt + choice])
         logits = model(ids).logits[0, -len(choice) - 1 : -1].log_softmax(-1)
@@ -109,6 +109,6 @@ def test_too_few_articles_and_no_kvpress_are_told(study, articles, monkeypatch):
         study.run(study.parse_args(given))
     with pytest.raises(UserError, match="--items must be 4 or more"):
         study.run(study.parse_args([*given, "--items", "3"]))
-    monkeypatch.setattr(study.beside, "kvpress", None)
+    monkeypatch.setattr(study, "kvpress", None)
     with pytest.raises(UserError, match="needs kvpress"):
         study.run(study.parse_args([*given, "--presses", "TOVA"]))

@@ -15,9 +15,7 @@ from programs import ROOT, benchmark_modules
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
 
-MODULES = ("compare", "comparison.batches", "comparison.cells", "comparison.config",
-           "comparison.processes", "comparison.prompts", "comparison.rows", "comparison.subject",
-           "baselines")
+MODULES = ("compare", "comparison", "processes", "baselines")
 RATES = {"status": "ok", "page_cache": "as it was", "cpu": "a CPU", "device": "cpu",
          "disk": 1e9, "memory": 1e10, "gemm": 1e12}
 
@@ -33,7 +31,7 @@ def config_of(bench, folder: Path, values: dict, **chosen):
     """The configuration of a file with these values."""
     path = folder / "compare.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
-    return bench.config.load(path, models=folder, **chosen)
+    return bench.comparison.load(path, models=folder, **chosen)
 
 
 def scenario(**others) -> dict:
@@ -60,7 +58,7 @@ def test_batches_double_until_memory_ends_or_nothing_is_gained(bench, rates, fir
         asked.append(batch)
         return rates[batch]
 
-    assert bench.batches.best_batch(rate, first=first, most=most) == best
+    assert bench.compare.best_batch(rate, first=first, most=most) == best
     assert asked == tried
 
 
@@ -72,14 +70,14 @@ def test_the_best_batch_is_the_best_of_those_that_were_tried(bench, peak, limit,
         found[batch] = None if batch > limit else 1 / (1 + abs(batch - peak))
         return found[batch]
 
-    best = bench.batches.best_batch(rate, first=first, most=256)
+    best = bench.compare.best_batch(rate, first=first, most=256)
     assert max(found) <= max(first, 256) and best <= limit
     assert found[best] == max(value for value in found.values() if value is not None)
 
 
 def test_the_config_for_a_gpu_is_whole(bench):
     """The H2O paper's tables, each system within the memory of the GPU that they were made on."""
-    found = bench.config.load(ROOT / "configs" / "compare_gpu.yaml", models=Path("."))
+    found = bench.comparison.load(ROOT / "configs" / "compare_gpu.yaml", models=Path("."))
     assert {each.device_memory for each in found.scenarios} == {16_000_000_000, 80_000_000_000}
     table3 = [(each.model, each.prompt_len, each.gen_len) for each in found.scenarios[:6]]
     assert table3 == [(model, 512, new) for model in ("opt-6.7b", "opt-30b")
@@ -93,7 +91,7 @@ def test_the_config_for_a_gpu_is_whole(bench):
 
 
 def test_the_config_of_the_repository_is_whole(bench):
-    found = bench.config.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
+    found = bench.comparison.load(ROOT / "configs" / "compare_cpu.yaml", models=Path("."))
     assert [each.name for each in found.scenarios] == [
         "opt-1.3b-512-128", "opt-1.3b-128-512", "opt-6.7b-512-32", "opt-1.3b-memory",
         "smollm2-xsum", "smollm2-step", "smollm2-step-float32", "smollm2-batch-1",
@@ -114,7 +112,7 @@ def test_the_config_of_the_repository_is_whole(bench):
 
 def test_the_config_of_a_mixture_is_whole(bench):
     """The same layers for all, within memory that does not hold them and within all there is."""
-    found = bench.config.load(ROOT / "configs" / "compare_experts.yaml", models=Path("."))
+    found = bench.comparison.load(ROOT / "configs" / "compare_experts.yaml", models=Path("."))
     assert [(each.batch, each.memory, each.best) for each in found.scenarios] == [
         (1, 3_600_000_000, False), (32, 3_600_000_000, False), (1, None, False),
         (32, None, False)]
@@ -129,7 +127,7 @@ def test_the_config_of_a_mixture_is_whole(bench):
 
 def test_the_config_of_whole_runs_projects_nothing(bench):
     """Each scenario that is projected otherwise, at known batches, beside another system."""
-    load = partial(bench.config.load, models=Path("."))
+    load = partial(bench.comparison.load, models=Path("."))
     whole = load(ROOT / "configs" / "compare_cpu_full.yaml")
     short = {each.name: each for each in load(ROOT / "configs" / "compare_cpu.yaml").scenarios}
     assert [each.name for each in whole.scenarios] == [
@@ -144,7 +142,7 @@ def test_the_config_of_whole_runs_projects_nothing(bench):
 
 
 def test_the_config_of_recall_has_each_cache_in_as_many_bits(bench):
-    found = bench.config.load(ROOT / "configs" / "compare_recall.yaml", models=Path("."))
+    found = bench.comparison.load(ROOT / "configs" / "compare_recall.yaml", models=Path("."))
     bits = {name: (system.options["weight_bits"], system.options["cache_bits"])
             for name, system in found.systems.items()}
     assert bits["recall"] == bits["recall-fetched"] == bits["full"] != bits["full-4bit"]
@@ -217,17 +215,17 @@ def test_the_command_line_answers_in_one_line(bench, tmp_path, capsys):
 
 
 def row_of(bench, **others) -> dict[str, object]:
-    return dict.fromkeys(bench.rows.COLUMNS) | {"system": "a", "at": "equal", "batch": 4,
+    return dict.fromkeys(bench.comparison.COLUMNS) | {"system": "a", "at": "equal", "batch": 4,
                                                 "memory_gb": 2.5} | others
 
 
 def test_a_stopped_run_is_gone_on_with(bench, tmp_path):
     path = tmp_path / "out.csv"
-    table = bench.rows.Table(str(path))
+    table = bench.comparison.Table(str(path))
     table.add(row_of(bench, tokens_per_s=1.5))
     with open(f"{path}.partial", "a", encoding="utf-8") as file:
         file.write("torn,")  # as a killed run leaves it
-    table = bench.rows.Table(str(path))
+    table = bench.comparison.Table(str(path))
     assert table.find(row_of(bench))["tokens_per_s"] == "1.5"
     assert table.find(row_of(bench, batch=8)) is None
     table.add(row_of(bench, batch=8))
@@ -240,12 +238,12 @@ def test_a_stopped_run_is_gone_on_with(bench, tmp_path):
 def test_a_finished_file_grows(bench, tmp_path):
     path = tmp_path / "out.csv"
     for batch in (1, 2, 4):
-        table = bench.rows.Table(str(path))
+        table = bench.comparison.Table(str(path))
         assert path.exists() == (batch > 1), "nothing moves before there is a row"
         table.add(row_of(bench, batch=batch))
         table.finish()
-    assert [row["batch"] for row in bench.rows.Table(str(path)).rows()] == ["1", "2", "4"]
-    bench.rows.Table(str(path)).finish()
+    assert [row["batch"] for row in bench.comparison.Table(str(path)).rows()] == ["1", "2", "4"]
+    bench.comparison.Table(str(path)).finish()
     assert path.exists()
 
 
@@ -253,11 +251,11 @@ def test_files_that_are_not_its_own_stay_as_they_are(bench, tmp_path):
     path = tmp_path / "out.csv"
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="has other columns"):
-        bench.rows.Table(str(path))
+        bench.comparison.Table(str(path))
     assert path.read_text() == "a,b\n1,2\n"
     Path(f"{path}.partial").write_text("")
     with pytest.raises(UserError, match="are there: remove the older one"):
-        bench.rows.Table(str(path))
+        bench.comparison.Table(str(path))
 
 
 class Fake:
@@ -299,15 +297,15 @@ def cells(bench, tiny_model, tmp_path, answers: dict, spec: dict, **others) -> t
         (tmp_path / "opt").symlink_to(folder)
     config = config_of(bench, tmp_path, {"systems": TWO, "threads": 1, "scenarios": {
         "s": scenario(**spec)}, **others})
-    table, do = bench.rows.Table(str(tmp_path / "out.csv")), Fake(answers)
-    bench.cells.Cells(config, table, do).run()
+    table, do = bench.comparison.Table(str(tmp_path / "out.csv")), Fake(answers)
+    bench.compare.Cells(config, table, do).run()
     table.finish()
     return table.rows(), do
 
 
 def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path, monkeypatch):
-    answers, loads, work = {"plain": {}, "h2o": {"token": 8}}, [], bench.cells.work
-    monkeypatch.setattr(bench.cells, "work",
+    answers, loads, work = {"plain": {}, "h2o": {"token": 8}}, [], bench.compare.work
+    monkeypatch.setattr(bench.compare, "work",
                         lambda model, load: loads.append(load) or work(model, load))
     rows, do = cells(bench, tiny_model, tmp_path, answers,
                      {"batch": 2, "best": False, "cut_gen_len": {"h2o": 3}, "memory": "1MB"})
@@ -375,10 +373,10 @@ def test_texts_may_go_past_the_positions_where_a_scenario_says_so(bench, tiny_mo
         config = config_of(bench, tmp_path, {"systems": TWO, "scenarios": {
             "s": scenario(gen_len=500, past_positions=allowed)}})
         if allowed:
-            assert len(bench.subject.subject_of(config.scenarios[0], tmp_path).prompts) == 256
+            assert len(bench.comparison.subject_of(config.scenarios[0], tmp_path).prompts) == 256
         else:
             with pytest.raises(UserError, match="positions"):
-                bench.subject.subject_of(config.scenarios[0], tmp_path)
+                bench.comparison.subject_of(config.scenarios[0], tmp_path)
 
 
 def test_a_search_may_generate_less(bench, tiny_model, tmp_path):
@@ -428,18 +426,18 @@ def test_who_can_never_run_has_a_row_and_no_figures(bench, tiny_model, tmp_path,
 
 
 def test_equal_tokens_are_counted_where_both_have_some(bench):
-    share = bench.cells.equal_share
+    share = bench.compare.equal_share
     assert share([[1, 2, 3], [4, 5, 6]], [[1, 9]]) == 0.5
     assert share(None, [[1]]) is None
 
 
 def test_prompts_are_the_same_at_every_batch(bench, tmp_path):
-    few, more = (bench.prompts.random_prompts(count, 4, 50) for count in (2, 5))
+    few, more = (bench.comparison.random_prompts(count, 4, 50) for count in (2, 5))
     assert more[:2] == few and all(5 <= token < 50 for prompt in more for token in prompt)
     path = tmp_path / "p.jsonl"
     path.write_text('{"article": "one"}\n')
     with pytest.raises(UserError, match="has 1 lines and 2 are needed"):
-        bench.prompts.text_prompts(str(path), "article", tmp_path, 2)
+        bench.comparison.text_prompts(str(path), "article", tmp_path, 2)
 
 
 def test_the_command_line_measures_and_goes_on(bench, tiny_model, tmp_path, monkeypatch, capsys):
@@ -478,7 +476,7 @@ def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path
                     "accelerate": {"baseline": "accelerate_offload", "offload": "disk"},
                     "ours": {"baseline": "ours", "percent": [100, 0, 100, 0]}},
         "scenarios": {"s": scenario(model=str(folder), batch=3, best=False, prompt_len=12)}})
-    table = bench.rows.Table(str(tmp_path / "out.csv"))
+    table = bench.comparison.Table(str(tmp_path / "out.csv"))
 
     def do(job, memory):
         if job["kind"] == "rates":
@@ -486,7 +484,7 @@ def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path
         return bench.processes.run_job(job, threads=1, timeout=300, memory=memory,
                                        scratch=tmp_path / "scratch")
 
-    bench.cells.Cells(config, table, do).run()
+    bench.compare.Cells(config, table, do).run()
     rows = table.rows()
     assert [(row["system"], row["status"], row["reason"]) for row in rows] == [
         (name, "ok", "") for name in ("transformers", "accelerate", "ours")]

@@ -47,7 +47,7 @@ def test_flags_are_refused(monkeypatch, capsys, name, flags, words):
         monkeypatch.syspath_prepend(str(folder))
     module = program(f"benchmarks/{name}")
     if name == "plan_sweep.py":
-        from shared.engine_run import TOO_LARGE, Outcome
+        from processes import TOO_LARGE, Outcome
 
         monkeypatch.setattr(module, "run_engine", lambda config: Outcome(TOO_LARGE))
     try:

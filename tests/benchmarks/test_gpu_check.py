@@ -16,7 +16,7 @@ from programs import benchmark_modules
 
 from flexgen_h2o.errors import UserError
 
-MODULES = ("gpu_check", "kernel_timing.gpu_comparison", "comparison.rows")
+MODULES = ("gpu_check", "gpu_comparison", "comparison")
 RATES = {"status": "ok", "page_cache": "as it was", "cpu": "a CPU", "device": "a GPU",
          "disk": 1e9, "memory": 1e10, "gemm": 1e13, "link": 1e10}
 RUN = {"status": "ok", "page_cache": "as it was", "prefill": 2.0, "steps": [0.5, 0.5], "load": 1.0,

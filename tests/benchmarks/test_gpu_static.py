@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 @pytest.fixture(scope="module")
 def bench():
-    with benchmark_modules("kernel_timing.gpu_cards", "kernel_timing.gpu_hazards") as found:
+    with benchmark_modules("studies.gpu_compiler") as found:
         yield found
 
 
@@ -86,11 +86,11 @@ def loop(operand: str, *pending: int, inner: str = "") -> str:
     (loop(REGISTERS, 0, inner=loop(REGISTERS, 1).replace("    ", "      ")), 1),
     (loop(SHARED, 0) + loop(REGISTERS, 2), 2), ("", 0)])
 def test_products_that_a_step_leaves_under_way(bench, code, left):
-    assert bench.gpu_hazards.left_under_way(code) == left
+    assert bench.gpu_compiler.left_under_way(code) == left
 
 
 def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
-    for architecture, card in bench.gpu_cards.CARDS.items():
+    for architecture, card in bench.gpu_compiler.CARDS.items():
         mine = [row for row in rows if row["architecture"] == f"sm_{architecture}"]
         assert {row["card"] for row in mine} == {card.name}
         units = {"_forward", "_sum_columns", "_narrow", "_wide"}  # they need matrix units
@@ -108,7 +108,7 @@ def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
 
 
 def test_what_is_reported_is_within_the_card(rows, bench):
-    cards = {card.name: card for card in bench.gpu_cards.CARDS.values()}
+    cards = {card.name: card for card in bench.gpu_compiler.CARDS.values()}
     for row in rows:
         assert row["spill_stores"] == row["spill_loads"] == row["left_under_way"] == "0"
         assert int(row["shared"]) <= cards[row["card"]].shared == int(row["shared_limit"])
@@ -122,15 +122,15 @@ def test_what_is_reported_is_within_the_card(rows, bench):
     (80, 33, 0, 32, 1)])
 def test_occupancy(bench, architecture, registers, shared, warps, together):
     """By hand: warps, registers in steps of 8 a thread, programs, shared memory."""
-    card = bench.gpu_cards.CARDS[architecture]
+    card = bench.gpu_compiler.CARDS[architecture]
     assert card.together(registers, shared, warps) == together
 
 
 @given(st.sampled_from([75, 80, 90]), st.integers(1, 255), st.integers(0, 1 << 18),
        st.integers(1, 32))
 def test_more_never_fits_better(architecture, registers, shared, warps):
-    with benchmark_modules("kernel_timing.gpu_cards") as found:
-        card = found.gpu_cards.CARDS[architecture]
+    with benchmark_modules("studies.gpu_compiler") as found:
+        card = found.gpu_compiler.CARDS[architecture]
     less = card.together(registers, shared, warps)
     assert card.together(registers, shared + 1, warps) <= less
     assert card.together(min(255, registers + 1), shared, warps) <= less

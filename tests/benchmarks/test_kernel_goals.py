@@ -8,8 +8,8 @@ from programs import benchmark_modules
 
 @pytest.fixture(scope="module")
 def goals():
-    with benchmark_modules("kernel_timing.goals") as found:
-        yield found.goals
+    with benchmark_modules("kernels") as found:
+        yield found.kernels
 
 
 def row(operation, shape, contestant, **values):
@@ -45,8 +45,8 @@ def test_every_goal_finds_one_row_of_a_whole_run(goals):
 
 def test_the_first_round_does_not_count_and_rates_are_of_the_same_run(monkeypatch, capsys):
     """Calls return the seconds that they take."""
-    with benchmark_modules("kernel_timing.rows") as found:
-        rows = found.rows
+    with benchmark_modules("kernel_timing") as found:
+        rows = found.kernel_timing
     reads, products = iter([99.0, *[rows.READ / 1e9] * 3]), iter([1e9, 2e9])
     monkeypatch.setattr(rows, "memory_reader", lambda nbytes: lambda: next(reads))
     monkeypatch.setattr(rows, "best_gemm_rate", lambda count, dtype: next(products))

@@ -43,7 +43,7 @@ def test_requests_cover_a_range_once(links):
 def test_rates_are_medians_and_the_first_round_does_not_count(links, monkeypatch):
     times, clock, order = [100, 7, 2, 4, 9], iter(range(10)), []
     ticks = iter([tick for took in times for tick in (0, took)])
-    monkeypatch.setattr("shared.raw_file.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("links.time.perf_counter", lambda: next(ticks))
     found = links.rates({("a",): links.TimedWork(lambda: order.append(next(clock)), 55)}, 4)
     assert found == {("a",): 55 / 5.5}
     assert order == [0, 1, 2, 3, 4]
@@ -60,7 +60,7 @@ def test_the_ratio_is_that_of_neighbours(links, monkeypatch):
     """A disk that slows down by itself: each pair has its own rate, and the engine half of it."""
     seconds = iter([1, 2, 20, 10, 3, 6])  # raw, engine; engine, raw; raw, engine
     ticks = iter([tick for took in seconds for tick in (0, took)])
-    monkeypatch.setattr("shared.raw_file.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("links.time.perf_counter", lambda: next(ticks))
     order = []
     raw, engine = (links.TimedWork(lambda name=name: order.append(name), 60) for name in "re")
     assert links.beside(raw, engine, 3) == (20, 10, 0.5)

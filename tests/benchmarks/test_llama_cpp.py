@@ -26,8 +26,8 @@ PROMPTS = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
 @pytest.fixture(scope="module")
 def bench():
     """The benchmark's modules by the last part of their names."""
-    with benchmark_modules("baselines.base", "baselines.llama_cpp", "baselines.llama_gguf",
-                           "baselines.hf_generate", "make_checkpoint") as found:
+    with benchmark_modules("baselines", "baselines.llama_cpp", "baselines.huggingface",
+                           "make_checkpoint") as found:
         yield found
 
 
@@ -37,7 +37,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def baseline_of(bench, options: dict | None = None, **settings):
-    return bench.llama_cpp.LlamaCpp(bench.base.BaselineSettings(**{
+    return bench.llama_cpp.LlamaCpp(bench.baselines.BaselineSettings(**{
         "dtype": "float32", "batch": len(PROMPTS), "prompt_len": 5, "gen_len": 4,
         "scratch": "scratch", "mean_prompt_len": 3.0,
         "options": bench.llama_cpp.LlamaCpp.check("l", options or {}), **settings}))
@@ -46,7 +46,7 @@ def baseline_of(bench, options: dict | None = None, **settings):
 @pytest.mark.parametrize("key", ["llama", "qwen3_moe"])
 def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
     folder = tiny_model(key).folder
-    path = bench.llama_gguf.gguf_file(folder, "F32")
+    path = bench.llama_cpp.gguf_file(folder, "F32")
     header, tensors = read_gguf(path)
     weights = load_file(folder / "model.safetensors")
     assert set(tensors) == set(weights)
@@ -59,14 +59,14 @@ def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
     assert again.norm_eps == pytest.approx(original.norm_eps)
     assert again.experts == original.experts
     kept = path.stat().st_mtime_ns
-    assert bench.llama_gguf.gguf_file(folder, "F32").stat().st_mtime_ns == kept, "made once"
+    assert bench.llama_cpp.gguf_file(folder, "F32").stat().st_mtime_ns == kept, "made once"
 
 
 def test_llama_3s_rotation_is_slowed_by_divisors(bench):
-    factors = bench.llama_gguf.rope_factors(published("meta-llama/Llama-3.2-1B"))
+    factors = bench.llama_cpp.rope_factors(published("meta-llama/Llama-3.2-1B"))
     assert factors.shape == (32,) and factors.dtype == np.float32
     assert factors[0] == 1 and factors[-1] == pytest.approx(32), "fast pairs are kept"
-    assert bench.llama_gguf.rope_factors(published("meta-llama/Llama-2-7b-hf")) is None
+    assert bench.llama_cpp.rope_factors(published("meta-llama/Llama-2-7b-hf")) is None
 
 
 @pytest.mark.parametrize("key, weights, words", [
@@ -210,7 +210,7 @@ def test_its_tokens_are_those_of_the_model(bench, tiny_model, key):
         found = baseline.generate(PROMPTS, 4)
     finally:
         baseline.close()
-    assert found.tokens == bench.hf_generate.timed_generate(tiny_model(key).model, PROMPTS,
+    assert found.tokens == bench.huggingface.timed_generate(tiny_model(key).model, PROMPTS,
                                                             4).tokens
 
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_of_some_layers_of_a_mixture(bench, tiny_model, tmp_path, m
     assert torch.equal(experts.gate_up_proj[4], torch.cat((gate, up)))
     assert torch.equal(experts.down_proj[4], down)
     model.set_experts_implementation("eager")
-    wanted = bench.hf_generate.timed_generate(model, PROMPTS[:1], 4).tokens
+    wanted = bench.huggingface.timed_generate(model, PROMPTS[:1], 4).tokens
     with LLM(str(tmp_path / "m"), dtype="float32") as llm:
         (output,) = llm.generate(PROMPTS[:1], max_new_tokens=4, eos_token_id=-1)
     assert [output.token_ids] == list(map(list, wanted))

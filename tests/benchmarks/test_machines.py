@@ -1,4 +1,4 @@
-"""benchmarks/studies/machines.py: its simulation, what it makes of rates, its file and figure."""
+"""benchmarks/studies/machines.py: its simulation, what it makes of rates, its file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 from dataclasses import replace
 
 import pytest
-from programs import benchmark_modules, program
+from programs import program
 
 from flexgen_h2o.planning.pipeline import Network
 
@@ -15,16 +15,13 @@ SMALL = {"models": ("opt-1.3b",), "prompts": (8, 64), "lengths": (64, 16)}
 
 @pytest.fixture(scope="module")
 def bench():
-    names = ("scaling.simulated", "scaling.measured", "plotting.machines", "plots", "plotting.rows")
-    with benchmark_modules(*names, called=lambda name: name.replace(".", "_")) as found:
-        found.study = program("benchmarks/studies/machines.py")
-        yield found
+    return program("benchmarks/studies/machines.py")
 
 
 @pytest.fixture(scope="module")
 def simulated(bench):
-    cluster = bench.scaling_simulated.Cluster("t4", 2, Network(1e9, 1e-4))
-    return list(bench.scaling_simulated.rows([cluster], **SMALL))
+    cluster = bench.Cluster("t4", 2, Network(1e9, 1e-4))
+    return list(bench.simulated_rows([cluster], **SMALL))
 
 
 def measured_rows(bench, cpus: int = 2) -> list[dict[str, object]]:
@@ -32,11 +29,11 @@ def measured_rows(bench, cpus: int = 2) -> list[dict[str, object]]:
     rates = {"one process": 100, "pipeline": 150, "replicas": 190}
 
     def run(_job, way, _processes, repeat):
-        return bench.scaling_measured.Rate(rates[way] + (-10, 0, 30)[repeat],
+        return bench.Rate(rates[way] + (-10, 0, 30)[repeat],
                                            4 * (way == "pipeline"))
 
-    job = bench.scaling_measured.MeasuredJob()
-    return list(bench.scaling_measured.rows(job, 3, "", cpus=cpus, run=run))
+    job = bench.MeasuredJob()
+    return list(bench.measured_rows(job, 3, "", cpus=cpus, run=run))
 
 
 def test_each_job_has_a_row_for_both_ways_and_one_wins(bench, simulated):
@@ -54,8 +51,8 @@ def test_each_job_has_a_row_for_both_ways_and_one_wins(bench, simulated):
 
 
 def test_a_slow_network_is_slow_for_a_pipeline_alone(bench, simulated):
-    cluster = bench.scaling_simulated.Cluster("t4", 2, Network(1e9, 1e-4))
-    slow = bench.scaling_simulated.pair(replace(cluster, network=Network(1e6)), "opt-1.3b", "full",
+    cluster = bench.Cluster("t4", 2, Network(1e9, 1e-4))
+    slow = bench.pair(replace(cluster, network=Network(1e6)), "opt-1.3b", "full",
                                         64, (64, 16))
     sent = 64 * 79 * 4096 / 1e6  # seconds
     assert slow[0]["tokens_per_s"] == pytest.approx(64 * 16 / sent, rel=0.2)
@@ -75,26 +72,18 @@ def test_medians_stand_beside_as_many_times_one_process(bench):
     assert [row["processes"] for row in measured_rows(bench, cpus=4)] == [1, 2, 2, 4, 4]
 
 
-def test_the_file_keeps_the_other_kind_and_the_figure_shows_all(bench, simulated, tmp_path,
-                                                               monkeypatch):
+def test_the_file_keeps_the_other_kind(bench, simulated, tmp_path, monkeypatch):
     path = tmp_path / "machines.csv"
     measured = measured_rows(bench)
-    monkeypatch.setattr(bench.study.measured, "rows", lambda *_, **__: iter(measured))
-    monkeypatch.setattr(bench.study.simulated, "rows", lambda: iter(simulated))
+    monkeypatch.setattr(bench, "measured_rows", lambda *_, **__: iter(measured))
+    monkeypatch.setattr(bench, "simulated_rows", lambda: iter(simulated))
     for only in ("simulated", "measured"):
-        bench.study.main(["--only", only, "--out", str(path)])
+        bench.main(["--only", only, "--out", str(path)])
     with path.open(newline="", encoding="utf-8") as file:
         found = list(csv.DictReader(file))
-    assert tuple(found[0]) == bench.study.COLUMNS
+    assert tuple(found[0]) == bench.COLUMNS
     assert [row["kind"] for row in found] == ["measured"] * 3 + ["simulated"] * 8
-    assert set().union(*measured, *simulated) <= set(bench.study.COLUMNS)
-    bench.study.main(["--only", "measured", "--out", str(path)])
+    assert set().union(*measured, *simulated) <= set(bench.COLUMNS)
+    bench.main(["--only", "measured", "--out", str(path)])
     with path.open(newline="", encoding="utf-8") as file:
         assert len(list(csv.DictReader(file))) == 11
-    bench.plots.main(["machines", "--csv", str(path), "--out", str(tmp_path / "machines.png")])
-    assert (tmp_path / "machines.png").stat().st_size > 10_000
-    rows = bench.plotting_rows.read_rows(str(path), bench.plotting_machines.NEEDED)
-    first, second = bench.plotting_machines.draw(rows).axes
-    assert [bar.get_height() for bar in first.patches] == [100, 150, 190]
-    assert [bar.get_height() for bar in second.patches] == pytest.approx(
-        [row["tokens_per_s"] for row in simulated], rel=1e-3)

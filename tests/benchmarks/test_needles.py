@@ -33,14 +33,14 @@ class WordTokenizer:
 @pytest.mark.parametrize("tokens", [120, 301])
 def test_each_text_hides_the_numbers_that_are_asked_for(study, tokens):
     encode, hay = WordTokenizer(), list(range(1000, 1000 + 3 * tokens))
-    tasks = study.needles.make(hay, encode, tokens=tokens, texts=3)
-    assert len(tasks) == 3 * len(study.needles.QUESTIONS)
+    tasks = study.make_tasks(hay, encode, tokens=tokens, texts=3)
+    assert len(tasks) == 3 * len(study.QUESTIONS)
     seen: list[int] = []
     for task in tasks:
         assert len(task.text) == tokens and len(task.answer) == 5
         needle = task.question + task.answer
         assert sum(task.text[at : at + len(needle)] == needle for at in range(tokens)) == 1
-        for asked in study.needles.ASKED:
+        for asked in study.ASKED:
             prompt, rest = task.parts(asked)
             assert prompt + rest == task.text + needle and rest[-5:] == task.answer
         if task.text[0] not in seen:
@@ -58,7 +58,7 @@ def test_numbers_of_which_no_figures_come_are_told(study, flags, said):
 
 def test_too_few_articles_are_told(study):
     with pytest.raises(UserError, match="3 texts of 200 tokens need articles of"):
-        study.needles.make(range(300), WordTokenizer(), tokens=200, texts=3)
+        study.make_tasks(range(300), WordTokenizer(), tokens=200, texts=3)
 
 
 def test_rows_of_every_cache_are_made_once(tiny_model, study, tmp_path, monkeypatch, capsys):

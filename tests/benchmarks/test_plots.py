@@ -18,16 +18,14 @@ from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
-MODULES = ("plots", "comparison.rows", "plotting.rows", "plotting.systems", "plotting.sweeps",
-           "plotting.batch", "plotting.budget", "plotting.breakdown", "plotting.memory",
-           "plotting.quality", "plotting.summary")
+MODULES = ("plots", "comparison", "plotting", "plot_systems", "plot_sweeps", "plot_traces",
+           "plot_quality", "plot_summary")
 
 
 @pytest.fixture(scope="module")
 def bench():
-    """The benchmark's modules by their names, those of plotting by the last part."""
-    with benchmark_modules(*MODULES, called=lambda name: name.removeprefix("plotting.").replace(
-            ".", "_")) as found:
+    """The benchmark's modules by their names."""
+    with benchmark_modules(*MODULES) as found:
         yield found
 
 
@@ -51,7 +49,7 @@ def write_csv(path: Path, rows: list[dict]) -> str:
 
 def system_row(bench, system: str, rate: float | None = None, **others) -> dict[str, str]:
     """A row of a comparison: its roofline is twice as fast."""
-    row = dict.fromkeys(bench.comparison_rows.COLUMNS, "") | {
+    row = dict.fromkeys(bench.comparison.COLUMNS, "") | {
         "date": "2026-11-21T10:00:00+00:00", "host": "box", "cpu": "a CPU", "threads": "2",
         "version": "0.1.0", "commit": "abc1234", "scenario": "small", "model": "opt-1.3b",
         "dtype": "bfloat16", "prompt_len": "512", "gen_len": "9", "memory_gb": "2.5",
@@ -78,7 +76,7 @@ def compared(bench):
 
 
 def test_bars_rooflines_and_reasons_of_systems(bench, compared):
-    figure = bench.systems.draw(compared)
+    figure = bench.plot_systems.draw(compared)
     axes = figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == [
         "slow", "fast", "big", "flexgen", "absent", "full", "h2o"]
@@ -107,27 +105,27 @@ def test_scenarios_are_chosen_and_each_shows_its_best_batch_or_the_same(bench, c
     equal = [row | {"at": "equal", "batch": "2"} for row in compared[:2]]
     rows = [*compared, *equal, *(row | {"scenario": "other"} for row in equal),
             system_row(bench, "slow", 9, scenario="other", at="search")]
-    found = bench.systems.panels(rows, scenarios=[], at=None)
+    found = bench.plot_systems.panels(rows, scenarios=[], at=None)
     assert {name: [row["at"] for row in mine] for name, mine in found.items()} == {
         "small": ["best"] * 7, "other": ["equal"] * 2}
-    assert list(bench.systems.panels(rows, scenarios=["other", "small"], at="equal")) == [
+    assert list(bench.plot_systems.panels(rows, scenarios=["other", "small"], at="equal")) == [
         "other", "small"]
-    assert list(bench.systems.panels(rows, scenarios=[], at="best")) == ["small"]
-    words = texts(bench.systems.draw(rows, scenarios=["other"]))
+    assert list(bench.plot_systems.panels(rows, scenarios=[], at="best")) == ["small"]
+    words = texts(bench.plot_systems.draw(rows, scenarios=["other"]))
     assert any(each.endswith("all at batch 2") for each in words)
     assert "2" in words, "a value, whose batch stands above"
     for scenarios, at, message in ((["no"], None, "--scenario no is not in --csv: it has small, "),
                                    (["other"], "best", "no rows measured at best")):
         with pytest.raises(UserError, match=message):
-            bench.systems.panels(rows, scenarios=scenarios, at=at)
+            bench.plot_systems.panels(rows, scenarios=scenarios, at=at)
     with pytest.raises(UserError, match="several rows of fast in small.*--only host"):
-        bench.systems.panels([*compared, compared[1] | {"host": "b"}], scenarios=[], at=None)
+        bench.plot_systems.panels([*compared, compared[1] | {"host": "b"}], scenarios=[], at=None)
 
 
 def test_nothing_to_compare_with_is_no_multiple(bench, compared):
-    shown = texts(bench.systems.draw(compared[2:]))
+    shown = texts(bench.plot_systems.draw(compared[2:]))
     assert "8, batch 4" in shown
-    assert "✕ needs CUDA" in texts(bench.systems.draw(compared[3:4])), "no bar at all"
+    assert "✕ needs CUDA" in texts(bench.plot_systems.draw(compared[3:4])), "no bar at all"
 
 
 def test_speed_and_the_perplexity_factor_beside_it(bench, compared):
@@ -137,7 +135,7 @@ def test_speed_and_the_perplexity_factor_beside_it(bench, compared):
     quality = [{"model": "m", "mode": mode, "factor": factor} for mode, factor in (
         ("full", "1"), ("h2o-20", "1.25"), ("weights-auto", "1.01"))]
     rows = [*compared, system_row(bench, "accelerate-disk", 1), system_row(bench, "h2o", 7)]
-    figure = bench.summary.draw(rows, gguf, quality, "m")
+    figure = bench.plot_summary.draw(rows, gguf, quality, "m")
     speed, factor = figure.axes[:2]
     assert [label.get_text() for label in speed.get_yticklabels()] == [
         "Accelerate, layers on disk, batch 4", "flexgen_h2o, full cache, batch 4",
@@ -146,9 +144,9 @@ def test_speed_and_the_perplexity_factor_beside_it(bench, compared):
     assert [bar.get_width() for bar in factor.patches] == [1, 1, 1.25]
     assert [bar.get_width() for bar in figure.axes[2].patches] == [50, 140]
     with pytest.raises(UserError, match="--quality has no rows of n"):
-        bench.summary.draw(rows, gguf, quality, "n")
+        bench.plot_summary.draw(rows, gguf, quality, "n")
     with pytest.raises(UserError, match="--quality has no row of h2o-20"):
-        bench.summary.draw(rows, gguf, quality[:1], "m")
+        bench.plot_summary.draw(rows, gguf, quality[:1], "m")
 
 
 # Sweeps
@@ -185,9 +183,9 @@ def test_the_columns_that_tell_rows_apart_do_so_as_all_of_them(bench, table):
                           if [row[name] for name in columns] == [one[name] for name in columns])
                 for one in rows}
 
-    kept = bench.sweeps.telling(rows, names)
+    kept = bench.plot_sweeps.telling(rows, names)
     assert groups(kept) == groups(names)
-    given_first = bench.sweeps.telling(rows, names[1:], names[:1])
+    given_first = bench.plot_sweeps.telling(rows, names[1:], names[:1])
     assert groups([*names[:1], *given_first]) == groups(names)
 
 
@@ -196,7 +194,7 @@ def test_lines_of_batches_have_medians_of_repeats(bench):
                     total_tokens_per_second=batch * (10 + repeat), hh_ratio=ratio,
                     eviction="full" if ratio == 1 else "h2o", projected=str(batch == 8).lower())
             for ratio in (1, 0.1) for batch in (8, 4) for repeat in (0, 2, 1)]
-    found, left = bench.batch.lines(rows)
+    found, left = bench.plot_sweeps.batch_lines(rows)
     assert [line.label for line in found] == ["full cache", "hh_ratio 0.1"] and not left
     for line in found:
         assert [(point.x, point.projected, point.repeats) for point in line.points] == [
@@ -209,11 +207,11 @@ def test_batches_count_all_of_a_block_and_what_follows_from_them_makes_no_line(b
     rows = [run_row(gpu_batch_size=size, num_gpu_batches=count, weights_gpu=weights,
                     num_prompts=int(size) * int(count))
             for size, count, weights in (("1", "2", "80"), ("2", "2", "60"), ("4", "2", "40"))]
-    (line,), _ = bench.batch.lines(rows)
+    (line,), _ = bench.plot_sweeps.batch_lines(rows)
     assert line.label == "" and [point.x for point in line.points] == [2, 4, 8]
     split = [run_row(gpu_batch_size=size, num_gpu_batches=count, num_prompts=8)
              for size, count in (("8", "1"), ("4", "2"))]
-    assert [line.label for line in bench.batch.lines(split)[0]] == [
+    assert [line.label for line in bench.plot_sweeps.batch_lines(split)[0]] == [
         "num_gpu_batches 1", "num_gpu_batches 2"]
 
 
@@ -223,8 +221,8 @@ def test_batches_that_failed_are_crosses_on_their_lines(bench):
     ran = [row | {"status": "ok", "reason": "", "flags": ""} for row in ran]
     empty = dict.fromkeys(ran[0], "") | {"status": "does not fit", "reason": "too little memory"}
     failed = empty | {"gpu_batch_size": "8", "hh_ratio": "1"}
-    figure = bench.batch.draw([*ran, failed, empty])
-    lines, left = bench.batch.lines([*ran, failed, empty])
+    figure = bench.plot_sweeps.draw_batch([*ran, failed, empty])
+    lines, left = bench.plot_sweeps.batch_lines([*ran, failed, empty])
     assert {line.label: [x for x, _ in line.failed] for line in lines} == {
         "hh_ratio 0.1": [], "full cache": [8]}
     assert [row["status"] for row in left] == ["does not fit"]
@@ -242,26 +240,27 @@ def test_lines_of_budgets_end_at_the_full_cache(bench):
                     cell=f"{ratio}", status="ok")
             for bits in (16, 4) for policy in ("h2o", "window") for ratio in (0.05, 0.25)]
     rows.append(full_row(total_tokens_per_second=1, cell="1", status="ok", score="mean"))
-    found, _ = bench.budget.lines(rows)
+    found, _ = bench.plot_sweeps.budget_lines(rows)
     shown = {line.label: [(point.x, point.figures["throughput"][1]) for point in line.points]
              for line in found}
     plain, packed = [(10, 20), (50, 4), (100, 1)], [(2.5, 20), (12.5, 4)]
     assert shown == {f"cache_bits {bits}, eviction {policy}": points
                      for bits, points in ((16, plain), (4, packed)) for policy in ("h2o", "window")}
-    figure = bench.budget.draw(rows)
+    figure = bench.plot_sweeps.draw_budget(rows)
     assert {"generated tokens/s", "KV cache, GB"} <= set(texts(figure))
     assert figure.axes[0].containers[0].lines[0].get_xdata().tolist() == [10, 50, 100]
 
 
 def test_budgets_alone_are_one_line_without_a_legend(bench):
-    (line,), _ = bench.budget.lines([full_row(), run_row(), run_row(total_tokens_per_second=300)])
+    (line,), _ = bench.plot_sweeps.budget_lines(
+        [full_row(), run_row(), run_row(total_tokens_per_second=300)])
     assert line.label == "" and [point.x for point in line.points] == [20, 100]
     assert line.points[0].figures["throughput"] == (100, 200, 300)
-    figure = bench.budget.draw([full_row(), run_row()])
+    figure = bench.plot_sweeps.draw_budget([full_row(), run_row()])
     assert figure.axes[0].get_legend() is None
-    (beside,), _ = bench.budget.lines([full_row(), run_row(kv_cache_bytes=10**9)])
+    (beside,), _ = bench.plot_sweeps.budget_lines([full_row(), run_row(kv_cache_bytes=10**9)])
     assert [(point.x, point.repeats) for point in beside.points] == [(100, 1)] * 2
-    (alone,), _ = bench.budget.lines([full_row()])
+    (alone,), _ = bench.plot_sweeps.budget_lines([full_row()])
     assert [point.x for point in alone.points] == [100]
 
 
@@ -269,8 +268,8 @@ def test_too_many_lines_are_refused(bench):
     rows = [run_row(gpu_batch_size=batch, hh_ratio=ratio / 100)
             for batch in (1, 2) for ratio in range(1, 12)]
     with pytest.raises(UserError, match="11 lines are too many .* --only hh_ratio=0.01"):
-        bench.batch.draw(rows)
-    few = bench.rows.chosen(rows, ["hh_ratio=0.01", "hh_ratio=0.02", "gpu_batch_size=2"])
+        bench.plot_sweeps.draw_batch(rows)
+    few = bench.plotting.chosen(rows, ["hh_ratio=0.01", "hh_ratio=0.02", "gpu_batch_size=2"])
     assert [row["hh_ratio"] for row in few] == ["0.01", "0.02"]
 
 
@@ -296,7 +295,7 @@ def test_quality_stands_against_bytes_held_and_read(bench):
             quality_row("sparse-values", 20, 1.1), quality_row("recall", 30, 1.04),
             quality_row("recall", 30, 1.02, variant="of the text"),
             quality_row("recall", 30, 1.1, variant="2-bit index")]
-    found = bench.quality.points(rows)
+    found = bench.plot_quality.points(rows)
     shares = {mode: [(round(point.held, 2), round(point.read, 2), point.over) for point in mine]
               for mode, mine in found.items()}
     # A key of 64 numbers of 16 bits takes 128 bytes, of a token's 256: 4 bits with two scales and
@@ -309,7 +308,7 @@ def test_quality_stands_against_bytes_held_and_read(bench):
         ("recall", ""): [(115.62, 35.62, 1.04)],
         ("recall", "of the text"): [(115.62, 45.62, 1.02)],
         ("recall", "2-bit index"): [(109.38, 29.37, 1.1)]}
-    figure = bench.quality.draw(rows)
+    figure = bench.plot_quality.draw(rows)
     assert len(figure.axes) == 2 and {"recall, of the text so far", "h2o, cache of 8 bits",
                                       "bytes that a token reads, % of the full cache's"} <= set(
         texts(figure))
@@ -319,9 +318,9 @@ def test_quality_stands_against_bytes_held_and_read(bench):
 def test_quality_of_several_models_or_without_a_full_cache_is_refused(bench):
     rows = [quality_row("full", 100, 1), quality_row("h2o", 20, 1.2)]
     with pytest.raises(UserError, match="several values of model: add --only model="):
-        bench.quality.points([*rows, quality_row("h2o", 20, 1.2, model="other")])
+        bench.plot_quality.points([*rows, quality_row("h2o", 20, 1.2, model="other")])
     with pytest.raises(UserError, match="no row of the full cache"):
-        bench.quality.points(rows[1:])
+        bench.plot_quality.points(rows[1:])
 
 
 # Traces
@@ -346,19 +345,19 @@ def write_trace(path: Path, **about) -> str:
 
 def test_a_breakdown_is_of_the_prefill_and_of_one_step(bench, tmp_path):
     path = write_trace(tmp_path / "run.json", decode_steps=8)
-    prefill, step = bench.breakdown.parts(Trace.read_chrome(path), path)
+    prefill, step = bench.plot_traces.parts(Trace.read_chrome(path), path)
     assert (prefill.name, prefill.wall, step.name, step.wall) == ("prefill", 2, "a decode step", .5)
     times = {lane: (time.busy, time.alone) for lane, time in step.lanes.items()}
     assert times == {"compute": (0.25, 0.125), "disk->cpu": (0.25, 0.125), "idle": (0.125, 0.125)}
     other = write_trace(tmp_path / "other.json")
-    parts = bench.breakdown.parts(Trace.read_chrome(other), other)
+    parts = bench.plot_traces.parts(Trace.read_chrome(other), other)
     assert [(part.name, part.wall) for part in parts] == [("prefill", 2), ("decode, all steps", 4)]
 
 
 def test_bars_of_a_breakdown(bench, tmp_path):
     about = {"decode_steps": 8, "model": "opt", "gpu_batch_size": 4, "num_gpu_batches": 2,
              "prompt_len": 16.0, "gen_len": 5, "kv_cache_bytes": 1, "full_kv_cache_bytes": 4}
-    figure = bench.breakdown.draw([write_trace(tmp_path / "a run.json", **about)])
+    figure = bench.plot_traces.draw_breakdown([write_trace(tmp_path / "a run.json", **about)])
     prefill, step = figure.axes
     assert [label.get_text() for label in prefill.get_yticklabels()] == ["compute", "disk->cpu",
                                                                          "idle"]
@@ -377,7 +376,7 @@ def test_bars_of_a_breakdown(bench, tmp_path):
 def test_memory_over_time(bench, tmp_path):
     path = write_trace(tmp_path / "run.json", model="opt", gpu_batch_size=4, num_gpu_batches=1,
                        prompt_len=16.0, gen_len=5, host="box", threads=2)
-    figure = bench.memory.draw(path, limit=2_500_000_000)
+    figure = bench.plot_traces.draw_memory(path, limit=2_500_000_000)
     (axes,) = figure.axes
     process, peak, device, _, limit = axes.lines
     assert process.get_xdata().tolist() == [0, 2, 8]
@@ -391,7 +390,7 @@ def test_memory_over_time(bench, tmp_path):
     assert legend == ["prefill", "decode", "process, resident, at most 4 GB",
                       "device, allocated, at most 0.4 GB", "limit, 2.5 GB"]
     assert "Measured on box, threads 2." in figure.get_supxlabel()
-    assert not any("limit" in each for each in texts(bench.memory.draw(path))
+    assert not any("limit" in each for each in texts(bench.plot_traces.draw_memory(path))
                    if "cgroup" not in each)
 
 

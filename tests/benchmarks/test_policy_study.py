@@ -67,7 +67,7 @@ def test_every_candidate_gives_a_row_once(tiny_model, study, tmp_path, capsys):
 @pytest.mark.parametrize("part", ["cut", "decode"])
 def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tmp_path, monkeypatch,
                                                            part):
-    monkeypatch.setattr(study.beside, "kvpress", None)
+    monkeypatch.setattr("policy_study.kvpress", None)
     tiny = tiny_model("llama")
     texts = torch.tensor(make_prompts(tiny.model.config.vocab_size, [48, 48], 0))
     masked = study.MaskedModel(tiny.model, texts, 40)
@@ -81,7 +81,7 @@ def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tm
     for row in found:
         recalls = row["policy"] == "recall"
         if recalls:  # a mask over a full cache, too
-            log_probs, _ = study.beside.scored(str(tiny.folder), texts, 40, H2OConfig(
+            log_probs, _ = study.scored(str(tiny.folder), texts, 40, H2OConfig(
                 heavy_ratio=0.1, recall=True, simulate=True))
         else:
             log_probs = masked.log_probs(study.ENGINE[row["policy"]], setting)

@@ -20,8 +20,8 @@ def scenarios():
 
 @pytest.fixture
 def memory_group():
-    with benchmark_modules("shared.memory_group") as found:
-        yield found.memory_group
+    with benchmark_modules("processes") as found:
+        yield found.processes
 
 
 def test_the_time_of_all_layers_follows_from_few(scenarios):

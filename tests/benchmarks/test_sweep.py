@@ -24,8 +24,7 @@ from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 
-MODULES = ("sweep", "sweeping.grid", "shared.engine_run", "plan_sweep",
-           "flexgen_h2o.files.rows")
+MODULES = ("sweep", "processes", "plan_sweep", "flexgen_h2o.files.rows")
 FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak_process_bytes",
            "kv_cache_bytes", "generated_tokens", "load_seconds", "weight_bytes")
 
@@ -44,7 +43,7 @@ def written(folder: Path, values: dict, name: str = "s") -> Path:
 
 
 def load(bench, folder: Path, values: dict, name: str = "s"):
-    return bench.grid.load(written(folder, values, name), models=folder)
+    return bench.sweep.load(written(folder, values, name), models=folder)
 
 
 BASE = {"model": "m", "prompt_len": 8, "gen_len": 4}
@@ -145,7 +144,7 @@ def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
     ("sweep_offload", 8, ("gpu_batch_size", "num_gpu_batches", "hh_ratio")),
 ])
 def test_shipped_sweeps_are_whole(bench, name, cells, axes):
-    found = bench.grid.load(ROOT / "configs" / f"{name}.yaml", models=Path("."))
+    found = bench.sweep.load(ROOT / "configs" / f"{name}.yaml", models=Path("."))
     assert (found.name, len(found.cells), found.axes) == (name, cells, axes)
 
 
@@ -163,11 +162,11 @@ class Fake:
             raise KeyboardInterrupt
         self.runs.append((config.percent[0], config.hh_ratio))
         if config.hh_ratio in self._failing:
-            return self._bench.engine_run.Outcome(*self._failing[config.hh_ratio])
+            return self._bench.processes.Outcome(*self._failing[config.hh_ratio])
         row = dict.fromkeys(CSV_COLUMNS, "") | dict.fromkeys(FIGURES, str(len(self.runs))) | {
             "hh_ratio": f"{config.hh_ratio:g}", "decode_tokens_per_second": "", "commit": "abc",
             "projected": "false"}
-        return self._bench.engine_run.Outcome("ok", row=row)
+        return self._bench.processes.Outcome("ok", row=row)
 
 
 def swept(bench, tmp_path, monkeypatch, fake: Fake, *flags: str, **change) -> list[dict]:
@@ -337,13 +336,13 @@ def test_a_sweep_runs_the_engine(bench, tiny_model, tmp_path):
 
 
 def test_a_run_that_takes_too_long_is_stopped(bench, tiny_model):
-    found = bench.engine_run.run_engine(tiny_config(tiny_model), timeout=0.01)
+    found = bench.processes.run_engine(tiny_config(tiny_model), timeout=0.01)
     assert (found.status, found.reason, found.row) == ("timed out", "stopped after 0.01 s", {})
 
 
 def test_an_error_of_the_run_is_its_reason(bench, tiny_model, tmp_path):
     missing = replace(tiny_config(tiny_model), path=str(tmp_path / "absent"))
-    found = bench.engine_run.run_engine(missing)
+    found = bench.processes.run_engine(missing)
     assert found.status == "failed" and str(tmp_path / "absent") in found.reason
 
 
@@ -360,14 +359,14 @@ def test_an_error_of_the_run_is_its_reason(bench, tiny_model, tmp_path):
     (-11, "", ("failed", "exit status -11: ")),
 ])
 def test_how_a_process_ended_is_said(bench, status, errors, expected):
-    found = bench.engine_run._failure(status, errors)
+    found = bench.processes._failure(status, errors)
     assert (found.status, found.reason) == expected
 
 
 @pytest.mark.parametrize("handler, status", [("signal.default_int_handler", 1),
                                              ("signal.SIG_IGN", -signal.SIGKILL)])
 def test_a_run_may_clean_up_before_it_is_killed(bench, tmp_path, monkeypatch, handler, status):
-    monkeypatch.setattr(bench.engine_run, "_GRACE", 0.2 if status < 0 else 60)
+    monkeypatch.setattr(bench.processes, "_GRACE", 0.2 if status < 0 else 60)
     code = f"""
 import signal, sys
 signal.signal(signal.SIGINT, {handler})
@@ -381,7 +380,7 @@ except KeyboardInterrupt:
     worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "clean")],
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert worker.stdout.readline() == "ready\n"
-    bench.engine_run._stop(worker)
+    bench.processes._stop(worker)
     assert worker.returncode == status
     assert (tmp_path / "clean").exists() == (status > 0)
 
@@ -417,7 +416,7 @@ def plan_sweep(bench, monkeypatch, tmp_path, ends) -> list[RunConfig]:
 
 def test_the_sweep_of_plans_keeps_the_rows_beside_a_run_that_failed(bench, monkeypatch, tmp_path,
                                                                     capsys):
-    outcome = bench.engine_run.Outcome
+    outcome = bench.processes.Outcome
     ends = [outcome("ok", row=engine_row(3)), outcome("failed", "odd"),
             outcome("ok", row=engine_row(2)), outcome("failed", "worse"),
             outcome("ok", row=engine_row(4))]
@@ -432,7 +431,7 @@ def test_the_sweep_of_plans_keeps_the_rows_beside_a_run_that_failed(bench, monke
 
 
 def test_the_sweep_of_plans_leaves_out_what_does_not_fit(bench, monkeypatch, tmp_path):
-    outcome = bench.engine_run.Outcome
+    outcome = bench.processes.Outcome
     ok = outcome("ok", row=engine_row(3))
     seen = plan_sweep(bench, monkeypatch, tmp_path,
                       [ok, outcome("does not fit", "so"), ok, ok, ok])
@@ -444,6 +443,6 @@ def test_the_sweep_of_plans_leaves_out_what_does_not_fit(bench, monkeypatch, tmp
 def test_a_sweep_of_plans_that_is_stopped_keeps_its_rows(bench, monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         plan_sweep(bench, monkeypatch, tmp_path, [
-            bench.engine_run.Outcome("ok", row=engine_row(3)), KeyboardInterrupt()])
+            bench.processes.Outcome("ok", row=engine_row(3)), KeyboardInterrupt()])
     (auto,) = read_csv(tmp_path / "plans.csv.partial")
     assert (auto["seconds"], auto["best_over_this"]) == ("3", "")

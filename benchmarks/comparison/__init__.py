@@ -1,1 +1,0 @@
-"""The parts of `compare.py`: the configuration, batches, rooflines, processes, rows. No torch."""

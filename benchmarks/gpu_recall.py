@@ -1,0 +1,232 @@
+"""The part of gpu-check about recall: the index, the choice, and attention to what is chosen.
+
+The cache lies in the GPU's memory, or in page-locked host memory, which kernels read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from gpu_kernels import BRAIN, FULL, GPU, HALF
+from torch import Tensor
+
+from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
+from flexgen_h2o.h2o.recall import choose, index_weights
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.reference import attention as reference
+from flexgen_h2o.kernels.reference import recall as reference_recall
+
+
+class RecallCase(NamedTuple):
+    """A cache that is recalled."""
+
+    dtype: torch.dtype
+    dim: int
+    group: int
+    bits: int
+    index_bits: int
+    tokens: int
+    on_host: bool
+
+
+# Every value of each, not every tuple.
+RECALLS = [
+    RecallCase(HALF, 128, 4, 16, 4, 8192, False), RecallCase(BRAIN, 64, 1, 16, 4, 3000, True),
+    RecallCase(HALF, 80, 1, 4, 4, 700, True), RecallCase(BRAIN, 96, 8, 8, 2, 20000, False),
+    RecallCase(FULL, 256, 1, 16, 4, 999, True), RecallCase(BRAIN, 128, 8, 4, 2, 40000, True),
+]
+SEQUENCES, KV_HEADS = 4, 8
+LENGTH = 8192
+"""Tokens, KV heads of 128 and sequences of what is timed: those of LLaMA-8B's attention."""
+
+
+class Recalled(NamedTuple):
+    """A cache of random tokens, all of them indexed, and a new token of each sequence."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+    index: Tensor
+    layout: IndexLayout
+    records: CacheLayout | None
+
+
+def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
+    """One slot is empty: the new token's."""
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=GPU).to(case.dtype)
+
+    records = CacheLayout.of(case.dim, case.bits)
+    slots = normal(2, sequences, kv_heads, case.tokens + 1, case.dim)
+    slots = reference.pack_slots(slots, records)
+    slots[:, :, :, -1] = float("nan") if records is None else 255
+    layout = IndexLayout(case.dim, case.index_bits)
+    index = torch.full((sequences, kv_heads, layout.tiles(case.tokens + 1), layout.tile_bytes),
+                       255, dtype=torch.uint8, device=GPU)
+    if case.on_host:
+        slots = slots.cpu().pin_memory()
+    spans = torch.tensor([[0] * sequences, [0] * sequences, [case.tokens] * sequences])
+    ops.index_keys(split_slots(slots, records)[0], index, spans.int(), layout=layout,
+                   records=records and records.keys)
+    heads = kv_heads * case.group
+    return Recalled(normal(sequences, heads, case.dim), normal(sequences, kv_heads, case.dim),
+                    normal(sequences, kv_heads, case.dim), slots, index, layout, records)
+
+
+def told(tokens: int, count: int, sequences: int) -> Tensor:
+    """A step's metadata: so many tokens before it, of which it chooses `count`."""
+    return torch.tensor([[tokens], [count]], device=GPU).int().repeat(1, sequences)
+
+
+def step(cache: Recalled, metadata: Tensor, most: int) -> tuple[Tensor, Tensor]:
+    """The chosen tokens, and the result of attention to them."""
+    chosen = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
+                             layout=cache.layout, most=most)
+    return chosen, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots, chosen=chosen,
+                                       metadata=metadata, layout=cache.records)[0]
+
+
+def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float],
+                 bound: float) -> None:
+    """The index's bytes, that nothing lighter was chosen than was left, and attention."""
+    cache = make(case, 2, 3)
+    shape = (f"d {case.dim}, group {case.group}, {case.bits} bits, index {case.index_bits}, "
+             f"{case.tokens} tokens{', host' if case.on_host else ''}")
+    before = cache.slots.to(GPU)
+    right = torch.full_like(cache.index, 255)
+    spans = torch.tensor([[0, 0], [0, 0], [case.tokens] * 2]).int()
+    reference_recall.index_keys(split_slots(before, cache.records)[0], right, spans,
+                                layout=cache.layout, records=cache.records and cache.records.keys)
+    rows.add("check", "index", shape, case.dtype, (right != cache.index).sum().item(),
+             "differences", limit=0)
+    count = case.tokens // 5
+    metadata = told(case.tokens, count, 2)
+    chosen, out = step(cache, metadata, count + 3)
+    wanted, _ = reference_recall.attend_recalled(
+        cache.q, cache.k, cache.v, slots=before, chosen=chosen, metadata=metadata,
+        layout=cache.records)
+    same = torch.equal(before, cache.slots.to(GPU)) and bool((chosen[..., count:] == -1).all())
+    rows.add("check", "recall", shape, case.dtype,
+             error(out, wanted) if same else float("nan"), "error", limit=bound)
+    weights = index_weights(
+        cache.q.unflatten(1, (3, -1)), cache.k,
+        reference_recall.indexed_keys(right, cache.layout)[:, :, : case.tokens],
+        layout=cache.layout, form=DEFAULT_FORM,
+        hidden=torch.zeros(case.tokens, dtype=torch.bool, device=GPU), sinks=None)
+    best = choose(weights, metadata[1], cached=metadata[0])
+    mine = torch.zeros_like(best).scatter_(-1, chosen[..., :count].long(), True)
+    lost = 1 - weights.where(mine, 0).sum() / weights.where(best, 0).sum()
+    rows.add("check", "choice", shape, case.dtype, lost.item(), "weight lost", limit=1e-5)
+
+
+def claims(heads: int, tokens: int, slots: int) -> dict[str, Tensor]:
+    """A fast set of so many slots a head, all empty, on the GPU."""
+    return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32, device=GPU),
+            "token_of": torch.full((heads, slots), -1, dtype=torch.int32, device=GPU),
+            "log_weights": torch.zeros((heads, tokens), dtype=torch.int32, device=GPU)}
+
+
+def check_claims(rows) -> None:
+    """Slots, step after step, and what is copied to them from host memory."""
+    for tokens, slots, most in ((8192, 3276, 1638), (20000, 2000, 2000), (300, 64, 15)):
+        ours = claims(6, tokens, slots)
+        theirs = {name: x.cpu().clone() for name, x in ours.items()}
+        held = torch.randn(2, 2, 3, tokens, 128).half().pin_memory()
+        fast = torch.full((2, 2, 3, slots, 128), float("nan"), device=GPU).half()
+        wrong = 0
+        for step in range(4):
+            weights = torch.randint(50 if step % 2 else 2**30, (6, tokens)).int()  # with ties
+            chosen = torch.rand(6, tokens).argsort(-1)[:, :most].sort(-1).values.int()
+            chosen = chosen.view(2, 3, most)
+            ours["log_weights"].copy_(weights)
+            theirs["log_weights"].copy_(weights)
+            taken, moves, counts = ops.claim_slots(chosen.to(GPU), **ours)
+            right, _, many = reference_recall.claim_slots(chosen, **theirs)
+            ops.copy_tokens(held, fast, moves, counts)
+            wrong += (taken.cpu() != right).sum().item() + (counts.cpu() != many).sum().item()
+            place = taken.long()[None, ..., None].expand(2, -1, -1, -1, 128)
+            origin = chosen.long()[None, ..., None].expand(2, -1, -1, -1, 128)
+            wrong += (fast.gather(3, place).cpu() != held.gather(3, origin)).sum().item()
+        wrong += sum((x.cpu() != theirs[name]).sum().item() for name, x in ours.items())
+        rows.add("check", "fast set", f"{most} of {tokens} tokens, {slots} slots", HALF, wrong,
+                 "differences", limit=0)
+
+
+class FastSteps:
+    """Decode steps over a cache in host memory of which the GPU holds a fast set.
+
+    Queries of successive steps are alike to 0.97, as a text's are to some degree.
+    """
+
+    def __init__(self, cache: Recalled, count: int, slots: int):
+        self._cache, self._count = cache, count
+        sequences, kv_heads = cache.k.shape[:2]
+        self._metadata = told(LENGTH, count, sequences)
+        self._places = torch.stack((torch.full_like(self._metadata[0], slots), self._metadata[1]))
+        self._set = claims(sequences * kv_heads, LENGTH, slots)
+        self._fast = torch.empty((2, sequences, kv_heads, slots + 1, 128), dtype=HALF, device=GPU)
+        self._query = cache.q.float()
+        self.loads: list[Tensor] = []
+
+    def __call__(self) -> None:
+        cache = self._cache
+        self._query = 0.97 * self._query + 0.243 * torch.randn_like(self._query)
+        q = self._query.half()
+        log_weights = self._set["log_weights"].view(*cache.k.shape[:2], -1)
+        chosen = ops.choose_keys(q, cache.k, index=cache.index, metadata=self._metadata,
+                                 layout=cache.layout, most=self._count, log_weights=log_weights)
+        taken, moves, counts = ops.claim_slots(chosen, **self._set)
+        ops.copy_tokens(cache.slots, self._fast, moves, counts)
+        ops.attend_recalled(q, cache.k, cache.v, slots=self._fast, chosen=taken,
+                            metadata=self._places)
+        self.loads.append(counts.sum())
+
+    def hits(self) -> float:
+        """The share of the chosen tokens that were in the fast set, in later steps."""
+        loads = torch.stack(self.loads[len(self.loads) // 2 :]).float().mean().item()
+        return 1 - loads / (self._count * self._cache.k.shape[0] * self._cache.k.shape[1])
+
+
+def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
+    """A decode step's attention by recall beside that over the full cache, on both sides of the
+    link."""
+    shape = f"batch {SEQUENCES}, {KV_HEADS} KV heads of 4, d 128, {LENGTH} tokens"
+    caches = {place: [make(RecallCase(HALF, 128, 4, 16, 4, LENGTH, place == "host"), SEQUENCES,
+                           KV_HEADS) for _ in range(2)] for place in ("device", "host")}
+    metadata = torch.tensor([[LENGTH], [LENGTH + 1], [0], [0]], device=GPU).int().repeat(
+        1, SEQUENCES)
+    some = caches["device"][0]
+    landing = torch.empty_like(some.slots)
+    link = timed([lambda: landing.copy_(caches["host"][0].slots, non_blocking=True)], 7)
+    rows.add("time", "link", "host to device", HALF, landing.nbytes / link / 1e6, "GB/s")
+
+    def full(cache: Recalled) -> Tensor:
+        held = cache.slots
+        if not held.is_cuda:
+            held = landing.copy_(held, non_blocking=True)
+        return ops.decode_attention(cache.q, cache.k, cache.v, slots=held, metadata=metadata)[0]
+
+    for place, of_place in caches.items():
+        there = landing.nbytes / rate * 1e3 if place == "device" else link
+        rows.add("time", "decode", f"{shape}, {place}", HALF,
+                 timed([partial(full, cache) for cache in of_place], 15), "ms",
+                 roofline_ms=there)
+        for share in (0.2, 0.05):
+            count = round(share * LENGTH)
+            chosen = told(LENGTH, count, SEQUENCES)
+            rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", HALF,
+                     timed([partial(step, cache, chosen, count) for cache in of_place], 15),
+                     "ms", roofline_ms=some.index.nbytes / rate * 1e3 + share * there)
+            if place == "host":
+                steps = FastSteps(of_place[0], count, 2 * count)
+                taken = timed([steps], 21)
+                least = (1 - steps.hits()) * share * link + (
+                    some.index.nbytes + share * landing.nbytes) / rate * 1e3
+                rows.add("time", "fast set",
+                         f"{shape}, {place}, {share:.0%}, {steps.hits():.1%} held", HALF, taken,
+                         "ms", roofline_ms=least)

@@ -1,0 +1,373 @@
+"""Results of the benchmark of kernels: timed rows, their file and their plot."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from flexgen_h2o.config.cache_layout import IndexLayout
+from flexgen_h2o.files.rows import write_csv
+from flexgen_h2o.kernels import ops
+from flexgen_h2o.kernels.arguments import EvictionArguments
+from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import native
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
+from flexgen_h2o.kernels.reference import recall as reference_recall
+from flexgen_h2o.metrics.figures import new_figure, save
+from flexgen_h2o.metrics.provenance import cpu_model, source_commit
+from flexgen_h2o.storage.links import best_gemm_rate, memory_reader
+from flexgen_h2o.storage.tiers import Device, typed
+
+DTYPE = torch.bfloat16
+ROTATED = 1 << 30
+"""Bytes of all the copies that contestants go through in turn."""
+PATIENCE = 6.0
+"""Seconds after which a contestant's turns end, once it has had `FEWEST` of them."""
+FEWEST = 3
+IN_A_ROW = 8
+"""Calls of a contestant in one turn: in a run, too, one layer's call follows another's."""
+READ = 1 << 30
+"""Bytes that are read in each turn, for the rate of memory."""
+LONG = 0.1
+"""Seconds of a call after which a turn ends: what went before it no longer matters then."""
+COLUMNS = (
+    "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
+    "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
+    "limit", "gb_per_s",
+    "over_sdpa", "speedup_over_plain", "speedup_over_16_bits", "extra_mb", "error",
+    "expected_error",
+)
+RATIOS = ("over_sdpa", "speedup_over_plain", "speedup_over_16_bits")
+OURS, OURS_8, OURS_4, SCORELESS = "ours", "ours, 8 bits", "ours, 4 bits", "ours, no scores"
+OURS_12, OURS_MXFP4 = "ours, 12 bits", "ours, MXFP4"
+OURS_8_8, OURS_4_8 = (f"{name}, activations 8" for name in (OURS_8, OURS_4))
+SDPA, PLAIN, INDEXED = "torch SDPA", "plain PyTorch", "plain, indexed"
+RANGE = "ours, no search"
+LOOKS = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", "//"),
+         OURS_4: ("#CC79A7", ".."),
+         OURS_MXFP4: ("#CC79A7", "xx"), OURS_8_8: ("#56B4E9", "\\\\"),
+         OURS_4_8: ("#CC79A7", "\\\\"),
+         SCORELESS: ("#009E73", "--"), SDPA: ("#E69F00", "\\\\"), PLAIN: ("#999999", "xx"),
+         INDEXED: ("#666666", "++"), RANGE: ("#D55E00", "oo"), "full cache": ("#999999", ""),
+         "recall 20%, 4 bits": ("#CC79A7", ""), "recall 20%, 2 bits": ("#CC79A7", "//"),
+         "recall 10%, 4 bits": ("#E69F00", ""), "recall 5%, 4 bits": ("#E69F00", "//"),
+         "pytorch": ("#999999", ""), "skinny": ("#0072B2", ""), "tiled": ("#009E73", ""),
+         "float32": ("#CC79A7", "")}
+
+
+class TimedRows:
+    """Times cases and collects the rows of the file, which has them as they come if it is named."""
+
+    def __init__(self, repeats: int, path: Path | None = None):
+        self.repeats, self.path, self.rows = repeats, path, []
+
+    def measure(self, operation: str, shape: str, functions: dict[str, Callable],
+                inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
+                flops: float = 0) -> None:
+        """A row for each function, called with the next of its inputs, and its roofline.
+
+        The roofline is of FLOPs where they are given, else of bytes.
+        """
+        product_rate = functools.partial(best_gemm_rate, 2048, DTYPE)
+        rates = [product_rate()] if flops else []
+        read, seconds = memory_reader(READ), {name: [] for name in functions}
+        for repeat in range(self.repeats + 1):  # the first one warms up
+            took = _seconds(read)  # wakes the threads, too
+            if not flops and repeat:
+                rates.append(READ / took)
+            for name, function in functions.items():
+                if len(seconds[name]) >= FEWEST and sum(seconds[name]) > PATIENCE:
+                    continue
+                for arguments in itertools.islice(inputs[name], IN_A_ROW):
+                    took = _seconds(function, **arguments)
+                    if repeat:
+                        seconds[name].append(took)
+                    if took > LONG:
+                        break
+        rate = max(*rates, product_rate()) if flops else statistics.median(rates)
+        limit = f"{rate / 1e12:.2f} TFLOP/s" if flops else f"{rate / 1e9:.1f} GB/s"
+        middle = {name: statistics.median(times) for name, times in seconds.items()}
+        sixteen = middle.get(OURS, middle.get(PLAIN))
+        for name, took in middle.items():
+            roofline = (flops or nbytes[name]) / rate
+            self.rows.append({
+                "operation": operation, "shape": shape, "contestant": name, "ms": took * 1e3,
+                "fastest_ms": min(seconds[name]) * 1e3, "roofline_ms": roofline * 1e3,
+                "share_of_roofline": roofline / took, "limit": limit,
+                "gb_per_s": nbytes[name] / took / 1e9 if nbytes else "",
+                "over_sdpa": took / middle[SDPA] if SDPA in middle else "",
+                "speedup_over_plain": middle[PLAIN] / took if PLAIN in middle else "",
+                "speedup_over_16_bits": sixteen / took if name in (
+                    OURS_12, OURS_8, OURS_4, OURS_MXFP4, OURS_8_8, OURS_4_8) else "",
+                "extra_mb": "", "error": "", "expected_error": ""})
+            row = self.rows[-1]
+            print(f"{operation:10}  {shape:33}  {name:15} {row['ms']:9.2f} ms, roofline "
+                  f"{row['roofline_ms']:7.2f} ({row['share_of_roofline']:.2f} of {limit})"
+                  + "".join(
+                      f", {key} {row[key]:.2f}" for key in RATIOS if row[key] != ""),
+                  flush=True)
+        if self.path is not None:
+            self.write(self.path)
+
+    def write(self, path: Path) -> None:
+        common = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": source_commit(), "host": platform.node(), "cpu": cpu_model(),
+            "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "isa": cpu_library.instruction_set(), "dtype": str(DTYPE).removeprefix("torch."),
+            "repeats": self.repeats}
+        write_csv(path, COLUMNS, (common | row for row in self.rows))
+
+
+def _seconds(function: Callable, **arguments: object) -> float:
+    began = time.perf_counter()
+    function(**arguments)
+    return time.perf_counter() - began
+
+
+def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
+    """Equal tensors in `engine_memory`, enough of them for `ROTATED` bytes."""
+    count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
+    return [engine_memory(block) for _ in range(count)]
+
+
+def engine_memory(block: torch.Tensor) -> torch.Tensor:
+    """A copy in huge pages, as the engine has weights and caches; PyTorch has small ones."""
+    return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
+
+
+def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The relative error in the 2-norm."""
+    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
+    """Print the largest error; RuntimeError if it is too large, or not the same what must be."""
+    print(f"check  {what:50} error {max(errors):.2g}", flush=True)
+    if not (same and max(errors) <= bound):
+        raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
+
+
+def draw(rows: list[dict], path: Path, title: str) -> None:
+    """Bars: the share of its roofline that each contestant reaches, its time beside it."""
+    figure = new_figure(9, 2 + 0.24 * len(rows))
+    axes = figure.subplots()
+    ticks: dict[str, list[float]] = {}
+    labels = dict.fromkeys(row["contestant"] for row in rows)
+    place = 0.0
+    for row in rows:
+        case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_roofline"]
+        place += 1.0 if case in ticks else 1.8  # a gap before the next case
+        ticks.setdefault(case, []).append(place)
+        name = row["contestant"]
+        color, hatch = LOOKS[name]
+        axes.barh(place, share, 0.9, color=color, hatch=hatch, edgecolor="white",
+                  label=name if name in labels else None)
+        labels.pop(name, None)
+        axes.annotate(f"{row['ms']:.3g} ms", (share, place), (3, 0), textcoords="offset points",
+                      va="center", fontsize=7)
+    axes.set_yticks([statistics.mean(places) for places in ticks.values()], list(ticks), fontsize=8)
+    axes.axvline(100, color="black", linewidth=1, linestyle=":")
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.set_xlabel("roofline over time, %: longer is better; dotted: memory or matrix products at "
+                    "this machine's own rate")
+    axes.set_title(title, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    save(figure, str(path))
+
+
+def plain_decode(q, k, v, *, slots, metadata, layout, state):
+    """A decode step as one would write it first, a PyTorch call after the other."""
+    _, tokens, recent, _ = metadata
+    n, keys, values = slots.shape[3], *slots
+    query = q.unflatten(1, (k.shape[1], -1))  # a group's queries are rows of one product
+    logits = torch.cat([query @ keys.mT, query @ k[..., None]], -1) * q.shape[-1] ** -0.5
+    probabilities = logits.float().softmax(-1)
+    weights = probabilities.to(q.dtype)
+    out = weights[..., :n] @ values + weights[..., n:] * v[:, :, None]
+    received = probabilities.sum(2)
+    state.scores.add_(received[..., :n])
+    safe = state.positions >= (tokens - recent)[:, None, None]
+    taken = state.scores.masked_fill(safe, torch.inf).argmin(-1)
+    at = taken[..., None]
+    state.scores.scatter_(-1, at, received[..., n:])
+    state.positions.scatter_(-1, at, (tokens - 1)[:, None, None].expand(at.shape))
+    for held, new in ((keys, k), (values, v)):
+        held.scatter_(2, at[..., None].expand(-1, -1, 1, q.shape[-1]), new[:, :, None])
+    return out.flatten(1, 2), taken
+
+
+def sdpa_decode(q, k, v, *, slots, metadata, layout, state):
+    """PyTorch's fused attention over the same slots: no scores, no eviction, nothing written.
+
+    The queries of a group go as rows of one head, eight times as fast as `enable_gqa` on a CPU.
+    """
+    return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), *slots)
+
+
+def plain_prefill(q, k, v, lengths, *, scores):
+    """Prefill with scores in blocks of queries, float32, a PyTorch call after the other."""
+    batch = len(lengths)
+    query, keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2).float() for x in (q, k, v))
+    total, length, block = scores.unflatten(1, (batch, -1)).transpose(0, 1), keys.shape[2], 256
+    out = torch.empty_like(query)
+    for start in range(0, length, block):
+        end = min(start + block, length)
+        logits = query[:, :, start:end] @ keys[:, :, :end].mT * q.shape[-1] ** -0.5
+        future = torch.ones(end - start, end, dtype=torch.bool).triu(start + 1)
+        probabilities = logits.masked_fill_(future, -torch.inf).softmax(-1)
+        total[..., :end] += probabilities.sum(2)
+        out[:, :, start:end] = probabilities @ values[:, :, :end]
+    return out.to(q.dtype).transpose(1, 2).flatten(0, 1)
+
+
+def sdpa_prefill(q, k, v, lengths, *, scores=None):
+    """PyTorch's fused causal attention of the same packed rows; no scores."""
+    q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
+
+
+def select_by_gather(k, v, scores, *, cuts, slots, state):
+    """Select the tokens that stay of prompts: topk, sort, gather."""
+    index = _select(scores, cuts, state)
+    rows = index[..., None].expand(-1, -1, -1, k.shape[-1])
+    for held, x in zip(slots, (k, v), strict=True):
+        torch.gather(x.unflatten(0, (len(cuts), -1)).transpose(1, 2), 2, rows, out=held)
+
+
+def select_by_index(k, v, scores, *, cuts, slots, state):
+    """The same, but keys and values by an index of whole rows, which copies them faster."""
+    index = _select(scores, cuts, state)
+    sequence, head = torch.arange(len(cuts))[:, None, None], torch.arange(k.shape[1])[:, None]
+    for held, x in zip(slots, (k, v), strict=True):
+        held.copy_(x.unflatten(0, (len(cuts), -1))[sequence, index, head])
+
+
+def _select(scores, cuts, state):
+    """Write the eviction state; returns the indices of what stays."""
+    cut = cuts[0]
+    by_text = scores.unflatten(1, (len(cuts), -1)).transpose(0, 1)
+    heavy = by_text[..., :-cut.recent].topk(cut.heavy, sorted=False).indices.sort().values
+    recent = torch.arange(cut.length - cut.recent, cut.length).expand(*heavy.shape[:2], -1)
+    index = torch.cat([heavy, recent], -1)
+    torch.gather(by_text, 2, index, out=state.scores)
+    state.positions.copy_(index)
+    return index
+
+
+HEADS, DIM = 32, 128
+CASES = [(4, 8, 8192), (4, 8, 2048)]
+"""Sequences, KV heads, cached tokens; of LLaMA-3-8B's attention."""
+FULL = "full cache"
+CONTESTANTS = {f"recall {share:.0%}, {bits} bits": (share, bits)
+               for share, bits in ((0.2, 4), (0.2, 2), (0.1, 4), (0.05, 4))}
+
+
+def told(step: dict, share: float) -> dict[str, torch.Tensor]:
+    """The metadata of a step in which a token attends to a share of what is cached, and the span of
+    the key before it."""
+    before, sequences = int(step["metadata"][0, 0]), len(step["q"])
+    return {"metadata": torch.tensor([[before], [int(share * before)]], dtype=torch.int32
+                                     ).repeat(1, sequences),
+            "spans": torch.tensor([[before - 1], [before - 1], [1]], dtype=torch.int32
+                                  ).repeat(1, sequences)}
+
+
+def wanted(step: dict, *, share: float, bits: int) -> torch.Tensor:
+    """All that a step does, by the reference: it indexes the last step's key, chooses, attends,
+    caches."""
+    q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
+                             step["indexes"][bits])
+    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    metadata = tokens["metadata"]
+    reference_recall.index_keys(slots[0], index, tokens["spans"], layout=layout)
+    chosen = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                          most=int(metadata[1].max()))
+    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
+                                            metadata=metadata)[0]
+
+
+def bound_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls, torch.Tensor]:
+    """The same as a run has it, with checked arguments and structs made once for a layer; and the
+    output that the program writes."""
+    program = CapturedCalls()
+    q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
+                             step["indexes"][bits])
+    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    metadata = tokens["metadata"]
+    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
+                             capture=program)
+    chosen = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                       most=int(metadata[1].max()), capture=program)
+    return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, layout=None,
+                                                  metadata=metadata, capture=program)[0]
+
+
+def bound_full(step: dict) -> CapturedCalls:
+    """Attention over everything, which is not scored."""
+    program = CapturedCalls()
+    native.decode_attention(
+        *(step[name] for name in ("q", "k", "v")), slots=step["slots"], layout=None,
+        metadata=step["metadata"], eviction=EvictionArguments(), capture=program)
+    return program
+
+
+def step_of(slots: torch.Tensor) -> dict:
+    """Arguments of a step over slots of which all but the last are full."""
+    _, sequences, kv_heads, n, _ = slots.shape
+    indexes = {}
+    for bits in (4, 2):
+        layout = IndexLayout(DIM, bits)
+        indexes[bits] = engine_memory(torch.zeros(
+            sequences, kv_heads, layout.tiles(n), layout.tile_bytes, dtype=torch.uint8))
+        spans = torch.tensor([[0] * sequences] * 2 + [[n - 1] * sequences], dtype=torch.int32)
+        ops.index_keys(slots[0], indexes[bits], spans, layout=layout)
+    q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)
+               for heads in (HEADS, kv_heads, kv_heads))
+    metadata = torch.tensor([n - 1, n, 0, 0], dtype=torch.int32)[:, None].repeat(1, sequences)
+    return {"q": q, "k": k, "v": v, "slots": slots, "metadata": metadata, "indexes": indexes}
+
+
+def recall(rows: TimedRows, quick: bool) -> None:
+    """Rows of each case: the full cache and each of `CONTESTANTS`."""
+    small = step_of(torch.randn(2, 2, 8, 300, DIM, dtype=DTYPE))
+    for name, (share, bits) in CONTESTANTS.items():
+        right = wanted(small, share=share, bits=bits)
+        program, found = bound_recall(small, share=share, bits=bits)
+        found.fill_(torch.nan)
+        program.replay()
+        check(f"recall: {name}", error(found, right))
+    for sequences, kv_heads, n in CASES:
+        n = n // 16 if quick else n
+        block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)
+        steps = [step_of(slots) for slots in copies(block, quick)]
+        programs = itertools.cycle([
+            {FULL: bound_full(step)} | {name: bound_recall(step, share=share, bits=bits)[0]
+                                        for name, (share, bits) in CONTESTANTS.items()}
+            for step in steps])
+        # They share one round through the steps: none finds them in a cache.
+        inputs = {name: map(lambda each, name=name: {"self": each[name]}, programs)
+                  for name in (FULL, *CONTESTANTS)}
+        token = sequences * kv_heads * 2 * DIM * block.itemsize
+        nbytes = {name: n * sequences * kv_heads * IndexLayout(DIM, bits).tile_bytes // 16
+                  + int(share * n) * token for name, (share, bits) in CONTESTANTS.items()}
+        rows.measure("recall", f"batch {sequences}, {kv_heads} KV heads, {n} slots",
+                     dict.fromkeys(inputs, CapturedCalls.replay), inputs,
+                     nbytes={FULL: block.nbytes} | nbytes)
+        full, *others = rows.rows[-len(inputs) :]
+        for row in others:
+            row["speedup_over_plain"] = full["ms"] / row["ms"]
+            print(f"recall      {row['shape']:33}  {row['contestant']:22} "
+                  f"{row['speedup_over_plain']:.2f} times as fast as over the full cache")

@@ -1,0 +1,125 @@
+"""Perplexity against what a cache has in memory, and against what a token reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plotting import Row, beside, distinct, entitle, log_numbers, measured_where, positive
+
+from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout
+from flexgen_h2o.config.limits import GROUP_SIZE, INDEX_TILE
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.figures import COLOURS, new_figure
+
+NEEDED = ("date", "commit", "host", "model", "dtype", "articles", "prompt_tokens_mean", "policy",
+          "variant", "budget_percent", "cache_bits", "cached_tokens_mean",
+          "kv_cache_bytes_per_sequence", "perplexity_over_full")
+FULL = "full", ""
+MODES = {
+    FULL: ("full cache", "black", "D", "none"),
+    ("window", ""): ("window", "vermillion", "s", "--"),
+    ("sink-window", ""): ("window and 4 first tokens", "green", "^", "-."),
+    ("h2o", ""): ("h2o", "blue", "o", "-"),
+    ("h2o", "mean"): ("h2o, mean", "blue", "v", "--"),
+    ("h2o", "decay"): ("h2o, decay", "blue", "x", ":"),
+    ("h2o", "caote"): ("h2o, caote", "purple", "P", "--"),
+    ("h2o", "of the text"): ("h2o, of the text so far", "blue", "<", "-."),
+    ("h2o", "8-bit"): ("h2o, cache of 8 bits", "black", "X", "none"),
+    ("h2o", "4-bit"): ("h2o, cache of 4 bits", "black", "*", "none"),
+    ("sparse-values", ""): ("sparse values", "orange", "p", "--"),
+    ("recall", ""): ("recall", "sky", "o", "-"),
+    ("recall", "of the text"): ("recall, of the text so far", "sky", "<", "-."),
+    ("recall", "2-bit index"): ("recall, index of 2 bits", "sky", "d", "none"),
+}
+"""Policy and variant of rows that are drawn: what they are called, colour, marker, line."""
+_HALF, _WIDE = 2, {"float32": 4}
+_GOOD = 1.005
+"""The least factor that a logarithmic axis of losses shows: the full cache stands there."""
+
+
+@dataclass(frozen=True)
+class QualityPoint:
+    """A cache: percent of the full one's bytes that it has in memory, and that a new token reads
+    (keys, values and index), both in numbers of 16 bits; perplexity over the full one's."""
+
+    held: float
+    read: float
+    over: float
+
+
+def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[QualityPoint]]:
+    """The points of each mode of `MODES` that the rows have, by budget; of equal rows the first.
+
+    Raises `UserError` for rows of several models or lengths, or without the full cache.
+    """
+    for name in ("model", "dtype", "articles", "prompt_tokens_mean"):
+        if len(distinct(rows, name)) > 1:
+            raise UserError(f"--csv has rows of several values of {name}: add --only {name}=VALUE")
+    full = next((row for row in rows if (row["policy"], row["variant"]) == FULL), None)
+    if full is None:
+        raise UserError("--csv has no row of the full cache, which the others are shares of")
+    found: dict[tuple[str, str], dict[float, QualityPoint]] = {}
+    for row in rows:
+        mode = row["policy"], row["variant"]
+        if mode in MODES:
+            found.setdefault(mode, {}).setdefault(positive(row, "budget_percent"),
+                                                  _point(row, full))
+    return {mode: [mine[budget] for budget in sorted(mine)]
+            for mode, mine in sorted(found.items(), key=lambda each: list(MODES).index(each[0]))}
+
+
+def _point(row: Row, full: Row) -> QualityPoint:
+    held, read = _shares(row, full)
+    return QualityPoint(100 * held, 100 * read, positive(row, "perplexity_over_full"))
+
+
+def _shares(row: Row, full: Row) -> tuple[float, float]:
+    """Shares of the full cache's bytes: in memory at the end, and read for a token, on average."""
+    bits = int(positive(row, "cache_bits"))
+    held, tokens = (positive(row, name) / positive(full, name)
+                    for name in ("kv_cache_bytes_per_sequence", "cached_tokens_mean"))
+    if bits < 16:
+        # Exact caches of the run were of its dtype, packed ones have their size.
+        held *= _WIDE.get(row["dtype"], _HALF) / _HALF
+        return held, tokens * GroupLayout(GROUP_SIZE, bits).nbytes / (_HALF * GROUP_SIZE)
+    budget = positive(row, "budget_percent") / 100
+    if row["policy"] == "sparse-values":
+        return held, (1 + budget) / 2
+    if row["policy"] != "recall":
+        return held, tokens
+    index = IndexLayout(GROUP_SIZE, 2 if row["variant"] == "2-bit index" else 4)
+    part = index.tile_bytes / INDEX_TILE / (2 * GROUP_SIZE * _HALF)
+    if row["variant"] != "of the text":
+        budget *= positive(row, "prompt_tokens_mean") / positive(full, "cached_tokens_mean")
+    return held + part, part + budget
+
+
+def draw(rows: Sequence[Row]):
+    """The figure. Errors as of `points`."""
+    found = points(rows)
+    figure = new_figure(16, 6.8)
+    panels = figure.subplots(1, 2, sharey=True)
+    over = [max(point.over, _GOOD) - 1 for mine in found.values() for point in mine]
+    for axes, name, label in zip(panels, ("held", "read"),
+                                 ("bytes in memory, % of the full cache's",
+                                  "bytes that a token reads, % of the full cache's"), strict=True):
+        for mode, mine in found.items():
+            called, colour, marker, line = MODES[mode]
+            axes.plot([getattr(point, name) for point in mine],
+                      [100 * (max(point.over, _GOOD) - 1) for point in mine], label=called,
+                      color=COLOURS[colour], marker=marker, linestyle=line)
+        axes.set(xlabel=label, xlim=(0, None), yscale="log")
+        axes.grid(color="0.9")
+    panels[0].set_ylabel("perplexity over the full cache's, % more")
+    log_numbers(panels[0].yaxis, [100 * each for each in over])
+    beside(figure, *panels[0].get_legend_handles_labels())
+    first = rows[0]
+    notes = ["In numbers of 16 bits but where fewer are named; keys, values and index, without "
+             "weights and scores. The full cache, which loses nothing, stands at the bottom."]
+    if any(mode[0] == "recall" for mode in found):
+        notes.append("Recall holds everything and an index: what it saves is reading.")
+    entitle(figure, "Quality against the bytes of the cache\n"
+            f"{first['model']}, {float(first['articles']):.0f} articles, prompts of "
+            f"{float(first['prompt_tokens_mean']):.0f} tokens", notes, where=measured_where(rows))
+    return figure

@@ -1,0 +1,360 @@
+"""Rows of a sweep as lines: which settings tell lines apart, and medians of repeats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from plotting import (
+    GREY,
+    LINES,
+    Row,
+    beside,
+    distinct,
+    entitle,
+    log_numbers,
+    measured_where,
+    positive,
+)
+
+from flexgen_h2o.cli.results import CSV_COLUMNS, EVICTION, SETTINGS
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.figures import new_figure
+from flexgen_h2o.metrics.trace import GB
+
+NEEDED = (*EVICTION, "gpu_batch_size", "num_gpu_batches", "num_prompts", "prefill_seconds",
+          "decode_seconds", "total_tokens_per_second", "kv_cache_bytes", "full_kv_cache_bytes",
+          "projected")
+"""Columns; a file that `flex_opt --csv` wrote has them too, also one from before there were all of
+`CSV_COLUMNS`."""
+OK, FULL = "ok", "full"
+SIZES = ("hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length")
+"""Settings that say how much of a cache is kept."""
+_PLACE = ("sweep", "flags", "repeat", "status", "reason")
+_FIRST = ("hh_ratio", "weight_bits", "cache_bits")  # what a label says if others would do as well
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """Medians of a cell's repeats, with the lowest and highest: figure to (low, median, high)."""
+
+    x: float
+    figures: Mapping[str, tuple[float, float, float]]
+    repeats: int
+    projected: bool
+
+
+@dataclass(frozen=True)
+class Line:
+    """The points of one combination of settings, by x; and x of its runs that failed."""
+
+    label: str
+    points: tuple[Point, ...]
+    failed: tuple[tuple[float, Row], ...] = ()
+
+
+def by_outcome(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows with figures, and those of runs that did not succeed.
+
+    Settings of eviction are empty in rows of a full cache, for which they mean nothing. Raises
+    `UserError` where no run succeeded.
+    """
+    ran, failed = [], []
+    for row in rows:
+        if is_full(row):
+            row = {**row, **dict.fromkeys(EVICTION, ""), "eviction": FULL}
+        (ran if row.get("status", OK) == OK else failed).append(row)
+    if not ran:
+        raise UserError("--csv has no row of a run that succeeded")
+    return ran, failed
+
+
+def is_full(row: Row) -> bool:
+    """True if nothing is evicted; where a run failed, its flag tells."""
+    return row["eviction"] == FULL or (not row["eviction"] and row["hh_ratio"] == "1")
+
+
+def labels_of(row: Row) -> list[str]:
+    """The columns that are a sweep's own: keys of its grid that are no columns of results."""
+    return [name for name in row if name not in (*CSV_COLUMNS, *_PLACE)]
+
+
+def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = ()) -> list[str]:
+    """The fewest of some columns that tell rows apart as all of them do.
+
+    Parameters
+    ----------
+    rows : sequence of Row
+    columns : iterable of str
+        If several would do, the earlier is taken.
+    given : sequence of str
+        Columns that tell rows apart already.
+
+    Returns
+    -------
+    list of str
+        In the order in which they were chosen: those with the most values first.
+    """
+    varying = [name for name in columns if len({row[name] for row in rows}) > 1]
+    order = sorted(varying, key=lambda name: -len({row[name] for row in rows}))
+    kept: list[str] = []
+    for name in order:
+        seen: dict[Key, str] = {}
+        keys = (*given, *kept)
+        if any(seen.setdefault(tuple(row[key] for key in keys), row[name]) != row[name]
+               for row in rows):
+            kept.append(name)
+    return kept
+
+
+def ordered_settings(row: Row, *, without: Iterable[str] = ()) -> list[str]:
+    """All columns that may tell lines apart, in the order in which they are preferred."""
+    names = dict.fromkeys((*labels_of(row), *_FIRST, *SETTINGS, "host", "device", "prompt_len",
+                           "gen_len", "gpu_batch_size", "num_gpu_batches"))
+    return [name for name in names if name in row and name not in without]
+
+
+def label(row: Row, columns: Sequence[str]) -> str:
+    """A line's settings in words; an empty text where all lines are alike."""
+    full = is_full(row) and any(name in EVICTION for name in columns)
+    parts = [f"{name} {row[name] or 'unset'}" for name in columns
+             if not (full and name in EVICTION)]
+    return ", ".join([*parts, "full cache"] if full else parts)
+
+
+def point(x: float, rows: Sequence[Row], figures: Mapping[str, Callable[[Row], float]]) -> Point:
+    """The repeats of a cell as one point."""
+    found = {}
+    for name, of in figures.items():
+        values = [of(row) for row in rows]
+        found[name] = (min(values), median(values), max(values))
+    return Point(x, found, len(rows), any(row["projected"] == "true" for row in rows))
+
+
+def grouped(rows: Iterable[Row], columns: Sequence[str]) -> dict[Key, list[Row]]:
+    """Rows by their values of some columns."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in columns), []).append(row)
+    return groups
+
+
+def check_number_of(lines: Sequence[Line]) -> None:
+    """Raise `UserError` for more lines than can be told apart."""
+    if len(lines) > len(LINES):
+        raise UserError(f"{len(lines)} lines are too many for one figure: choose by --only, such "
+                        f"as --only {lines[0].label.split(',')[0].replace(' ', '=')}")
+
+
+def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
+    """A line's medians, with bars from the lowest to the highest; projected ones are hollow."""
+    low, middle, high = zip(*(each.figures[figure] for each in line.points), strict=True)
+    xs = [each.x for each in line.points]
+    errors = [[m - a for m, a in zip(middle, low, strict=True)],
+              [b - m for m, b in zip(middle, high, strict=True)]]
+    axes.errorbar(xs, middle, yerr=errors if any(map(any, errors)) else None, capsize=3,
+                  label=line.label, **look)
+    hollow = [(x, y) for x, y, each in zip(xs, middle, line.points, strict=True) if each.projected]
+    if hollow:
+        axes.plot(*zip(*hollow, strict=True), linestyle="none", zorder=3,
+                  marker=look["marker"], color=look["color"], markerfacecolor="white")
+
+
+def notes(lines: Sequence[Line], failed: Sequence[Row]) -> list[str]:
+    """The caption of a figure: repeats, projections, and rows that have no place in it."""
+    points, found = [each for line in lines for each in line.points], []
+    if any(each.repeats > 1 for each in points):
+        found.append("Medians of repeats, with bars from the lowest to the highest.")
+    if any(each.projected for each in points):
+        found.append("Hollow marks: projected from the first steps.")
+    if failed:
+        found.append(f"Left out: {len(failed)} run{'s' if len(failed) > 1 else ''} without figures "
+                     f"({', '.join(distinct(failed, 'status'))}).")
+    return found
+
+
+def common_settings(rows: Sequence[Row]) -> str:
+    """Model and lengths, where all rows share them."""
+    words = [", ".join(distinct(rows, name)) for name in ("model", "dtype")]
+    lengths = [distinct(rows, name) for name in ("prompt_len", "gen_len")]
+    if all(len(values) == 1 for values in lengths):
+        words.append(f"{float(lengths[0][0]):.0f}+{lengths[1][0]} tokens")
+    return ", ".join(word for word in words if word)
+
+
+BATCH = "batch"
+"""A column that rows get here: sequences of a block."""
+
+
+def block_seconds(row: Row) -> float:
+    """Seconds of a block, its prefill and its decode: until all of its sequences are done."""
+    blocks = math.ceil(positive(row, "num_prompts") / float(row[BATCH]))
+    return (positive(row, "prefill_seconds") + positive(row, "decode_seconds")) / blocks
+
+
+BATCH_FIGURES = {
+    "throughput": lambda row: positive(row, "total_tokens_per_second"),
+    "step": lambda row: positive(row, "latency_p50_seconds"),
+    "block": block_seconds,
+}
+_PANELS = {"throughput": ("Throughput", "generated tokens/s"),
+           "step": ("Latency of a token", "seconds of a decode step, median"),
+           "block": ("Latency of a block", "seconds of prefill and decode")}
+_CROSS = {"marker": "x", "markeredgewidth": 3, "linestyle": "none"}
+
+
+def batch_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
+    """A line for each combination of settings, and the failed runs that have no place on one.
+
+    Raises `UserError` if no run succeeded, or a figure is missing.
+    """
+    ran, failed = by_outcome(rows)
+    splits = distinct(ran, "num_gpu_batches")
+    ran = [{**row, BATCH: f"{_sequences(row):g}"} for row in ran]
+    columns = telling(ran, ordered_settings(ran[0], without=("gpu_batch_size", BATCH)), (BATCH,))
+    crosses, left = _crosses(failed, columns, splits)
+    found = []
+    for key, mine in grouped(ran, columns).items():
+        points = [point(float(batch), repeats, BATCH_FIGURES)
+                  for (batch,), repeats in grouped(mine, [BATCH]).items()]
+        found.append(Line(label(mine[0], columns), tuple(sorted(points, key=lambda each: each.x)),
+                          tuple(crosses.pop(key, {}).items())))
+    return found, left + [row for some in crosses.values() for row in some.values()]
+
+
+def _sequences(row: Row) -> float:
+    return positive(row, "gpu_batch_size") * positive(row, "num_gpu_batches")
+
+
+def _crosses(failed: Sequence[Row], columns: Sequence[str], splits: Sequence[str]
+             ) -> tuple[dict[tuple[str, ...], dict[float, Row]], list[Row]]:
+    """Failed runs by line and batch, and those whose batch is not known.
+
+    Of a failed run the file has the flags of the grid alone; one number of batches in all others is
+    its own too.
+    """
+    found: dict[tuple[str, ...], dict[float, Row]] = {}
+    left = []
+    for row in failed:
+        split = row["num_gpu_batches"] or (splits[0] if len(splits) == 1 else "")
+        if row["gpu_batch_size"] and split:
+            batch = _sequences({**row, "num_gpu_batches": split})
+            found.setdefault(tuple(row[name] for name in columns), {})[batch] = row
+        else:
+            left.append(row)
+    return found, left
+
+
+def draw_batch(rows: Sequence[Row]):
+    """The figure. Errors as of `batch_lines`, and of too many lines."""
+    found, left = batch_lines(rows)
+    check_number_of(found)
+    figure = new_figure(16, 6.4)
+    panels = dict(zip(BATCH_FIGURES, figure.subplots(1, 3), strict=True))
+    batches = [each.x for line in found for each in line.points]
+    batches += [batch for line in found for batch, _ in line.failed]
+    for name, axes in panels.items():
+        _panel(axes, name, found, batches)
+    cross = _mark_failures(panels["throughput"], found)
+    handles, labels = panels["step"].get_legend_handles_labels()
+    if cross is not None:
+        handles, labels = [*handles, cross], [*labels, cross.get_label()]
+    if any(labels):
+        beside(figure, handles, labels)
+    entitle(figure, f"Throughput and latency against batch: {common_settings(rows)}",
+            notes(found, left), where=measured_where(rows))
+    return figure
+
+
+def _panel(axes, name: str, found: Sequence[Line], batches: Sequence[float]) -> None:
+    title, unit = _PANELS[name]
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for line, look in zip(found, LINES, strict=False):
+        draw_line(axes, line, name, look)
+    axes.set(title=title, ylabel=unit, xlabel="batch: sequences of a block",
+             xlim=(min(batches) / 1.3, max(batches) * 1.3))
+    log_numbers(axes.xaxis, batches, base=2)
+    log_numbers(axes.yaxis, [each.figures[name][1] for line in found for each in line.points])
+    axes.grid(color="0.9")
+
+
+def _mark_failures(axes, found: Sequence[Line]):
+    """A cross at the bottom for each run that failed, in its line's colour.
+
+    Returns one for the legend, or None if there are none.
+    """
+    reasons: dict[str, None] = {}
+    for height, (line, look) in enumerate(zip(found, LINES, strict=False)):
+        for batch, row in line.failed:
+            axes.plot([batch], [0.03 + 0.05 * height], transform=axes.get_xaxis_transform(),
+                      color=look["color"], **_CROSS)
+            reasons[row["status"]] = None
+    return axes.plot([], [], color=GREY, label=", ".join(reasons), **_CROSS)[0] if reasons else None
+
+
+BUDGET_FIGURES = {"throughput": lambda row: positive(row, "total_tokens_per_second")}
+
+
+def percent(row: Row) -> float:
+    """Bytes of the KV cache as a share of those of one that keeps everything in 16 bits."""
+    return 100 * positive(row, "kv_cache_bytes") / positive(row, "full_kv_cache_bytes")
+
+
+def budget_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
+    """A line for each combination of settings but for sizes of the cache, and the failed runs.
+
+    Runs with a full cache end all lines of otherwise equal settings. Raises `UserError` if no run
+    succeeded, or a figure is missing.
+    """
+    ran, failed = by_outcome(rows)
+    full = [row for row in ran if is_full(row)]
+    evicting = [row for row in ran if not is_full(row)] or full
+    names = labels_of(ran[0])
+    columns = telling(evicting, names, SIZES)
+    columns += telling(evicting, ordered_settings(ran[0], without=(*SIZES, *names)), columns)
+    common = [name for name in columns if name not in EVICTION
+              and set(distinct(full, name)) & set(distinct(evicting, name))]
+    ends = grouped(full, common)
+    found = []
+    for mine in grouped(evicting, columns).values():
+        shared = tuple(mine[0][name] for name in common)
+        points = grouped({id(row): row for row in [*mine, *ends.get(shared, ())]}.values(),
+                         ("eviction", *SIZES, "kv_cache_bytes", "full_kv_cache_bytes"))
+        found.append(Line(label(mine[0], columns), tuple(sorted(
+            (point(percent(repeats[0]), repeats, BUDGET_FIGURES) for repeats in points.values()),
+            key=lambda each: each.x))))
+    return found, failed
+
+
+def draw_budget(rows: Sequence[Row]):
+    """The figure. Errors as of `budget_lines`, and of too many lines."""
+    found, failed = budget_lines(rows)
+    check_number_of(found)
+    figure = new_figure(10, 6.4)
+    axes = figure.subplots()
+    for line, look in zip(found, LINES, strict=False):
+        draw_line(axes, line, "throughput", look)
+    axes.set(xlabel="KV cache, % of a full one with nothing compressed", xlim=(0, None),
+             ylabel="generated tokens/s", ylim=(0, None))
+    axes.grid(color="0.9")
+    whole = {positive(row, "full_kv_cache_bytes") for row in by_outcome(rows)[0]}
+    if len(whole) == 1:
+        _in_bytes(axes, whole.pop())
+    if any(line.label for line in found):
+        axes.legend(frameon=False, handlelength=3)
+    entitle(figure, f"Throughput against KV budget\n{common_settings(rows)}",
+            notes(found, failed), where=measured_where(rows))
+    return figure
+
+
+def _in_bytes(axes, whole: float) -> None:
+    """The same shares in bytes, along the top."""
+    unit, scale = ("GB", GB) if whole >= GB else ("MB", 1e6)
+    top = axes.secondary_xaxis("top", functions=(lambda share: share / 100 * whole / scale,
+                                                 lambda amount: amount * scale / whole * 100))
+    top.set_xlabel(f"KV cache, {unit}")

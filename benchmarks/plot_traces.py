@@ -1,0 +1,208 @@
+"""Time of a prefill and of a decode step, link by link: traces as bars."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plotting import beside, entitle, measured_where, what_ran
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.figures import COLOURS, new_figure
+from flexgen_h2o.metrics.report import LaneTime, phases
+from flexgen_h2o.metrics.trace import (
+    COMPUTE,
+    DEVICE_MEMORY,
+    GB,
+    LINKS,
+    PHASES,
+    PROCESS_MEMORY,
+    Trace,
+)
+
+PREFILL, STEP, ALL_STEPS = "prefill", "a decode step", "decode, all steps"
+IDLE = "idle"
+_COLOURS = {COMPUTE: COLOURS["blue"], IDLE: "0.6", **dict(zip(LINKS, (
+    COLOURS["vermillion"], COLOURS["orange"], COLOURS["green"], COLOURS["sky"]), strict=True))}
+_HIDDEN = "////"
+_LETTERS = 30  # of a panel's label, on a line
+
+
+@dataclass(frozen=True)
+class BarPart:
+    """A part of a run: its seconds, and those of its lanes, of which `IDLE` has no bytes."""
+
+    name: str
+    wall: float
+    lanes: dict[str, LaneTime]
+
+
+def parts(trace: Trace, name: str) -> list[BarPart]:
+    """The prefill of all blocks, and of decode the mean step; all steps if their number is unknown.
+
+    Raises `UserError` where the trace has no such phases; `name` is that of the file.
+    """
+    found = []
+    steps = trace.about.get("decode_steps")
+    for phase in phases(trace.spans()):
+        if phase.wall <= 0:
+            continue
+        title, share = phase.name, 1.0
+        if phase.name == "decode":
+            known = isinstance(steps, int) and steps > 0
+            title, share = (STEP, 1 / steps) if known else (ALL_STEPS, 1.0)
+        lanes = {lane: LaneTime(time.busy * share, time.alone * share, time.nbytes * share)
+                 for lane, time in phase.lanes.items()}
+        idle = phase.idle * share
+        found.append(BarPart(title, phase.wall * share, lanes | {IDLE: LaneTime(idle, idle, 0.0)}))
+    if not found:
+        raise UserError(f"{name} has no phases: a run that generates something writes them")
+    return found
+
+
+def label(about: dict[str, object], name: str) -> str:
+    """The title of a row of panels: the file's name, the model, batch and cache."""
+    words = [name, what_ran(about)]
+    if about.get("kv_cache_bytes") and about.get("full_kv_cache_bytes"):
+        share = about["kv_cache_bytes"] / about["full_kv_cache_bytes"]
+        words.append(f"KV cache: {100 * share:.0f} % of a full one")
+    return "\n".join(line for text in words for line in textwrap.wrap(text, _LETTERS))
+
+
+def draw_breakdown(paths: Sequence[str]):
+    """The figure of the traces in these files, a row of panels each. `UserError` if one is bad."""
+    traces = [Trace.read_chrome(path) for path in paths]
+    found = [{part.name: part for part in parts(trace, path)}
+             for trace, path in zip(traces, paths, strict=True)]
+    columns = list(dict.fromkeys(name for each in found for name in each))
+    lanes = list(dict.fromkeys(lane for each in found for part in each.values()
+                               for lane in part.lanes if lane != IDLE)) + [IDLE]
+    usual = (COMPUTE, *LINKS)
+    lanes.sort(key=lambda lane: (lane == IDLE,
+                                 usual.index(lane) if lane in usual else len(usual)))
+    figure = new_figure(3.5 + 6.2 * len(columns), 1.6 + len(paths) * (1.3 + 0.45 * len(lanes)))
+    grid = figure.subplots(len(paths), len(columns), squeeze=False, sharex="col", sharey=True)
+    for line, each, trace, path in zip(grid, found, traces, paths, strict=True):
+        for axes, name in zip(line, columns, strict=True):
+            if name in each:
+                _bars(axes, each[name], lanes)
+            else:
+                axes.set_axis_off()
+        line[0].set_ylabel(label(trace.about, Path(path).stem), rotation=0, ha="right",
+                           va="center", multialignment="left", labelpad=16, fontsize=12)
+    for axes, name in zip(grid[-1], columns, strict=True):
+        most = max(each[name].wall for each in found if name in each)
+        _scale(axes, most)
+    beside(figure, *_legend())
+    entitle(figure, "Where the time goes, by link and compute",
+            ["Lanes work side by side: their bars do not add up to the time taken."],
+            where=measured_where([trace.about for trace in traces]))
+    return figure
+
+
+def _bars(axes, part: BarPart, lanes: Sequence[str]) -> None:
+    """A bar for each lane: alone, then what goes on while others are busy too."""
+    for place, lane in enumerate(lanes):
+        time = part.lanes.get(lane)
+        if time is None:
+            continue
+        colour = _COLOURS.get(lane, COLOURS["purple"])
+        axes.barh(place, time.alone, height=0.7, color=colour)
+        axes.barh(place, time.busy - time.alone, left=time.alone, height=0.7, facecolor="white",
+                  edgecolor=colour, hatch=_HIDDEN)
+        axes.annotate(f"{_seconds(time.busy)}, {100 * time.busy / part.wall:.0f} %",
+                      (time.busy, place), (6, 0), textcoords="offset points", va="center",
+                      fontsize=11, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
+    axes.axvline(part.wall, color=COLOURS["black"], linestyle="--", linewidth=1.5)
+    axes.set_title(f"{part.name}: {_seconds(part.wall)}", loc="left")
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x", color="0.9")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def _scale(axes, most: float) -> None:
+    """An axis of seconds or milliseconds up to `most` seconds, with room for words."""
+    from matplotlib.ticker import FuncFormatter
+
+    unit, scale = ("seconds", 1) if most >= 1 else ("milliseconds", 1e3)
+    axes.set_xlim(0, 1.3 * most)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:g}"))
+    axes.set_xlabel(unit)
+
+
+def _legend() -> tuple[list, list[str]]:
+    """Handles and labels."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles = [Patch(color="0.4"), Patch(facecolor="white", edgecolor="0.4", hatch=_HIDDEN),
+               Line2D([], [], color="black", linestyle="--", linewidth=1.5)]
+    return handles, ["busy alone", "busy while\nothers are too", "time taken"]
+
+
+_LOOKS = {PROCESS_MEMORY: {"color": COLOURS["blue"], "linestyle": "-"},
+          DEVICE_MEMORY: {"color": COLOURS["purple"], "linestyle": "-."}}
+_NAMES = {PROCESS_MEMORY: "process, resident", DEVICE_MEMORY: "device, allocated"}
+_SHADES = {"prefill": {"facecolor": COLOURS["sky"], "alpha": 0.35},
+           "decode": {"facecolor": COLOURS["yellow"], "alpha": 0.35}}
+
+
+def curves(trace: Trace, name: str) -> dict[str, tuple[list[float], list[float]]]:
+    """Seconds since the trace was begun and gigabytes, by memory.
+
+    Raises `UserError` where nothing was sampled; `name` is that of the file.
+    """
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for what, at, nbytes in sorted(trace.samples(), key=lambda sample: sample[1]):
+        times, sizes = found.setdefault(what, ([], []))
+        times.append(at)
+        sizes.append(nbytes / GB)
+    if not found:
+        raise UserError(f"{name} has no samples of memory: write it anew with --trace")
+    return found
+
+
+def draw_memory(path: str, *, limit: int | None = None):
+    """The figure of the trace in a file; `limit` is in bytes. `UserError` if it is no such file."""
+    trace = Trace.read_chrome(path)
+    found = curves(trace, path)
+    figure = new_figure(12, 6.2)
+    axes = figure.subplots()
+    _shade(axes, trace)
+    for what, (times, sizes) in found.items():
+        peak = max(range(len(sizes)), key=sizes.__getitem__)
+        axes.plot(times, sizes, label=f"{_NAMES.get(what, what)}, at most {sizes[peak]:.3g} GB",
+                  **_LOOKS.get(what, {"color": COLOURS["green"], "linestyle": ":"}))
+        axes.plot([times[peak]], [sizes[peak]], marker="o", linestyle="none", clip_on=False,
+                  color=axes.lines[-1].get_color())
+    if limit is not None:
+        axes.axhline(limit / GB, color=COLOURS["vermillion"], linestyle="--",
+                     label=f"limit, {limit / GB:.3g} GB")
+    ends = [time for times, _ in found.values() for time in times]
+    ends += [time for span in trace.spans() if span[1] == PHASES for time in span[2:4]]
+    axes.set(xlabel="seconds since the start", ylabel="memory, GB", xlim=(0, max(ends)))
+    axes.set_ylim(0, None)
+    axes.margins(y=0.1)
+    axes.grid(color="0.9")
+    beside(figure, *axes.get_legend_handles_labels())
+    entitle(figure, f"Memory over time\n{what_ran(trace.about) or Path(path).stem}",
+            ["Resident memory leaves out the page cache, which a cgroup's limit counts."],
+            where=measured_where([trace.about]))
+    return figure
+
+
+def _shade(axes, trace: Trace) -> None:
+    """The phases of all blocks in the background, each named once."""
+    named = set()
+    for name, lane, start, end, _ in trace.spans():
+        if lane == PHASES and name in _SHADES:
+            axes.axvspan(start, end, label=None if name in named else name, linewidth=0,
+                         **_SHADES[name])
+            named.add(name)

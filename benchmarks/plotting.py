@@ -1,0 +1,173 @@
+"""The look of all figures: fonts for a slide, Okabe and Ito's colours, the caption below."""
+
+from __future__ import annotations
+
+import csv
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.figures import COLOURS
+
+LINES = (
+    {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
+    {"color": COLOURS["vermillion"], "linestyle": "--", "marker": "s"},
+    {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
+    {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
+    {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},
+    {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},
+    {"color": COLOURS["sky"], "linestyle": (0, (1, 1)), "marker": "X"},
+    {"color": "0.5", "linestyle": (0, (8, 2)), "marker": "*"},
+)
+"""Colours of one line after the other; they differ in dash and marker too."""
+GREY = "0.35"
+_STYLE = {"font.size": 13, "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12,
+          "xtick.labelsize": 12, "ytick.labelsize": 12, "figure.titlesize": 17,
+          "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+          "hatch.linewidth": 0.8, "lines.linewidth": 2.0, "lines.markersize": 8,
+          "svg.hashsalt": "flexgen_h2o"}  # the same rows make the same SVG
+_LETTERS_PER_INCH = 13.0  # of the caption
+
+
+@contextmanager
+def slide_style() -> Iterator[None]:
+    """Draw with these fonts and lines during a ``with`` statement."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        yield
+
+
+def entitle(figure, title: str, notes: Sequence[str], *, where: str) -> None:
+    """A title above a figure; below it, a line for each note and one of where it was measured."""
+    figure.suptitle(title, fontweight="bold", x=0.01, ha="left")
+    width = int(figure.get_figwidth() * _LETTERS_PER_INCH)
+    lines = [line for text in (*notes, f"Measured on {where}.")
+             for line in textwrap.wrap(text, width)]
+    figure.supxlabel("\n".join(lines), fontsize=10, color=GREY, x=0.01, ha="left")
+
+
+def beside(figure, handles: Sequence, labels: Sequence[str]) -> None:
+    """A legend right of all panels, with lines long enough to see their dashes."""
+    figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3)
+
+
+def log_numbers(axis, values: Sequence[float], *, base: int = 10) -> None:
+    """Plain numbers on a logarithmic axis: each power, or 1, 2 and 5 of each where there are few.
+
+    Parameters
+    ----------
+    axis : matplotlib Axis
+        Its scale is logarithmic.
+    values : sequence of float
+        That are to be seen, above 0.
+    base : int
+        10 or 2.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    few = base == 10 and max(values) < 50 * min(values)
+    axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if few else (1,), numticks=12))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+Row = Mapping[str, str]
+_MOST_NAMED = 3  # of hosts or commits in a caption
+
+
+def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
+    """All rows of a CSV file as text.
+
+    Raises
+    ------
+    UserError
+        The file is missing, is not CSV in UTF-8, has no rows or lacks one of the `needed` columns.
+    """
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            names, rows = reader.fieldnames or (), list(reader)
+    except OSError as error:
+        raise UserError(f"cannot read --csv {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error):
+        raise UserError(f"--csv {path} is not a CSV file in UTF-8") from None
+    lacks = [name for name in needed if name not in names]
+    if lacks:
+        raise UserError(f"--csv {path} has no column {lacks[0]}: this figure is not of such rows")
+    if not rows:
+        raise UserError(f"--csv {path} has no rows")
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise UserError(f"--csv {path} line {number} has more or fewer cells than columns")
+    return rows
+
+
+def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """The rows that have all the values of ``--only COLUMN=VALUE``.
+
+    Several values of one column stand for any of them. Raises `UserError` where nothing is left.
+    """
+    wanted: dict[str, set[str]] = {}
+    for each in only:
+        column, equals, value = each.partition("=")
+        if not equals or column not in rows[0]:
+            raise UserError(f"--only takes COLUMN=VALUE with a column of the file, got {each!r}")
+        wanted.setdefault(column, set()).add(value)
+    left = [row for row in rows if all(row[name] in values for name, values in wanted.items())]
+    if not left:
+        raise UserError(f"no row has --only {' '.join(only)}")
+    return left
+
+
+def positive(row: Row, name: str) -> float:
+    """A cell's number. `UserError` unless it is above 0: an axis has no place for others."""
+    try:
+        value = float(row[name])
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UserError(f"column {name} of --csv has {row[name]!r} where a number above 0 must be")
+    return value
+
+
+def distinct(rows: Sequence[Mapping], name: str) -> list[str]:
+    """The values of a column in order, without empty ones; none where the column is not there."""
+    return list(dict.fromkeys(str(row[name]) for row in rows if row.get(name) not in (None, "")))
+
+
+def measured_where(rows: Sequence[Mapping]) -> str:
+    """Machine, days and versions of rows or of what traces are about, as far as they tell."""
+    days = sorted({date[:10] for date in distinct(rows, "date")})
+    parts = [_some(rows, "host"), _some(rows, "cpu"), _some(rows, "threads", "threads {}"),
+             _some(rows, "device", "device {}"),
+             " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
+             _some(rows, "version", "flexgen_h2o {}"), _some(rows, "commit", "commit {}"),
+             _some(rows, "torch", "torch {}"), _packages(rows)]
+    return ", ".join(part for part in parts if part) or "machine unknown"
+
+
+def what_ran(about: Mapping) -> str:
+    """Model, batch and lengths of the run that a trace is of; empty where it does not say."""
+    if not {"model", "gpu_batch_size", "num_gpu_batches", "prompt_len", "gen_len"} <= set(about):
+        return ""
+    return (f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} sequences, "
+            f"{float(about['prompt_len']):.0f}+{about['gen_len']} tokens")
+
+
+def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
+    values = distinct(rows, name)
+    more = len(values) - _MOST_NAMED
+    shown = "/".join(values[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return form.format(shown) if values else ""
+
+
+def _packages(rows: Sequence[Mapping]) -> str:
+    """Packages of a comparison's `versions`, each once; this engine's own stand already."""
+    pairs: dict[str, None] = {}
+    for text in distinct(rows, "versions"):
+        words = text.split()
+        pairs |= dict.fromkeys(map(" ".join, zip(words[::2], words[1::2], strict=False)))
+    return ", ".join(pair for pair in pairs if not pair.startswith("flexgen_h2o "))

@@ -1,0 +1,304 @@
+"""A memory cgroup for a child process: a limit that counts the page cache too."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.metrics.trace import GB
+
+OK, REFUSED, MEMORY, TIME, FAILED = "ok", "refused", "out of memory", "timed out", "failed"
+"""Values of `status`. All but the first come with a reason, and without figures."""
+LOADING = " in loading"
+"""Follows `MEMORY` and `TIME` if loading failed, as it would at any batch size."""
+TOO_LARGE = "does not fit"
+"""Status of a run that the memory plan or the planner refused."""
+MOUNT = Path("/sys/fs/cgroup")
+_LIMITS = ("memory.limit_in_bytes", "memory.max")  # of version 1, of version 2
+
+
+class MemoryGroup:
+    """A cgroup (v1 or v2) with a limit of its own, gone when the context ends.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes of memory, page cache included.
+
+    Raises
+    ------
+    UserError
+        There is no memory controller, or it may not be used: it takes root.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+
+    def __enter__(self) -> MemoryGroup:
+        v1 = (MOUNT / "memory").is_dir()
+        parent = MOUNT / "memory" if v1 else MOUNT
+        files = (_LIMITS[0], "memory.max_usage_in_bytes", "memory.oom_control"
+                 ) if v1 else (_LIMITS[1], "memory.peak", "memory.events")
+        self._folder = parent / f"flexgen_h2o-{os.getpid()}"
+        self._peak, self._events = self._folder / files[1], self._folder / files[2]
+        try:
+            self._folder.mkdir()
+            (self._folder / files[0]).write_text(str(self._limit))
+        except OSError as error:
+            self.__exit__()
+            raise UserError(f"no memory cgroup can be made in {parent} ({error.strerror}): run as "
+                            "root where there is a memory controller, or leave the limit out"
+                            ) from error
+        return self
+
+    @property
+    def door(self) -> Path:
+        """The file that `enter_loaded` takes, for a process that goes in when it is ready."""
+        return self._folder / "cgroup.procs"
+
+    def enter(self) -> None:
+        """Put the calling process into the group: for a child before it becomes its program."""
+        enter(self.door)
+
+    def peak(self) -> int:
+        """Most bytes that were in use at once, page cache included."""
+        return int(self._peak.read_text())
+
+    def kills(self) -> int:
+        """Processes that the kernel has killed here for want of memory."""
+        lines = (line.split() for line in self._events.read_text().splitlines())
+        return sum(int(count) for name, count in lines if name == "oom_kill")
+
+    def __exit__(self, *exception) -> None:
+        for _ in range(20):  # a group is busy until the kernel has buried its last process
+            try:
+                self._folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.1)
+
+
+def enter(door: Path) -> None:
+    """Put the calling process into a group: what it takes from now on counts there."""
+    door.write_text(str(os.getpid()))
+
+
+def enter_loaded(door: Path) -> int:
+    """Put the calling process, which holds memory by now, into a group; the bytes that it holds.
+
+    They stay charged where they were taken, so that the group's limit falls by them. Raises
+    `MemoryError` if nothing is left of it.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # as far as there is a glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0].startswith("Rss")}
+    held = sizes["RssAnon:"] + sizes["RssShmem:"]
+    file = next(path for path in map(door.with_name, _LIMITS) if path.exists())
+    limit = int(file.read_text())
+    if held >= limit:
+        raise MemoryError(f"it holds {held / GB:.2f} GB when it has loaded")
+    file.write_text(str(limit - held))
+    enter(door)
+    return held
+
+
+def drop_page_cache() -> bool:
+    """So that whatever a group reads is charged to it; False where that is not allowed."""
+    with contextlib.suppress(OSError):
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        return True
+    return False
+
+
+BENCHMARKS = Path(__file__).parent
+WORKER = ("-m", "worker")
+TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
+         "glibc.malloc.trim_threshold=17179869184")
+"""glibc's allocator at its best for large temporaries: huge pages, nothing returned to the system.
+"""
+
+
+def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratch: Path) -> dict:
+    """Run a job of `worker.py` and say how it went.
+
+    Parameters
+    ----------
+    job : dict
+        As `worker.py` reads it; it gets `scratch`, a folder that is gone afterwards. If it
+        `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
+        `loads_alike` at every batch, memory or time that ends before that has ended in `LOADING`.
+    threads : int
+        That compute.
+    timeout : int
+        Seconds after which it is killed.
+    memory : int or None
+        Bytes of its memory cgroup, page cache included; None: no limit.
+    scratch : Path
+        Folder for what it offloads.
+
+    Returns
+    -------
+    dict
+        `status`, with `reason` if that is not `OK`, else what the worker has found; `page_cache`.
+
+    Raises
+    ------
+    UserError
+        No memory cgroup can be made.
+    """
+    dropped = drop_page_cache()
+    scratch.mkdir(parents=True, exist_ok=True)
+    limited = nullcontext() if memory is None else MemoryGroup(memory)
+    with tempfile.TemporaryDirectory(prefix="compare-", dir=scratch) as folder, limited as group:
+        answer, loaded = Path(folder) / "answer.json", Path(folder) / "loaded"
+        job = job | {"scratch": folder, "answer": str(answer), "loaded": str(loaded)}
+        first = group
+        if group is not None and job.get("loads_beyond"):
+            job["door"], first = str(group.door), None
+        status, text = _spawn(job, first, threads=threads, timeout=timeout)
+        if status == 0:
+            found = json.loads(answer.read_text(encoding="utf-8"))
+        elif status is None:
+            found = {"status": TIME, "reason": f"killed after {timeout} s"}
+        elif status == -signal.SIGKILL:
+            found = {"status": MEMORY, "reason": "killed, as the system does for want of memory"}
+        else:
+            found = {"status": FAILED, "reason": f"exit status {status}: {text}"}
+        # It may have been a process that the worker had started, and then waited for in vain.
+        if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
+            found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
+        if found["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
+            found["status"] += LOADING
+        if found["status"] == OK and group is not None:
+            found["peak_memory"] = group.peak() + found.get("held", 0)
+    return found | {"page_cache": "dropped before" if dropped else "as it was"}
+
+
+def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
+           ) -> tuple[int | None, str]:
+    """Exit status of the worker, None if it took too long, and the end of its errors."""
+    # Beside this Python are the programs of packages, such as the ninja that DeepSpeed builds with.
+    programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
+                                "PATH": programs, "PYTHONPATH": os.pathsep.join(filter(
+                                    None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))}
+    worker = subprocess.Popen(
+        [sys.executable, *WORKER], env=environment, stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=None if group is None else group.enter)
+    try:
+        _, errors = worker.communicate(json.dumps(job), timeout=timeout)
+        return worker.returncode, " ".join(errors[-_TAIL:].split())
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        if worker.poll() is None:  # its session, as a system may have started processes too
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.communicate()
+
+
+_REFUSALS = ("the run does not fit", "no policy was found that fits")
+"""First words of the memory plan and the planner when there is too little memory."""
+_TAIL = 400  # characters of an error that is not one line
+_GRACE = 10  # seconds in which a run that is stopped may remove what it has offloaded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a run.
+
+    Attributes
+    ----------
+    status : str
+        `OK`, `TOO_LARGE`, `TIME` or `FAILED`.
+    reason : str
+        One line; empty if it is `OK`.
+    row : mapping of str to str
+        Its row of results, the columns of `results.CSV_COLUMNS`; empty unless it is `OK`.
+    """
+
+    status: str
+    reason: str = ""
+    row: Mapping[str, str] = field(default_factory=dict)
+
+
+def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
+    """Run `flex_opt` with these flags; what they say of results and printing is replaced.
+
+    Parameters
+    ----------
+    config : RunConfig
+    timeout : float, optional
+        Seconds after which it is stopped.
+    """
+    with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
+        flags, result = Path(folder) / "flags.yaml", Path(folder) / "row.csv"
+        replace(config, output=None, csv=str(result), trace=None, log_file="auto", no_log=True,
+                verbose=0).save(flags)
+        status, errors = _waited(
+            [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(flags)], timeout)
+        if status is None:
+            return Outcome(TIME, f"stopped after {timeout:g} s")
+        if status:
+            return _failure(status, errors)
+        with open(result, newline="", encoding="utf-8") as file:
+            (row,) = csv.DictReader(file)
+    return Outcome(OK, row=row)
+
+
+def _failure(status: int, errors: str) -> Outcome:
+    """The outcome that an exit status and the text on stderr stand for."""
+    if status == -signal.SIGKILL:
+        return Outcome(TOO_LARGE, "killed, as the system does for want of memory")
+    said = [line.removeprefix("error: ") for line in errors.splitlines()
+            if line.startswith("error: ")]
+    if said:
+        return Outcome(TOO_LARGE if said[-1].startswith(_REFUSALS) else FAILED, said[-1])
+    return Outcome(FAILED, f"exit status {status}: {' '.join(errors[-_TAIL:].split())}")
+
+
+def _waited(command: Sequence[str], timeout: float | None) -> tuple[int | None, str]:
+    """Exit status of a command, None if it took too long, and what it wrote on stderr."""
+    # In a session of its own: Ctrl-C at the terminal reaches it once, from here.
+    worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.PIPE, text=True, errors="replace",
+                              start_new_session=True)
+    try:
+        _, errors = worker.communicate(timeout=timeout)
+        return worker.returncode, errors
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        if worker.poll() is None:
+            _stop(worker)
+
+
+def _stop(worker: subprocess.Popen) -> None:
+    """End a run as Ctrl-C does, which empties its offload folder; kill it if that takes long."""
+    try:
+        worker.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            worker.communicate(timeout=_GRACE)
+    finally:
+        if worker.poll() is None:
+            worker.kill()
+            worker.communicate()

@@ -1,0 +1,291 @@
+"""Cards that stand for the architectures which kernels are compiled for, and what fits on each."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.jit import JITFunction
+
+from flexgen_h2o.config.cache_layout import GroupLayout
+from flexgen_h2o.kernels.gpus import GPU, assume_gpu
+
+KIB = 1 << 10
+REGISTERS = 64 * KIB
+"""Of a multiprocessor, for all of the architectures here."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """Limits of a multiprocessor (CUDA C++ Programming Guide, "Technical Specifications per Compute
+    Capability").
+
+    Attributes
+    ----------
+    name : str
+    gpu : GPU
+    shared, shared_of_all : int
+        Bytes of shared memory that a program may have, and that all programs of a multiprocessor
+        have together.
+    reserved : int
+        Bytes of it that the system takes for each program.
+    warps, programs : int
+        The most on a multiprocessor.
+    """
+
+    name: str
+    gpu: GPU
+    shared: int
+    shared_of_all: int
+    reserved: int
+    warps: int
+    programs: int
+
+    def together(self, registers: int, shared: int, warps: int) -> int:
+        """Programs of a kernel that a multiprocessor holds at once; 0 if none fits.
+
+        Registers are handed out to whole warps, 256 at a time.
+        """
+        if shared > self.shared:
+            return 0
+        of_a_warp = -(-32 * registers // 256) * 256
+        return min(self.programs, self.warps // warps, REGISTERS // of_a_warp // warps,
+                   self.shared_of_all // (shared + self.reserved or 1))
+
+
+CARDS = {card.gpu.architecture: card for card in (
+    Card("T4", GPU(75, 40), 64 * KIB, 64 * KIB, 0, 32, 16),
+    Card("A100", GPU(80, 108), 163 * KIB, 164 * KIB, KIB, 64, 32),
+    Card("H100", GPU(90, 132), 227 * KIB, 228 * KIB, KIB, 64, 32),
+)}
+"""By architecture."""
+
+
+_PRODUCT = re.compile(r"warp_group_dot [^\n]*dot_op<\{opIdx = 0")
+_WAIT = re.compile(r"warp_group_dot_wait [^\n]*pendings = (\d+)")
+_LOOP = re.compile(r"^( *)(?:%[\w:]+ = )?scf\.(?:for|while) [^\n]*\n(.*?)^\1\}", re.M | re.S)
+
+
+def left_under_way(code: str) -> int:
+    """Products from registers that may be under way when a step of a loop ends: the most of any
+    loop.
+
+    Parameters
+    ----------
+    code : str
+        A kernel in Triton's dialect for GPUs (``asm["ttgir"]``).
+    """
+    most = 0
+    for _, body in _LOOP.findall(code):
+        waits = _WAIT.findall(body)
+        if _PRODUCT.search(body) and waits:
+            most = max(most, int(waits[-1]))
+        most = max(most, left_under_way(body))
+    return most
+
+
+_REGISTERS_USED = re.compile(r"Used (\d+) registers")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+class _AbsentGPU:
+    """A driver that answers what Triton asks as long as nothing is launched."""
+
+    def __init__(self, architecture: int):
+        self._target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: object = None) -> int:
+        return 0
+
+
+class Variant(NamedTuple):
+    """A call, and what tells it from its like; `size` is of a head, or the rows of a product."""
+
+    operation: str
+    dtype: torch.dtype
+    size: int
+    bits: int
+    call: Callable[[], None]
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel with all that decides its code."""
+
+    kernel: str
+    variant: Variant
+    constants: dict[str, object]
+    compile: Callable[[], Any]
+    source: str
+
+
+def constants_text(constants: dict[str, object]) -> str:
+    """Constants in the words of the file."""
+    return " ".join(f"{name}={value}" for name, value in constants.items())
+
+
+@contextmanager
+def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None]) -> Iterator[None]:
+    """Within it, `take` gets the function and arguments of every launch."""
+
+    def launched(self, *args, grid, warmup, **options):
+        take(self, args, options)
+
+    def tuned(self, *args, **options):
+        named = dict(zip(self.arg_names, args, strict=False))
+        prune = self.early_config_prune
+        for config in prune(self.configs, named, **options) if prune else self.configs:
+            self.fn.run(*args, **options, **config.all_kwargs())
+
+    run, tune = JITFunction.run, Autotuner.run
+    driver.set_active(_AbsentGPU(architecture))
+    JITFunction.run, Autotuner.run = launched, tuned
+    try:
+        yield
+    finally:
+        JITFunction.run, Autotuner.run = run, tune
+
+
+def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
+    """Launches of the variants on a card: each kernel once for the same code."""
+    found: dict[tuple, KernelLaunch] = {}
+    run = JITFunction.run
+    variant = None
+
+    def take(function: JITFunction, args: tuple, options: dict) -> None:
+        named = dict(zip(function.arg_names, args, strict=False)) | options
+        constants = {param.name: named[param.name] for param in function.params
+                     if param.is_constexpr or named[param.name] is None}
+        constants |= {name: options[name] for name in _OPTIONS if name in options}
+        key = (function.fn.__name__, constants_text(constants), *(
+            _kind(named[param.name]) for param in function.params
+            if not (param.is_constexpr or param.do_not_specialize)))
+        if key not in found:
+            found[key] = KernelLaunch(function.fn.__name__, variant, constants,
+                                functools.partial(_fresh, run, function, args, options),
+                                _digest(function))
+
+    with _caught(card.gpu.architecture, take), assume_gpu(card.gpu):
+        for variant in variants:  # noqa: B007 (take reads it)
+            variant.call()
+    names = [(*identity(card, launch).values(),) for launch in found.values()]
+    assert len(names) == len(set(names)), "the file has one row for two launches"
+    return list(found.values())
+
+
+@functools.cache
+def _digest(function: JITFunction) -> str:
+    """A digest of a kernel's source, that of the functions it calls and the constants it reads.
+
+    Triton's own key counts the lines above it, too, and is another in another version.
+    """
+    parts: dict[str, str] = {}
+
+    def visit(one: JITFunction) -> None:
+        parts[one.fn.__qualname__] = one.src
+        for name in one.fn.__code__.co_names:
+            value = one.fn.__globals__.get(name)
+            if isinstance(value, JITFunction) and value.fn.__qualname__ not in parts:
+                visit(value)
+            elif isinstance(value, tl.constexpr):
+                parts[name] = repr(value.value)
+
+    visit(function)
+    return hashlib.sha256(repr(sorted(parts.items())).encode()).hexdigest()[:12]
+
+
+def _fresh(run: Callable[..., Any], function: JITFunction, args: tuple, options: dict) -> Any:
+    """The kernel of a launch, compiled now: what the function keeps may be another card's."""
+    function.device_caches.clear()
+    return run(function, *args, grid=(1,), warmup=True, **options)
+
+
+def _kind(value: object) -> object:
+    """An argument as the compiler sees it."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, int):
+        return "1" if value == 1 else value % 16 == 0
+    return None if value is None else type(value)
+
+
+def compiled(card: Card, launch: KernelLaunch) -> dict[str, object]:
+    """The row of a launch: what ptxas reports of it, and what follows for the card.
+
+    Raises
+    ------
+    Exception
+        As Triton's, where the kernel does not compile.
+    """
+    driver.set_active(_AbsentGPU(card.gpu.architecture))
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope():
+        knobs.cache.dir, knobs.nvidia.dump_ptxas_log = cache, True
+        log = io.StringIO()
+        with contextlib.redirect_stdout(log):
+            kernel = launch.compile()
+    report = log.getvalue()
+    registers = int(_REGISTERS_USED.search(report)[1])
+    stores, loads = map(int, _SPILLS.search(report).groups())
+    shared, warps = kernel.metadata.shared, kernel.metadata.num_warps
+    together = card.together(registers, shared, warps)
+    return identity(card, launch) | {
+        "registers": registers, "spill_stores": stores, "spill_loads": loads, "shared": shared,
+        "shared_limit": card.shared, "programs": together,
+        "occupancy": together * warps / card.warps, "bytes_per_flop": bytes_per_flop(launch),
+        "left_under_way": left_under_way(kernel.asm["ttgir"])}
+
+
+def identity(card: Card, launch: KernelLaunch) -> dict[str, object]:
+    """The columns that tell a row from the others, and from what its kernel was."""
+    variant = launch.variant
+    return {"architecture": f"sm_{card.gpu.architecture}", "card": card.name,
+            "kernel": launch.kernel, "operation": variant.operation,
+            "dtype": str(variant.dtype).removeprefix("torch."), "size": variant.size,
+            "bits": variant.bits, "constants": constants_text(launch.constants),
+            "triton": triton.__version__, "source": launch.source}
+
+
+def bytes_per_flop(launch: KernelLaunch) -> float | None:
+    """Bytes that the kernel's loop reads per FLOP of its products; None if it has none.
+
+    They come from the GPU's memory or from its caches: of `_forward` each block of rows reads all
+    keys and values again.
+    """
+    held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
+    size = launch.variant.size
+    if launch.kernel in ("_read", "read_codes"):
+        vector = size * item if bits == 16 else GroupLayout(size, bits).nbytes
+        return 2 * vector / (4 * size * held.get("HEADS", 1))
+    if launch.kernel == "_forward":
+        return item / (2 * held["BLOCK_M"])
+    if launch.kernel == "_sum_columns":
+        return (size * item + 8) / (2 * held["BLOCK_N"] * size)
+    group = held.get("WORDS", 0) * 32 // bits
+    if launch.kernel in ("_skinny", "_multiply_floats"):
+        head = 4 if launch.kernel == "_skinny" else 1
+        return (bits / 8 + head / group) / (2 * held["ROWS"])
+    if launch.kernel in ("_narrow", "_wide"):
+        rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
+        return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)
+    return None
