@@ -1,4 +1,4 @@
-"""Stream: one text without end through one cache, turn after turn."""
+"""Stream: a text of unlimited length in one cache, turn after turn."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import mixed_seed, sampling_params
-from flexgen_h2o.config.validation import check_bool, check_int, typed
+from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
 from flexgen_h2o.engine.batch import Request, next_turn
-from flexgen_h2o.engine.calls import Session, one_at_a_time
+from flexgen_h2o.engine.generation import CallLock, Session, exclusive
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
 from flexgen_h2o.engine.tokenizer import Prompts
@@ -27,83 +27,85 @@ from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.memory_plan import MemoryCheck
 
 CHUNK = 256
-"""Tokens of a turn that are read together, unless the LLM says another number."""
+"""Tokens of a turn that are computed together, unless the policy has a `prefill_chunk`."""
 
-_ENDLESS = 2**31 - 2  # positions are 32-bit
+_UNLIMITED = 2**31 - 2  # positions are 32-bit
 
 
 @runtime_checkable
 class Streamer(Protocol):
-    """Gets tokens as they come: transformers' interface, which its `TextStreamer` has."""
+    """Gets tokens as they come. transformers' `TextStreamer` has this interface."""
 
     def put(self, value: torch.Tensor, /) -> None:
-        """Take a turn's token ids, int64 [1, tokens], and then each new token, int64 [1]."""
+        """Take the token ids of a turn, int64 [1, tokens], and then each new token, int64 [1]."""
 
     def end(self) -> None:
-        """Know that the last token has come."""
+        """Called after the last token."""
 
 
 class Stream(Session):
-    """A text that goes on: what comes next is put onto what the cache holds of it.
+    """A text that turns are appended to. The cache keeps what it holds between turns.
 
-    An evicting cache keeps its size whatever comes, and so does the time of a token; a turn is read
-    in chunks, each of which is evicted from before the next. Make one with `LLM.stream`. While
-    it is open the LLM can do other work; streams and calls take turns, from other threads too.
+    With eviction, the cache and the time of a token stay constant. A turn is computed in chunks,
+    with eviction after each. `LLM.stream` opens one. While it is open, the LLM takes other calls;
+    calls from several threads take turns.
 
     Parameters
     ----------
-    runtime : Runner
-        With chunks as this stream has them.
+    runner : Runner
+        Computes in chunks, see `Runner.in_chunks`.
     prompts : Prompts
     memory : MemoryCheck
-        Of the runtime's model.
+        Of the runner's model.
+    call_lock : CallLock
+        Of the LLM.
     max_tokens : int or None
-        Of the whole text; None: no end.
+        The most tokens of the whole text. None: no limit.
     past_context : bool
-        Go on where the model's trained positions end.
+        Continue past the model's trained positions.
 
     Attributes
     ----------
     stats : RunStats or None
-        Of the last call.
+        Figures of the last call.
     owner : object
-        The LLM that made it: one that nothing refers to is closed.
+        The LLM that opened it. An LLM without references is closed.
     """
 
     owner: object = None
 
-    def __init__(self, runtime: Runner, prompts: Prompts, memory: MemoryCheck, *,
-                 max_tokens: int | None, past_context: bool):
+    def __init__(self, runner: Runner, prompts: Prompts, memory: MemoryCheck,
+                 call_lock: CallLock, *, max_tokens: int | None, past_context: bool):
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, low=1)
         check_bool("past_context", past_context)
-        policy, cache = runtime.settings.policy, runtime.settings.cache
+        policy, cache = runner.args.policy, runner.args.cache
         self._h2o = cache.h2o
         self._chunk = policy.prefill_chunk or CHUNK
-        self._limit = check_stream(runtime.config, self._h2o, chunk=self._chunk,
+        self._limit = check_stream(runner.config, self._h2o, chunk=self._chunk,
                                    max_tokens=max_tokens, past_context=past_context)
-        self._layers = runtime.config.num_layers
-        self._runtime, self._prompts, self.calls = runtime, prompts, runtime.calls
-        self._past = 0  # tokens that the model has computed
-        self._pending: list[int] = []  # the newest one, which it has not
+        self._layers = runner.config.num_layers
+        self._runner, self._prompts, self.call_lock = runner, prompts, call_lock
+        self._past = 0  # tokens that have been computed
+        self._pending: list[int] = []  # the newest token, which has not
         self._turns = 0
         self.stats: RunStats | None = None
-        most = BatchLayout((max_tokens or _ENDLESS,), 0)
-        slots = slots_of(most.sizes, self._h2o, self._layers)
+        layout = BatchLayout((max_tokens or _UNLIMITED,), 0)
+        slots = slots_of(layout.sizes, self._h2o, self._layers)
         memory.check_fits(policy, cache, Workload(
             prompt_len=self._chunk, gen_len=max(1, max(slots) - self._chunk + 1),
-            gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runtime.loaded_bytes)
-        workspace = runtime.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
-        workspace.cache.begin([most])
+            gpu_batch_size=1, num_gpu_batches=1), loaded_bytes=runner.loaded_bytes)
+        workspace = runner.workspace(WorkspaceSize(CacheSize(1, 1, slots), self._chunk))
+        workspace.cache.begin([layout])
         self._workspace: Workspace | None = workspace
 
-    @one_at_a_time
+    @exclusive
     def close(self) -> None:
-        """Let go of the cache; a second call does nothing."""
+        """Free the cache; a second call is a no-op."""
         self.end()
 
     def end(self) -> None:
-        """Close from within a call; see `close`."""
+        """Free the cache from within a call: see `close`."""
         workspace, self._workspace = self._workspace, None
         if workspace is not None:
             workspace.close()
@@ -115,24 +117,24 @@ class Stream(Session):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens that are cached now, in the layer that holds most."""
+        """Cached tokens of the layer that has most."""
         return max(cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
 
-    @one_at_a_time
-    @typed
+    @exclusive
+    @check_arguments
     def generate(self, turn: str | Sequence[int], *, streamer: Streamer | None = None,
                  **sampling: Any) -> Output:
-        """Put a turn onto the text and continue it.
+        """Append a turn to the text, and generate its continuation.
 
         Parameters
         ----------
         turn : str or sequence of int
-            Text or token ids. Special tokens that a tokenizer puts in front of texts come in front
-            of the first turn alone.
+            Text or token ids. The tokenizer's special tokens are put in front of the first turn
+            only.
         streamer : Streamer, optional
-            Such as transformers' `TextStreamer`: gets tokens as they come.
+            Gets tokens as they come, for example transformers' `TextStreamer`.
         **sampling
-            As of `LLM.generate`. Penalties look at this turn and its answer.
+            See `LLM.generate`. Penalties count this turn and its answer.
 
         Returns
         -------
@@ -141,7 +143,7 @@ class Stream(Session):
         Raises
         ------
         UserError
-            The turn is empty, an option is unknown, the text would get longer than it may be.
+            The turn is empty, an option is unknown, or the text would become too long.
         """
         params = sampling_params(sampling)
         params = replace(params, seed=mixed_seed(params.seed, self._turns))
@@ -151,35 +153,38 @@ class Stream(Session):
         on_token: Callable[[int], None] | None = None
         if streamer is not None:
             on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
-        consumer = self._prompts.generation({self._turns: params}, on_token=on_token)
+        sampler = self._prompts.generation({self._turns: params}, on_token=on_token)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))
-        self._run(request, params.max_new_tokens - 1, consumer)
+        self._run(request, params.max_new_tokens - 1, sampler)
         if streamer is not None:
             streamer.end()
         self._turns += 1
         return self._prompts.output(turn, ids, request)
 
-    @one_at_a_time
+    @exclusive
     def loglikelihood(self, text: str | Sequence[int]) -> list[float]:
-        """Put a given text on, token by token as if it had been generated.
+        """Append a text token by token (teacher forcing), and return log-probabilities.
 
-        Returns the natural log-probability of each token after all that came before. The first
-        token of a stream has none: then there is one fewer.
+        Returns
+        -------
+        list of float
+            The natural log-probability of each token after all tokens before it. The first token
+            of a stream has none.
         """
         ids = self._encode(text)
         self._check_length(len(ids))
-        (head, *tail) = [*self._pending, *ids]
-        if not tail:
-            self._pending = [head]
+        (first, *rest) = [*self._pending, *ids]
+        if not rest:
+            self._pending = [first]
             return []
-        if not self._past:
-            request, consumer, new = Request(0, [head]), DecodeScorer({0: tail}), len(tail) - 1
-        else:  # the newest token, too, as if it had been generated
-            request, new = Request(0, [], [head]), len(tail)
-            consumer = DecodeScorer({0: [head, *tail]})
-        self._run(request, new, consumer)
-        return consumer.log_probs[0]
+        if self._past:  # the pending token comes as a generated one
+            request, continuation = Request(0, [], [first]), [first, *rest]
+        else:
+            request, continuation = Request(0, [first]), rest
+        scorer = DecodeScorer({0: continuation})
+        self._run(request, len(continuation) - 1, scorer)
+        return scorer.log_probs[0]
 
     def _check_open(self) -> None:
         if self._workspace is None:
@@ -187,25 +192,26 @@ class Stream(Session):
 
     def _encode(self, text: str | Sequence[int]) -> list[int]:
         self._check_open()
-        most, why = self._limit
-        left = None if most is None else most - self.tokens
-        return self._prompts.encode(text, self._turns, goes_on=self.tokens > 0,
-                                    limit=(left, f"the {left} that are left of {why}"))
+        limit, reason = self._limit
+        left = None if limit is None else limit - self.tokens
+        return self._prompts.encode(text, self._turns, continues=self.tokens > 0,
+                                    limit=(left, f"the {left} that are left of {reason}"))
 
     def _check_length(self, new: int) -> None:
-        most, why = self._limit
-        if most is not None and self.tokens + new > most:
+        """Raise `UserError` if `new` more tokens exceed the limit."""
+        limit, reason = self._limit
+        if limit is not None and self.tokens + new > limit:
             raise UserError(f"the stream has {self.tokens} tokens, and {new} more would exceed "
-                            f"{why}")
+                            f"{reason}")
 
     def _run(self, request: Request, new: int, consumer: LogitsConsumer) -> None:
-        """Compute the request's tokens and up to `new` that the consumer appends to it."""
+        """Compute the request's prompt, and up to `new` tokens that the consumer appends."""
         assert self._workspace is not None  # callers have checked
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runtime.run(self._workspace, [batch], consumer, keeps=True)
+            self.stats = self._runner.run(self._workspace, [batch], consumer, keeps=True)
         except BaseException:
-            self.end()  # what the cache holds is unknown
+            self.end()  # the state of the cache is unknown
             raise
         self._past += len(request.prompt) + len(request.generated) - 1
         self._pending = request.generated[-1:]

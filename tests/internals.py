@@ -41,7 +41,7 @@ READ, WRITE = "storage.disk:Disk._read_chunk", "storage.disk:Disk._write_chunk"
 
 def _workspace_of(session):
     """That of a `Stream`, or the last of an `LLM`."""
-    return session._runs._spares[-1] if isinstance(session, LLM) else session._workspace
+    return session._engine._spares[-1] if isinstance(session, LLM) else session._workspace
 
 
 def cache_of(session):
@@ -76,22 +76,22 @@ def slots_of(layer):
 
 def stage_of(llm):
     """The layers that a rank has."""
-    return llm._runtime.stage
+    return llm._engine.runner.stage
 
 
 def source_of(llm):
     """The model that an LLM has loaded, before it is read."""
-    return llm._runtime.source
+    return llm._engine.runner.source
 
 
 def weights_of(llm):
     """Where the weights are kept: `units`, and the tier of each by name."""
-    return llm._runtime.weights
+    return llm._engine.runner.weights
 
 
 def slots_of_experts(llm) -> list:
     """The staging buffers of a mixture's experts."""
-    return llm._runtime._experts._buffers
+    return llm._engine.runner._experts._buffers
 
 
 def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
@@ -99,7 +99,7 @@ def watch_arrivals(monkeypatch, llm) -> list[list[list[tuple[int, int]]]]:
 
     Returns the list to which they are added: the keys of each group, for each step.
     """
-    slots, steps = llm._runtime._experts, []
+    slots, steps = llm._engine.runner._experts, []
     arrivals = slots.arrivals
 
     def watched():
@@ -274,7 +274,7 @@ def hold_first_expert(monkeypatch, llm) -> list:
     Returns the list to which the experts are added as they are computed, the first ones of which
     are a layer's first.
     """
-    slots, go, order = llm._runtime._experts, threading.Event(), []
+    slots, go, order = llm._engine.runner._experts, threading.Event(), []
     bring, arrivals = slots._weights.bring, slots.arrivals
 
     def late(lane, buffer, *, unit):

@@ -59,7 +59,7 @@ LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storag
          "models.quantization", "models.gguf.architectures",
          "models.gguf", "models.gguf.config", "models.gguf.header",
          "engine", "engine.schedule",
-         "engine.batch", "engine.calls", "engine.load_options", "distributed.heartbeat",
+         "engine.batch", "distributed.heartbeat",
          "engine.detokenization", "integrations", "integrations.lm_eval",
          "integrations.lm_eval.arguments", "integrations.lm_eval.__main__"}
 

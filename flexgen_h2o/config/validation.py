@@ -198,15 +198,22 @@ _Options = ParamSpec("_Options")
 _Result = TypeVar("_Result")
 
 
-def typed(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
-    """Let a call raise `UserError` for an argument that is not of its type hint's classes.
+def check_arguments(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
+    """Decorate a function so that unknown keywords and wrong types raise `UserError`.
 
-    Hints that are more than a class, or a union of some, are left to the function itself.
+    Types are checked by type hints that are a class or a union of classes.
     """
-    names = tuple(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters
+    names = tuple(parameters)
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def checked(*args: _Options.args, **options: _Options.kwargs) -> _Result:
+        for name in () if takes_all else options:
+            if name not in parameters:
+                raise UserError(f"{owner} has no option {name!r}"
+                                + did_you_mean(name, names[1:], f"see help({owner})"))
         given: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
         for name, hint in get_type_hints(function).items():
             kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)

@@ -27,7 +27,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import CODED_BITS, WeightOptions
 from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.engine.runner import Runner, RunnerSettings
+from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.sampling import PrefillScorer
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.tokenizer import Prompts
@@ -53,9 +53,9 @@ _KEYS = ("text", "article", "prompt")
 _VERSION = 1  # raise it when the importance changes: it is then measured again
 
 
-def calibrate(source: ModelSource, prompts: Prompts, device: Device, settings: RunnerSettings
+def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: EngineArgs
               ) -> None:
-    """Let a source's weights be quantized by the calibration text of the settings.
+    """Let a source's weights be quantized by the calibration text of the args.
 
     The text is read here, and the model runs over it when its weights are quantized.
 
@@ -65,13 +65,13 @@ def calibrate(source: ModelSource, prompts: Prompts, device: Device, settings: R
         The text cannot be read or is too short, no weights are quantized, or several ranks would
         have to quantize them.
     """
-    load, bits = settings.load, source.bits
+    bits = source.bits
     if bits not in CODED_BITS:
         raise UserError(f"calibration has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if source.dummy:
         raise UserError("calibration has no effect on random weights: leave it out")
-    path = os.path.expanduser(load.calibration)
+    path = os.path.expanduser(args.calibration)
     sequences = prompts.windows(_read(path), "calibration", count=SEQUENCES, length=LENGTH)
     tokens = sum(map(len, sequences))
     if tokens < FEWEST_TOKENS:
@@ -79,11 +79,11 @@ def calibrate(source: ModelSource, prompts: Prompts, device: Device, settings: R
                         f"{FEWEST_TOKENS}, better of {SEQUENCES * LENGTH}")
     key = json.dumps([_VERSION, sequences]).encode()
     source.calibration = hashlib.sha256(key).hexdigest()[:16]
-    if load.pipeline is not None and not source.is_cached(load.weight_cache):
+    if args.pipeline is not None and not source.is_cached(args.weight_cache):
         raise UserError("calibration runs on one rank: load the model once without a pipeline, "
                         "with the same calibration, weight_bits, dtype and weight_cache, then "
                         "start the ranks")
-    source.measure = partial(_importance, source, sequences, device, settings)
+    source.measure = partial(_importance, source, sequences, device, args)
 
 
 def _read(path: str) -> str:
@@ -102,13 +102,13 @@ def _read(path: str) -> str:
 
 
 def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Device,
-                settings: RunnerSettings) -> dict[str, Tensor]:
+                args: EngineArgs) -> dict[str, Tensor]:
     """Return the mean square of the inputs of each matrix, float32 [inputs], by canonical name."""
     plain = replace(source, bits=16, activation_bits=16, quantization=None, codes=WeightOptions(),
                     calibration="", measure=None)
     specs = _matrices(source)
-    found = plain.kept_constants(partial(_measure, plain, specs, sequences, device, settings),
-                                 f"importance-{source.calibration}", settings.load.weight_cache)
+    found = plain.kept_constants(partial(_measure, plain, specs, sequences, device, args),
+                                 f"importance-{source.calibration}", args.weight_cache)
     parts = torch.from_numpy(found).split([spec.shape[1] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 
@@ -125,17 +125,16 @@ def _matrices(source: ModelSource) -> list[TensorSpec]:
 
 
 def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
-             device: Device, settings: RunnerSettings) -> np.ndarray:
+             device: Device, args: EngineArgs) -> np.ndarray:
     """Run a source in 16 bits and return the mean squares of all matrices one after the other."""
     squares = _InputSquares()
     source.form = _MeasuringFormat(source.dtype, squares=squares,
                                    names=frozenset(spec.name for spec in specs),
                                    head=source.weights.head["lm_head"].name)
     policy = Policy(_BATCH, max(2, -(-len(sequences) // _BATCH)),
-                    weights=_placement(source, device, settings),
-                    overlap=settings.policy.overlap, pin_weight=settings.policy.pin_weight)
-    runner = Runner(source, device, replace(settings, policy=policy, cache=CacheOptions(),
-                                            load=replace(settings.load, trace=None)))
+                    weights=_placement(source, device, args),
+                    overlap=args.policy.overlap, pin_weight=args.policy.pin_weight)
+    runner = Runner(source, device, replace(args, policy=policy, cache=CacheOptions(), trace=None))
     with ExitStack() as opened:
         runner.load(opened)
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
@@ -148,18 +147,18 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
     squares.fill_experts(source)
     means = np.concatenate([squares.mean(spec.name) for spec in specs])
     if not np.isfinite(means).all():
-        raise UserError(f"activations of {settings.name} are not finite in the calibration: its "
+        raise UserError(f"activations of {args.model} are not finite in the calibration: its "
                         "weights are damaged, or too large for this dtype (try another --dtype)")
     return means
 
 
-def _placement(source: ModelSource, device: Device, settings: RunnerSettings) -> Placement:
+def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placement:
     """Return where the weights fit: the fastest memory, host memory or else the disk."""
-    load, names = settings.load, {}
+    names = {}
     for group in source.weights.groups():
         names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
-    limits = free_memory(settings.offload_dir, device.free_bytes()).within(
-        cpu=load.memory_limit, gpu=load.device_memory_limit)
+    limits = free_memory(args.offload_dir, device.free_bytes()).within(
+        cpu=args.memory_limit, gpu=args.device_memory_limit)
     needed = sum(names.values()) + _BESIDE
     if device.separate and needed < limits.gpu_bytes or (
             not device.separate and needed < limits.cpu_bytes):

@@ -1,4 +1,4 @@
-"""A model before its weights are loaded: found, checked, and given its place in a pipeline."""
+"""Model loading up to the weights: find the model, check the arguments, place this rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.distributed.control_messages import ControlChannel
 from flexgen_h2o.distributed.pipeline import RankContext
 from flexgen_h2o.engine.calibration import calibrate
-from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.progress import byte_bar
-from flexgen_h2o.engine.runner import RunnerSettings
+from flexgen_h2o.engine.runner import EngineArgs
 from flexgen_h2o.engine.source import ModelSource, find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.models.model_config import ModelConfig
@@ -21,8 +20,8 @@ from flexgen_h2o.storage.tiers import Device, open_device
 
 
 @dataclass(frozen=True, eq=False)
-class OpenedModel:
-    """A model that is ready to be loaded.
+class PreparedModel:
+    """A model that fits its arguments; its weights have not been read.
 
     Attributes
     ----------
@@ -30,66 +29,57 @@ class OpenedModel:
     device : Device
     prompts : Prompts
     cache : CacheOptions
-        Of all its layers.
-    settings : RunnerSettings
-        Of those that are run here: in a pipeline their cache is a part of `cache`.
+        Of all layers of the model.
+    args : EngineArgs
+        Those of the user. In a pipeline their cache options are of this rank's layers.
     rank : RankContext or None
-        The place in a pipeline.
+        This rank's part of a pipeline.
     workload : Workload or None
-        What is expected to be run.
+        The expected workload, to be checked against free memory.
     """
 
     source: ModelSource
     device: Device
     prompts: Prompts
     cache: CacheOptions
-    settings: RunnerSettings
+    args: EngineArgs
     rank: RankContext | None
     workload: Workload | None
 
 
-def open_model(given: RunnerSettings, control: ControlChannel, *, device: str, dtype: str,
-               weight_bits: int | str) -> OpenedModel:
-    """Find a model, open its device, and hold it against the options of an `LLM`.
-
-    Parameters
-    ----------
-    given : RunnerSettings
-        As the user set them.
-    control : ControlChannel
-    device, dtype, weight_bits : str, str, int or str
-        As of `LLM`.
+def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
+    """Find a model, open its device, and check it against the arguments of an `LLM`.
 
     Raises
     ------
     UserError
-        The model can't be had, or does not go with the options or with other ranks' models.
+        There is no such model, or it does not go with the arguments or with other ranks' models.
     """
-    load, policy, h2o = given.load, given.policy, given.cache.h2o
-    opened = open_device(control.device_name(device))
-    opened.limit(load.device_memory_limit)
-    with byte_bar("converting", off=load.no_bars) as bar:
-        source = find_model(given.name, path=load.path, dtype=dtype, bits=weight_bits,
-                      activation_bits=load.activation_bits, device=opened, progress=bar,
-                      generation_config=load.generation_config)
+    policy, h2o = args.policy, args.cache.h2o
+    device = open_device(control.device_name(args.device))
+    device.limit(args.device_memory_limit)
+    with byte_bar("converting", off=args.no_bars) as bar:
+        source = find_model(args.model, path=args.path, dtype=args.dtype, bits=args.weight_bits,
+                            activation_bits=args.activation_bits, device=device, progress=bar,
+                            generation_config=args.generation_config)
     check_cache(source.config, h2o)
-    cache = replace(given.cache, h2o=windowed(h2o, source.config.attention))
-    settings = replace(given, cache=cache)
     check_halves(source.config, policy)
     check_experts(source.config, policy)
-    prompts = Prompts(source, given.name, h2o)
-    if load.calibration is not None:
-        calibrate(source, prompts, opened, settings)
-    workload = _expected(prompts, load, longest_prompt(source.config, h2o))
+    cache = replace(args.cache, h2o=windowed(h2o, source.config.attention))
+    args = replace(args, cache=cache)
+    prompts = Prompts(source, args.model, h2o)
+    if args.calibration is not None:
+        calibrate(source, prompts, device, args)
+    workload = _expected_workload(prompts, args, longest_prompt(source.config, h2o))
     rank = control.rank_context(
-        policy, opened, layer_costs=_layer_costs(source.config), bounds=load.bounds,
+        policy, device, layer_costs=_layer_costs(source.config), bounds=args.bounds,
         workload=workload,
-        form=f"{source.config}, {source.dtype}, {weight_bits} bits, {load.activation_bits} of "
+        form=f"{source.config}, {source.dtype}, {args.weight_bits} bits, {args.activation_bits} of "
         f"activations, calibration {source.calibration or None}, {cache}, {policy}")
     if rank is not None:
         workload = rank.workload
-        settings = replace(settings, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
-    return OpenedModel(source, opened, prompts, cache, settings, rank, workload)
+        args = replace(args, cache=replace(cache, h2o=rank.stage.h2o(cache.h2o)))
+    return PreparedModel(source, device, prompts, cache, args, rank, workload)
 
 
 def _layer_costs(model: ModelConfig) -> list[float]:
@@ -99,10 +89,11 @@ def _layer_costs(model: ModelConfig) -> list[float]:
     return costs
 
 
-def _expected(prompts: Prompts, load: LoadOptions, longest: int | None) -> Workload | None:
-    """The workload that an `LLM` is loaded for, once the texts for it are checked."""
-    prompts.check_longest(load.texts, 1 if load.workload is None else load.workload.gen_len)
-    if load.workload is None or not load.texts:
-        return load.workload
-    # The length of texts is an estimate, and may be of more than was let pass.
-    return load.workload.cut(longest)
+def _expected_workload(prompts: Prompts, args: EngineArgs, longest: int | None) -> Workload | None:
+    """Return the workload of the arguments, once their texts are checked."""
+    workload = args.workload
+    prompts.check_longest(args.texts, 1 if workload is None else workload.gen_len)
+    if workload is None or not args.texts:
+        return workload
+    # The length of texts is an estimate. It may exceed the model's positions.
+    return workload.cut(longest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -14,14 +15,14 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.policy import Policy, check_fetch_chosen
+from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload, check_fetch_chosen
 from flexgen_h2o.config.stage import Stage
-from flexgen_h2o.distributed.pipeline import Exchange, RankContext
+from flexgen_h2o.config.validation import check_int
+from flexgen_h2o.config.weight_layout import AUTO
+from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, Request
-from flexgen_h2o.engine.calls import Calls
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
-from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
@@ -33,6 +34,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
+from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.kernels.torch_ops import limit_shape_caches
 from flexgen_h2o.metrics.provenance import peak_process_bytes, sampled_memory
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -52,30 +54,63 @@ SAMPLED_POSITIONS = 4096
 """Positions over which the keys of these tokens are spread, or the model's if it has fewer."""
 
 
-@dataclass(frozen=True)
-class RunnerSettings:
-    """The options of an `LLM` that every run needs; `LLM` documents them.
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """The arguments of an `LLM`, which documents them.
 
-    The policy's `prefill_chunk` is h2o's `prompt_chunk`, where there is one. Raises `UserError` if
-    each says another.
+    `cache` has those of the KV cache. The policy's `prefill_chunk` is h2o's `prompt_chunk`, if
+    that is set.
+
+    Raises
+    ------
+    UserError
+        A value is out of range, or arguments contradict each other.
     """
 
-    name: str
-    policy: Policy
-    cache: CacheOptions
-    offload_dir: str
-    load: LoadOptions = LoadOptions()
+    model: str
+    policy: Policy = Policy()
+    cache: CacheOptions = CacheOptions()
+    weight_bits: int | str = AUTO
+    activation_bits: int = 16
+    device: str = "auto"
+    dtype: str = "auto"
+    path: str | os.PathLike | None = None
+    offload_dir: str = OFFLOAD_DIR
+    weight_cache: str | os.PathLike | None = AUTO
+    calibration: str | os.PathLike | None = None
+    verify: bool = False
+    generation_config: bool = True
+    seed: int = 0
+    memory_limit: int | None = None
+    device_memory_limit: int | None = None
+    workload: Workload | None = None
+    texts: Sequence[str] = ()
+    implementations: AutotuneTable | None = None
+    pipeline: Pipeline | None = None
+    bounds: Sequence[int] | None = None
+    progress: bool | None = None
+    trace: Trace | None = None
+    verbose: bool = False
 
     def __post_init__(self) -> None:
+        check_int("seed", self.seed, low=0, high=2**63 - 1)
+        for name in ("memory_limit", "device_memory_limit"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), low=1)
         check_fetch_chosen(self.policy, self.cache)
-        given = self.policy.prefill_chunk
+        policy_chunk = self.policy.prefill_chunk
         chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk
-        if chunk is None or chunk == given:
+        if chunk is None or chunk == policy_chunk:
             return
-        if given is not None:
-            raise UserError(f"the policy's prefill_chunk is {given} and h2o's prompt_chunk "
+        if policy_chunk is not None:
+            raise UserError(f"the policy's prefill_chunk is {policy_chunk} and h2o's prompt_chunk "
                             f"{chunk}: give one of them, or the same")
         object.__setattr__(self, "policy", replace(self.policy, prefill_chunk=chunk))
+
+    @property
+    def no_bars(self) -> bool | None:
+        """tqdm's `disable`: None shows bars on a terminal only."""
+        return None if self.progress is None else not self.progress
 
 
 class Runner:
@@ -86,32 +121,31 @@ class Runner:
     source : ModelSource
         The model; its weights are read by `load`.
     device : Device
-    settings : RunnerSettings
+    args : EngineArgs
         Of the layers that it runs.
     rank : RankContext, optional
         Its place in a pipeline; without one it runs all layers.
     """
 
-    def __init__(self, source: ModelSource, device: Device, settings: RunnerSettings,
+    def __init__(self, source: ModelSource, device: Device, args: EngineArgs,
                  rank: RankContext | None = None):
-        settings.policy.check_device(has_gpu=device.separate)
-        if settings.policy.fetch_chosen and device.separate and not recalls_in_place(device):
+        args.policy.check_device(has_gpu=device.separate)
+        if args.policy.fetch_chosen and device.separate and not recalls_in_place(device):
             raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or "
                             "switched off: install triton, or leave it out")
         self.source = source
         self.config = source.config
         if self.config.experts is not None:  # all batches choose before any expert is needed
-            settings = replace(settings, policy=replace(settings.policy, sep_layer=True))
+            args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
         self.stage = Stage.whole(self.config.num_layers) if rank is None else rank.stage
         self.own = self.config.part(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
             rank.pipeline, rank.stage, rank.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
-        self.settings = settings
-        self.calls = Calls()  # of all that runs on these weights
+        self.args = args
         self._device = device
-        self._trace = settings.load.trace or Trace(enabled=False)
+        self._trace = args.trace or Trace(enabled=False)
         self._links = LinkStats()
         self._wait_policy = OpenMPWaitPolicy()
         self._transfers: Transfers | None = None
@@ -127,55 +161,55 @@ class Runner:
 
     def in_chunks(self, chunk: int) -> Runner:
         """The same model and weights, for runs that read prompts in chunks and evict after each."""
-        settings, cache = self.settings, self.settings.cache
+        args, cache = self.args, self.args.cache
         if cache.evicts and not cache.recalls:  # windows alone drop anything of what is recalled
             cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
-        policy = replace(settings.policy, prefill_chunk=chunk)
-        return self._with(replace(settings, cache=cache, policy=policy))
+        policy = replace(args.policy, prefill_chunk=chunk)
+        return self._with(replace(args, cache=cache, policy=policy))
 
     def in_batches(self, size: int) -> Runner:
         """The same model and weights, for runs of `size` sequences together."""
-        settings = self.settings
-        return self._with(replace(settings, policy=replace(settings.policy, gpu_batch_size=size)))
+        args = self.args
+        return self._with(replace(args, policy=replace(args.policy, gpu_batch_size=size)))
 
-    def _with(self, settings: RunnerSettings) -> Runner:
+    def _with(self, args: EngineArgs) -> Runner:
         other = copy.copy(self)
-        other.settings = settings
+        other.args = args
         return other
 
     def load(self, opened: contextlib.ExitStack) -> None:
         """Read the weights to where they live; `opened` gets what has to be closed."""
         limit_shape_caches()
-        settings, source, options = self.settings, self.source, self.settings.load
+        args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         opened.callback(self._transfers.close)
-        placement, choices = settings.policy.weights, settings.policy.expert_choices
-        experts = settings.policy.experts
+        placement, choices = args.policy.weights, args.policy.expert_choices
+        experts = args.policy.experts
         on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
         doing = "converting" if source.bits == 16 else "quantizing"
-        with byte_bar(doing, off=options.no_bars) as bar:
-            checkpoint, names = source.open(on_disk=on_disk, seed=options.seed,
-                                            weight_cache=options.weight_cache,
+        with byte_bar(doing, off=args.no_bars) as bar:
+            checkpoint, names = source.open(on_disk=on_disk, seed=args.seed,
+                                            weight_cache=args.weight_cache,
                                             progress=self._noted(bar))
         opened.callback(checkpoint.close)
         weights = source.weights.part(self.stage.first, self.stage.last)
-        if settings.policy.sep_layer:
+        if args.policy.sep_layer:
             weights = weights.separated()
         self.weights = WeightStore(
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
-                                 verify=options.verify),
+                                 verify=args.verify),
             self._transfers, placement=placement, experts=experts,
             choices=choices and choices.part(self.stage.first, self.stage.last),
-            pin=settings.policy.pin_weight, shard_prefetch=self._shard_prefetch(settings.policy))
+            pin=args.policy.pin_weight, shard_prefetch=self._shard_prefetch(args.policy))
 
         def run_folder() -> RunFolder:
-            folder = RunFolder(settings.offload_dir)
+            folder = RunFolder(args.offload_dir)
             opened.callback(folder.close)
             return folder
 
-        with byte_bar("loading", off=options.no_bars) as bar:
+        with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._noted(bar),
-                              kept=source.kept(options.seed, options.weight_cache))
+                              kept=source.kept(args.seed, args.weight_cache))
         self._load_experts()
         self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
@@ -188,7 +222,7 @@ class Runner:
 
     def _load_experts(self) -> None:
         """Make the slots of a model's experts, if it has any."""
-        policy, experts = self.settings.policy, self.config.experts
+        policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, given=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
@@ -197,7 +231,7 @@ class Runner:
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
         """Return the constants by which each layer's keys are smoothed before they are quantized;
         none where nothing quantizes keys."""
-        cache, source, own = self.settings.cache, self.source, self.own
+        cache, source, own = self.args.cache, self.source, self.own
         if not cache.quantizes_keys:
             return ()
         device, shape = self._device.torch, (own.num_kv_heads, own.head_dim)
@@ -208,7 +242,7 @@ class Runner:
             return self._sampled_keys()
         constants = source.kept_constants(
             lambda: torch.stack([layer.stacked() for layer in self._sampled_keys()]).cpu().numpy(),
-            "keys1", self.settings.load.weight_cache)
+            "keys1", self.args.weight_cache)
         return tuple(LayerSmoothing.unstacked(each)
                      for each in torch.from_numpy(constants).to(device))
 
@@ -241,16 +275,16 @@ class Runner:
 
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
         """A workspace for blocks up to `size`, with a cache as set or the given one."""
-        settings = self.settings
-        return Workspace(self.own, self._cache_shape(), size, policy=settings.policy,
-                         h2o=settings.cache.h2o, transfers=self._transfers,
-                         offload_dir=settings.offload_dir, cache=cache,
+        args = self.args
+        return Workspace(self.own, self._cache_shape(), size, policy=args.policy,
+                         h2o=args.cache.h2o, transfers=self._transfers,
+                         offload_dir=args.offload_dir, cache=cache,
                          smoothing=self._smoothing)
 
     def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
               ) -> BlockQueue:
         """The requests for blocks of the policy's batches: see `BlockQueue`."""
-        policy, cache = self.settings.policy, self.settings.cache
+        policy, cache = self.args.policy, self.args.cache
         self._note_lengths(requests, new)
         queue = BlockQueue(requests, new, BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
@@ -260,7 +294,7 @@ class Runner:
 
     def _note_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
         """Note by which length each request's text rotates."""
-        rope, h2o = self.config.rope, self.settings.cache.h2o
+        rope, h2o = self.config.rope, self.args.cache.h2o
         if rope is None or context(self.config, h2o) == self.config.plain_positions:
             return
         for request in requests:
@@ -291,8 +325,8 @@ class Runner:
 
     def bars(self) -> RunBars:
         """Bars that show the progress of runs; whoever has them closes them."""
-        return RunBars(self.stage.layer_steps(self.settings.policy.sep_layer),
-                       off=self.settings.load.no_bars)
+        return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
+                       off=self.args.no_bars)
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
             keeps: bool = False, bars: RunBars | None = None) -> RunStats:
@@ -305,13 +339,13 @@ class Runner:
         self._device.begin_run()
         sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
-                            policy=self.settings.policy, exchange=self._exchange,
+                            policy=self.args.policy, exchange=self._exchange,
                             experts=self._experts)
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         with (torch.inference_mode(), self.sampled_memory(),
               self._wait_policy.applied(sleep=recalls is not None),
-              dispatch.use_autotune_table(self.settings.load.implementations),
+              dispatch.use_autotune_table(self.args.implementations),
               contextlib.ExitStack() as opened):
             if bars is None:
                 bars = self.bars()
@@ -365,18 +399,18 @@ class Runner:
     def new_stats(self, requests: Collection[Request] = ()) -> RunStats:
         """The figures of the model and of the tokens that these requests have; no times yet."""
         return RunStats(
-            model=self.settings.name, num_parameters=self.config.num_parameters(),
+            model=self.args.model, num_parameters=self.config.num_parameters(),
             dtype=str(self.source.dtype).removeprefix("torch."),
             device=self._device.description(), num_prompts=len(requests),
             prompt_tokens=sum(len(request.prompt) for request in requests),
             generated_tokens=sum(len(request.generated) for request in requests),
-            gpu_batch_size=self.settings.policy.gpu_batch_size,
-            num_gpu_batches=self.settings.policy.num_gpu_batches, load_seconds=self.load_seconds,
+            gpu_batch_size=self.args.policy.gpu_batch_size,
+            num_gpu_batches=self.args.policy.num_gpu_batches, load_seconds=self.load_seconds,
             kv_bytes_per_token=self._cache_shape().token_bytes(),
             weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
 
     def _cache_shape(self) -> CacheShape:
-        config, cache = self.own, self.settings.cache
+        config, cache = self.own, self.args.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
                           self.source.dtype, cache.layout(config.head_dim), cache.attn_sparsity,
                           config.attention)

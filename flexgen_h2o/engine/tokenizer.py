@@ -72,13 +72,13 @@ class Prompts:
         known = own is None or own in self._source.generation.end_tokens
         return None if known or own >= self._config.vocab_size else own
 
-    def encode(self, prompt: str | Sequence[int], key: int | str, *, goes_on: bool = False,
+    def encode(self, prompt: str | Sequence[int], key: int | str, *, continues: bool = False,
                limit: tuple[int | None, str] | None = None) -> list[int]:
         """Token ids of prompt number `key`, of which there is at least one.
 
         Parameters
         ----------
-        goes_on : bool
+        continues : bool
             It comes after other text, and gets no special tokens in front. Otherwise a text gets
             those of the tokenizer, but no second BOS where it begins with one.
         limit : (int or None, str), optional
@@ -86,7 +86,7 @@ class Prompts:
             the model's positions. Only what is far above it is refused here, and soon.
         """
         if isinstance(prompt, str):
-            ids = self._tokenize(prompt, f"prompt {key}", special=not goes_on, limit=limit)
+            ids = self._tokenize(prompt, f"prompt {key}", special=not continues, limit=limit)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
         # A tokenizer, too, may know more tokens than the model that it lies beside.
@@ -129,7 +129,7 @@ class Prompts:
                 special: bool) -> list[int]:
         """Token ids of a prompt that leaves room for so many new tokens, with the tokenizer's
         special tokens in front or without them: see `encode`."""
-        ids = self.encode(prompt, key, goes_on=not special)
+        ids = self.encode(prompt, key, continues=not special)
         check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
                      new_tokens=new_tokens)
         return ids
@@ -169,7 +169,7 @@ class Prompts:
     def check_longest(self, texts: Sequence[str], new_tokens: int = 1) -> None:
         """Refuse the longest of these prompts if it is too long for so many new tokens, and all
         that are no text."""
-        texts = several("text", texts)
+        texts = check_list("text", texts)
         for key, text in enumerate(texts):
             check_text(f"prompt {key}", text)
         if texts:
@@ -180,7 +180,7 @@ class Prompts:
     def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
         """A request for each pair's context, and its continuation by key."""
         requests, continuations = [], {}
-        for key, pair in enumerate(several("pair", pairs)):
+        for key, pair in enumerate(check_list("pair", pairs)):
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
                 raise UserError(f"pair {key} is not (context, continuation): {pair!r:.80}")
             head, continuations[key] = self._encode_pair(*pair, key)
@@ -298,7 +298,7 @@ class Prompts:
                          length=len(request.prompt), new_tokens=new)
 
 
-def several(what: str, values: Iterable[_Each]) -> list[_Each]:
+def check_list(what: str, values: Iterable[_Each]) -> list[_Each]:
     """The prompts, pairs or texts that are given, as a list. `what` names one of them.
 
     Raises `UserError` for what is no such thing, such as a text or None.

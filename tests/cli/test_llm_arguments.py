@@ -7,7 +7,6 @@ import inspect
 import json
 import sys
 import types
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import generate, stream
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.load_options import LoadOptions
 from flexgen_h2o.integrations.lm_eval import arguments
 
 OF_A_CALL = {"workload", "texts", "implementations", "pipeline", "bounds", "progress", "trace",
@@ -117,8 +115,7 @@ def test_each_option_arrives_by_every_command(opening, front_end, given, keyword
 
 
 def test_a_configuration_sets_all_that_an_llm_takes_but_what_is_of_one_call():
-    (*named, _options) = inspect.signature(LLM).parameters
-    taken = {*named, *(spec.name for spec in fields(LoadOptions))}
+    taken = {*inspect.signature(LLM).parameters}
     assert set(llm_arguments(RunConfig())) == taken - OF_A_CALL
     assert {keyword for _, keyword, _ in FIELDS} == taken - OF_A_CALL
 

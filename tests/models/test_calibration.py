@@ -13,14 +13,12 @@ from internals import source_of
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import WORDS, with_words
 
-from flexgen_h2o import LLM, Policy
-from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine import calibration
 from flexgen_h2o.engine import source as loader
 from flexgen_h2o.engine.calibration import calibrate
-from flexgen_h2o.engine.load_options import LoadOptions
-from flexgen_h2o.engine.runner import RunnerSettings
+from flexgen_h2o.engine.runner import EngineArgs
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.errors import UserError
@@ -285,12 +283,11 @@ def test_several_ranks_take_weights_that_are_quantized_already(tiny_model, tmp_p
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
                   progress=lambda done, total: None)
-    settings = RunnerSettings(folder, Policy(), CacheOptions(), str(tmp_path),
-                              LoadOptions(calibration=text, pipeline=object()))
+    args = EngineArgs(model=folder, offload_dir=str(tmp_path), calibration=text, pipeline=object())
     with pytest.raises(UserError, match="calibration runs on one rank: load the model once"):
-        calibrate(source, Prompts(source, folder, None), Device(), settings)
+        calibrate(source, Prompts(source, folder, None), Device(), args)
     load(folder, text).close()
-    calibrate(source, Prompts(source, folder, None), Device(), settings)
+    calibrate(source, Prompts(source, folder, None), Device(), args)
 
 
 def test_bos_begins_each_sequence(tiny_model, tmp_path):
