@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.cache.tiers import Capacity, FetchedPart, SlotLayout
+from flexgen_h2o.cache.layout import Capacity, SlotLayout
+from flexgen_h2o.cache.tiers import FetchedPart
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.limits import CACHE_BUFFERS
@@ -151,18 +152,18 @@ class CacheOnDisk:
     """A cache on disk whose parts, one a layer, come to about `nbytes`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, nbytes: int):
-        self._records = SlotLayout(config.num_kv_heads, config.head_dim, dtype)
-        self._sequences = max(1, KV_BYTES // self._records.nbytes(1, KV_SLOTS))
-        part = self._records.nbytes(self._sequences, KV_SLOTS)
+        self._slot_layout = SlotLayout(config.num_kv_heads, config.head_dim, dtype)
+        self._sequences = max(1, KV_BYTES // self._slot_layout.nbytes(1, KV_SLOTS))
+        part = self._slot_layout.nbytes(self._sequences, KV_SLOTS)
         # As many as there are staging buffers, so that the round that warms up touches each.
         self._capacity = Capacity(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
-        self.nbytes = FetchedPart.file_bytes(self._records, self._sequences, self._capacity)
+        self.nbytes = FetchedPart.file_bytes(self._slot_layout, self._sequences, self._capacity)
         self.what = f"cache, parts of {part / 1e6:.1f} MB"
 
     def make(self, path: Path, transfers: Transfers) -> None:
         """Let it live in `path`, which has `nbytes`."""
         self._transfers = transfers
-        self._part = FetchedPart(self._records, 0, self._sequences, capacity=self._capacity,
+        self._part = FetchedPart(self._slot_layout, 0, self._sequences, capacity=self._capacity,
                                  transfers=transfers, path=path)
         for layer, slots in enumerate(self._capacity.slots):
             self._part.begin(layer, [(self._sequences, slots)])

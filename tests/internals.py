@@ -66,7 +66,7 @@ def buffer_bytes(part) -> int:
 
 def gathers_prompts_in_place(cache) -> bool:
     """Whether prompts have no buffers beside the cache's own."""
-    return cache._prompts is cache.parts
+    return cache._prompt_parts is cache.parts
 
 
 def slots_of(layer):
@@ -198,7 +198,8 @@ def before_early_attention(monkeypatch, look) -> None:
 
 def before_continued(monkeypatch, look) -> None:
     """Call ``look(moved)`` before a layer of a batch takes what is continued into a block."""
-    before(monkeypatch, KVCache, "_put", lambda self, layer, batch, moved: look(moved))
+    before(monkeypatch, KVCache, "_write_continued",
+           lambda self, layer, batch, entries: look(entries))
 
 
 def attend_with(monkeypatch, **weights) -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for `KVCache`: the simulation of H2O, and a function that attends."""
+"""Caches with the interface of `KVCache`: a simulation of H2O, and prefills that cache nothing."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from flexgen_h2o.h2o.simulation import SimulatedCache
 from flexgen_h2o.kernels import ops
 
 
-class SimulatedBlockCache:
-    """`SimulatedCache` behind the interface of `engine.workspace.Cache`; parameters as there."""
+class _MemoryCache:
+    """Base of caches that are in compute memory and support neither capture nor prefetch."""
 
     attends_on_host = False
     supports_capture = False
     is_resident = True
     supports_prefetch = False
     recall_counts = None
+
+    def load(self, layer: int, batch: int, forward_pass: int) -> None:
+        """Do nothing: the cache is resident."""
+
+    store = load
+
+
+class SimulatedBlockCache(_MemoryCache):
+    """`SimulatedCache` with the interface of `KVCache`; parameters as of `SimulatedCache`."""
 
     def __init__(self, h2o: H2OConfig, rotate: Callable[[Tensor, Tensor, int], Tensor],
                  form: Callable[[int], AttentionForm], smoothing: Sequence[LayerSmoothing] = ()):
@@ -33,14 +42,9 @@ class SimulatedBlockCache:
         self.repeat = self._cache.repeat
         self.nbytes = self._cache.nbytes
 
-    def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Nothing is anywhere else."""
-
-    store = load
-
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope, sinks: Tensor | None) -> Tensor:
-        """Like `KVCache.attend_prompt`; rotations are the simulation's own."""
+        """Attend within prompts; see `KVCache.attend_prompt`. The simulation rotates by itself."""
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
@@ -50,53 +54,8 @@ class SimulatedBlockCache:
             0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})
 
 
-class ProbedCache:
-    """Attends by a function in prefills of one sequence each: to see what a model attends to.
-
-    Nothing stays.
-
-    Parameters
-    ----------
-    attend : callable (layer, number, q, k, v) -> Tensor like q
-        q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]: q and k rotated.
-    numbers : sequence of int
-        What to call the sequence of each block, in the order in which blocks begin; one may be
-        added until then.
-    """
-
-    attends_on_host = False
-    supports_capture = False
-    is_resident = True
-    supports_prefetch = False
-    recall_counts = None
-
-    def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
-        self._attend = attend
-        self._numbers = iter(numbers)
-
-    def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block, of the next sequence."""
-        self._number = next(self._numbers)
-
-    def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Nothing is anywhere."""
-
-    store = load
-
-    def nbytes(self) -> int:
-        """Bytes of what is cached: none."""
-        return 0
-
-    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
-                      sinks: Tensor | None):
-        """Attend within one whole prompt; see `KVCache.attend_prompt`."""
-        for x in (q, k):
-            ops.rotate_(x, rope)
-        return self._attend(layer, self._number, q, k, v)
-
-
-class UncachedAttention(ProbedCache):
-    """Attends within whole prompts.
+class UncachedAttention(_MemoryCache):
+    """Attention within whole prompts that caches nothing.
 
     Parameters
     ----------
@@ -109,8 +68,12 @@ class UncachedAttention(ProbedCache):
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block of prompts."""
 
+    def nbytes(self) -> int:
+        """Return 0: nothing is cached."""
+        return 0
+
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
-                      sinks: Tensor | None):
+                      sinks: Tensor | None) -> Tensor:
         """Attend within whole prompts; see `KVCache.attend_prompt`."""
         for x in (q, k):
             ops.rotate_(x, rope)
@@ -118,8 +81,40 @@ class UncachedAttention(ProbedCache):
                                      form=self._form(layer), sinks=sinks)
 
 
+class ProbedCache(_MemoryCache):
+    """Prefills of one sequence each whose attention is a given function; caches nothing.
+
+    Parameters
+    ----------
+    attend : callable (layer, number, q, k, v) -> Tensor like q
+        q is [rows, heads, head_dim], k and v [rows, kv_heads, head_dim]; q and k are rotated.
+    numbers : sequence of int
+        `number` of each block's sequence, in the order in which blocks begin. It may grow until
+        then.
+    """
+
+    def __init__(self, attend: Callable[..., Tensor], numbers: Sequence[int]):
+        self._attend = attend
+        self._numbers = iter(numbers)
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a block of the next sequence."""
+        self._number = next(self._numbers)
+
+    def nbytes(self) -> int:
+        """Return 0: nothing is cached."""
+        return 0
+
+    def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
+                      sinks: Tensor | None) -> Tensor:
+        """Attend within one whole prompt; see `KVCache.attend_prompt`."""
+        for x in (q, k):
+            ops.rotate_(x, rope)
+        return self._attend(layer, self._number, q, k, v)
+
+
 class KeySampler(UncachedAttention):
-    """Attends within one prompt, and measures the keys of every layer for `h2o.key_smoothing`.
+    """Attention within one prompt that measures each layer's keys for `h2o.key_smoothing`.
 
     Parameters
     ----------
@@ -127,7 +122,7 @@ class KeySampler(UncachedAttention):
     rotate : callable (x, positions, layer) -> Tensor like x
         As of `SimulatedCache`.
     positions : int
-        Positions over which keys are taken to be spread.
+        The positions over which the sampled keys are spread.
 
     Attributes
     ----------
@@ -143,16 +138,16 @@ class KeySampler(UncachedAttention):
         self.layers: dict[int, LayerSmoothing] = {}
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk], rope,
-                      sinks: Tensor | None):
+                      sinks: Tensor | None) -> Tensor:
         """Attend within the whole prompt; see `KVCache.attend_prompt`."""
-        # A key's content hardly depends on its position, but its rotation does. So the keys of a
-        # short prompt, rotated to positions far from each other, stand for those of a long one.
-        places = torch.arange(len(k), device=k.device) * self._positions // len(k)
+        # A key's content hardly depends on its position, but its rotation does. Keys of a short
+        # prompt, rotated to positions far apart, represent those of a long prompt.
+        positions = torch.arange(len(k), device=k.device) * self._positions // len(k)
         unrotated = k.float(), q.float()
-        rotated = (self._rotate(x.transpose(0, 1), places[None], layer).transpose(0, 1)
+        rotated = (self._rotate(x.transpose(0, 1), positions[None], layer).transpose(0, 1)
                    for x in unrotated)
         form = self._form(layer)
-        # Where q . c has to be added to products again, only the CPU's kernels do it.
+        # Soft caps and attention sinks need q . c added to products again; only CPU kernels do.
         centered = q.is_cpu or not (form.softcap or form.sinks)
         self.layers[layer] = LayerSmoothing(
             *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))

@@ -1,37 +1,41 @@
-"""Attention under way: over a cache in host memory the CPU attends while the GPU works on."""
+"""Decode attention beside the plain kernel: on the host for a GPU, and with sparse values."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexgen_h2o.cache.layout import CacheShape
+from flexgen_h2o.cache.tiers import CachePart, gather_slots
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.tiers import typed
 from flexgen_h2o.storage.transfer import ATTENTION, D2H, H2D, Handle, Lane, Transfers
 
 
 @dataclass
 class PendingAttention:
-    """Attention over the parts of a batch, some of which may not be done yet.
+    """Attention over the parts of a batch, which may still be running.
 
     Attributes
     ----------
     outputs : dict of int to Tensor [sequences, heads, head_dim]
-        Of each part, by the first of its sequences.
+        Of each part, by its first sequence.
     handles : list of Handle
-        Of what still fills some of them.
+        Jobs that still fill some of the outputs.
     """
 
     outputs: dict[int, Tensor] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
 
     def result(self, transfers: Transfers) -> Tensor:
-        """[sequences, heads, head_dim] of the whole batch, ready for compute.
+        """Return [sequences, heads, head_dim] of the whole batch, ready for compute.
 
-        Raises whatever attention on the host raised.
+        Raise the errors of attention on the host.
         """
         for handle in self.handles:
             transfers.ready(handle)
@@ -40,15 +44,15 @@ class PendingAttention:
 
 
 class HostAttentionQueue:
-    """Attends on the host for compute that is elsewhere, as jobs on a lane of their own.
+    """Attention on the host for compute on a GPU: jobs on a lane of their own.
 
-    The jobs come one after the other, and each waits for the copies of the one before: one buffer
-    for what comes down and one for what goes up are enough.
+    Jobs run one after the other, and each waits for the copies of the one before. One buffer for
+    inputs and one for outputs are enough.
 
     Parameters
     ----------
     sequences : int
-        The most rows that come at once.
+        The most rows of a job.
     transfers : Transfers
     """
 
@@ -59,10 +63,10 @@ class HostAttentionQueue:
         self._latest: Handle | None = None
         self._sinks: dict[int, Tensor] = {}
 
-    def sinks(self, layer: int, sinks: Tensor) -> Tensor:
-        """Learned logits [heads] of a layer, on the device, in host memory.
+    def sinks_on_host(self, layer: int, sinks: Tensor) -> Tensor:
+        """Return the attention sinks [heads] of a layer in host memory.
 
-        They are a model's, and copied once: the host waits for compute there.
+        They are copied once: the copy waits for compute.
         """
         if layer not in self._sinks:
             self._sinks[layer] = sinks.to("cpu", copy=True)
@@ -71,7 +75,7 @@ class HostAttentionQueue:
     def start(self, q: Tensor, k: Tensor, v: Tensor,
               attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
               ) -> tuple[Tensor, Handle]:
-        """Start ``attend(q, k, v)`` with what compute has been given to make so far.
+        """Start ``attend(q, k, v)`` on the host once compute has produced its inputs.
 
         Parameters
         ----------
@@ -79,34 +83,34 @@ class HostAttentionQueue:
         k, v : Tensor [rows, kv_heads, head_dim], on the device
             All three may be overwritten when this returns.
         attend : callable
-            Gets them in host memory, and returns a tensor like q there and something else.
+            Called with the inputs in host memory; the first tensor of its result is the output.
 
         Returns
         -------
         Tensor like q, on the device
         Handle
-            When it is done, the tensor is filled.
+            The output is filled when this is done.
         """
         shapes = [x.shape[1:] for x in (q, k, v)]
         packed = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
         out = q.new_empty(q.shape)
 
         def job(lane: Lane) -> None:
-            down, up = self._landing(packed, out)
-            lane.copy(down, packed, D2H)
+            inputs, outputs = self._host_buffers(packed, out)
+            lane.copy(inputs, packed, D2H)
             lane.flush()
-            split = down.split([shape.numel() for shape in shapes], dim=1)
+            split = inputs.split([shape.numel() for shape in shapes], dim=1)
             rows = (x.unflatten(1, shape) for x, shape in zip(split, shapes, strict=True))
             with self._transfers.host_span("attention", "cpu attention"):
-                up.copy_(attend(*rows)[0])
-            lane.copy(out, up, H2D)
+                outputs.copy_(attend(*rows)[0])
+            lane.copy(out, outputs, H2D)
 
         mark = self._transfers.device.mark()
         self._latest = self._transfers.submit(ATTENTION, job, after=(mark,))
         return out, self._latest
 
-    def _landing(self, *tensors: Tensor) -> list[Tensor]:
-        """A view like each tensor of a buffer on the host, which is made when first needed."""
+    def _host_buffers(self, *tensors: Tensor) -> list[Tensor]:
+        """Return a host tensor like each of some tensors; buffers are allocated on first use."""
         if not self._buffers:
             self._buffers = [self._transfers.device.host_empty(self._sequences * x[0].nbytes)
                              for x in tensors]
@@ -114,8 +118,68 @@ class HostAttentionQueue:
                 for buffer, x in zip(self._buffers, tensors, strict=True)]
 
     def reset(self) -> None:
-        """Wait for what is under way and drop its result."""
+        """Wait for the running job and discard its result."""
         if self._latest is not None:
             with contextlib.suppress(Exception):
                 self._latest.synchronize()
         self._latest = None
+
+
+class SparseAttention:
+    """Decode attention that reads all keys, but only the values with the largest weights.
+
+    FlexGen's sparse attention (arXiv 2303.06865, section 5).
+
+    Parameters
+    ----------
+    shape : CacheShape
+        With `attn_sparsity` below 1.
+    transfers : Transfers
+    """
+
+    def __init__(self, shape: CacheShape, transfers: Transfers):
+        self._shape = shape
+        self._transfers = transfers
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
+               max_cached: int, metadata: Tensor, **attention: Any) -> tuple[Tensor, Tensor]:
+        """Attend over a part from one new token of each sequence, and cache the new tokens.
+
+        Parameters
+        ----------
+        q : Tensor [sequences, heads, head_dim]
+        k, v : Tensor [sequences, kv_heads, head_dim]
+        part : CachePart
+        where : (layer, batch)
+        max_cached : int
+            Cached tokens of the longest sequence.
+        metadata : int32 Tensor [4, sequences]
+            See `ops.decode_attention`.
+        **attention
+            The form of attention.
+
+        Returns
+        -------
+        out : Tensor like q
+        slots : int64 Tensor [sequences, kv_heads]
+            The slot of each new token.
+        """
+        cache, layout = part.get(*where), self._shape.layout
+        index, weights = ops.choose_values(q, k, keys=cache[0, :, :, :max_cached],
+                                           metadata=metadata, layout=layout,
+                                           sparsity=self._shape.attn_sparsity, **attention)
+        if part.gathers_values:
+            index = self._copy(index, "cpu", D2H)
+            values = self._copy(part.gather_values(*where, index), self._transfers.device.torch,
+                                H2D)
+        else:
+            values = gather_slots(cache[1], index)
+        return ops.attend_chosen(k, v, slots=cache, values=values, weights=weights,
+                                 metadata=metadata, layout=layout)
+
+    def _copy(self, x: Tensor, device, link: str) -> Tensor:
+        """Return a copy on the other side of a link, and wait for it."""
+        began = self._transfers.device.stamp()
+        copied = x.to(device)
+        self._transfers.moved(link, x.nbytes, began, self._transfers.device.stamp())
+        return copied

@@ -1,4 +1,8 @@
-"""Records of whole pages on disk, as tensors."""
+"""A cache on disk of which decode steps fetch only the selected tokens, and the choice of parts.
+
+On disk the cache is in *records* of whole pages: some neighbouring tokens of one KV head, keys and
+values side by side (`config.cache_layout.PageLayout`).
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,8 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.hot_set import HotSet, RecallCounts, ZeroCopyPart
-from flexgen_h2o.cache.tiers import (
-    CachePart,
-    Capacity,
-    FetchedPart,
-    ResidentPart,
-    SelectedTokens,
-    SlotLayout,
-)
+from flexgen_h2o.cache.layout import Capacity, SlotLayout
+from flexgen_h2o.cache.tiers import CachePart, FetchedPart, ResidentPart, SelectedTokens
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.config.limits import TURNS
 from flexgen_h2o.kernels import ops
@@ -30,111 +28,113 @@ from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
 from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
 
 
-def page_layout(records: SlotLayout, slots: int) -> PageLayout:
-    """The layout of a layer with so many slots of a sequence."""
-    return PageLayout(records.kv_heads, records.nbytes(1, 1) // records.kv_heads, slots)
+def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:
+    """Return the layout on disk of a layer with so many slots of a sequence."""
+    token_bytes = slot_layout.nbytes(1, 1) // slot_layout.kv_heads
+    return PageLayout(slot_layout.kv_heads, token_bytes, slots)
 
 
-def in_records(buffer: Tensor, layout: PageLayout, records: SlotLayout) -> Tensor:
-    """Records in a buffer, uint8 [n * record_bytes], as [n, tokens, kinds, width] elements."""
-    lines = buffer.view(-1, layout.record_bytes)[:, : layout.tokens * layout.token_bytes]
-    return lines.view(records.dtype).unflatten(1, (layout.tokens, records.kinds, records.width))
+def view_records(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
+    """View a buffer of records, uint8 [n * record_bytes], as [n, tokens, kinds, width]."""
+    rows = buffer.view(-1, pages.record_bytes)[:, : pages.tokens * pages.token_bytes]
+    return rows.view(slot_layout.dtype).unflatten(
+        1, (pages.tokens, slot_layout.kinds, slot_layout.width))
 
 
-def in_rows(buffer: Tensor, layout: PageLayout, records: SlotLayout) -> Tensor:
-    """Records in a buffer, as many of each head, as slots of tokens in their order, strided:
-    [kinds, kv_heads, rows, tokens, width]."""
-    rows = in_records(buffer, layout, records).unflatten(0, (layout.kv_heads, -1))
-    return rows.permute(3, 0, 1, 2, 4)
+def view_slots(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
+    """View a buffer of equally many records of each head as slots in the order of their tokens.
 
-
-# The part of a cache that stays on disk, of which a decode step fetches what it chooses.
-#
-# Prompts come and go by whole layers, as in any part that is fetched. After that memory holds, of
-# each (layer, batch), a *fast set* of tokens that had most weight lately, and the newest tokens,
-# which are written when their record is full (`page_records`).
+    Strided: [kinds, kv_heads, records, tokens, width].
+    """
+    records = view_records(buffer, pages, slot_layout).unflatten(0, (pages.kv_heads, -1))
+    return records.permute(3, 0, 1, 2, 4)
 
 
 @dataclass
-class _Fast:
+class _HotTokens:
     """Tokens of one (layer, batch) in memory.
 
     Attributes
     ----------
-    records : Tensor [sequences, kv_heads, slots, kinds, width]
-        The slots of the fast set, and behind them those of the newest tokens.
-    found : HotSet
+    entries : Tensor [sequences, kv_heads, slots, kinds, width]
+        The slots of the hot set, and behind them the slots of the newest tokens.
+    hot_set : HotSet
     cached : list of int
-        Tokens of each sequence that are cached.
+        Cached tokens of each sequence.
     written : list of int
-        Those of each sequence that are on disk.
+        Tokens of each sequence that are on disk.
     empty : list of bool
-        True for each sequence of whose prompt the fast set has had nothing yet.
-    coming : list of (slice, Handle)
-        The jobs that fill slots, and of which sequences.
+        True for each sequence whose hot set holds nothing of its prompt yet.
+    fetches : list of (slice, Handle)
+        Sequences, and the running job that fills their slots.
     """
 
-    records: Tensor
-    found: HotSet
+    entries: Tensor
+    hot_set: HotSet
     cached: list[int]
     written: list[int]
     empty: list[bool]
-    coming: list[tuple[slice, Handle]] = field(default_factory=list)
-
-
-def layouts(records: SlotLayout, capacity: Capacity, fast: Sequence[int]
-            ) -> list[PageLayout | None]:
-    """The layout of each layer that has a fast set of so many slots; None where it has none."""
-    return [page_layout(records, slots) if some else None
-            for slots, some in zip(capacity.slots, fast, strict=True)]
+    fetches: list[tuple[slice, Handle]] = field(default_factory=list)
 
 
 class DiskRecallPart(FetchedPart):
-    """A part on disk beside compute in host memory, whose tokens are recalled.
+    """A part on disk beside compute in host memory, whose decode steps select tokens.
+
+    Prompts are fetched and stored by whole layers, as in `FetchedPart`. After that memory holds,
+    of each (layer, batch), a hot set of tokens, and the newest tokens, which are written when
+    their record is full.
 
     Parameters
     ----------
-    fast : sequence of int
-        Slots of the fast set in each layer: at least as many as a step chooses. 0: the layer is
+    hot_slots : sequence of int
+        Slots of the hot set in each layer: at least as many as a step selects. 0: the layer is
         fetched whole.
     """
 
-    def __init__(self, records: SlotLayout, first: int, last: int, *, capacity: Capacity,
-                 transfers: Transfers, path: str, fast: Sequence[int]):
-        self._pages = layouts(records, capacity, fast)
-        self._slots = fast
-        super().__init__(records, first, last, capacity=capacity, transfers=transfers, path=path)
+    def __init__(self, slot_layout: SlotLayout, first: int, last: int, *, capacity: Capacity,
+                 transfers: Transfers, path: str, hot_slots: Sequence[int]):
+        self._pages = self._page_layouts(slot_layout, capacity, hot_slots)
+        self._slots = hot_slots
+        super().__init__(slot_layout, first, last, capacity=capacity, transfers=transfers,
+                         path=path)
         self.counts = RecallCounts()
-        sizes = [self._fast_bytes(layer, last - first) for layer in range(len(fast))]
+        sizes = [self._hot_bytes(layer, last - first) for layer in range(len(hot_slots))]
         self._starts = [0, *accumulate(size * capacity.batches for size in sizes)]
         self._buffer = self._device.empty(self._starts[-1])
         self._landing = self._device.host_empty(CHUNK)
-        self._fast: dict[tuple[int, int], _Fast] = {}
+        self._hot: dict[tuple[int, int], _HotTokens] = {}
 
     @staticmethod
-    def recalled_file_bytes(records: SlotLayout, sequences: int, capacity: Capacity,
-                            fast: Sequence[int]) -> int:
-        """Bytes of the file of such a part; see `file_bytes`."""
-        whole = [slots for slots, some in zip(capacity.slots, fast, strict=True) if not some]
-        pages = layouts(records, capacity, fast)
-        rest = Capacity(capacity.batches, tuple(whole))
-        return FetchedPart.file_bytes(records, sequences, rest) + (
-            capacity.batches * sequences * sum(
-                each.sequence_bytes for each in pages if each is not None))
+    def _page_layouts(slot_layout: SlotLayout, capacity: Capacity, hot_slots: Sequence[int]
+                      ) -> list[PageLayout | None]:
+        """Return the layout of each layer on disk; None for layers that are fetched whole."""
+        return [page_layout(slot_layout, slots) if hot else None
+                for slots, hot in zip(capacity.slots, hot_slots, strict=True)]
 
-    def _layer_sizes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
+    @classmethod
+    def recalled_file_bytes(cls, slot_layout: SlotLayout, sequences: int, capacity: Capacity,
+                            hot_slots: Sequence[int]) -> int:
+        """Return the bytes of the file of such a part; see `file_bytes`."""
+        whole = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
+                      if not hot)
+        pages = cls._page_layouts(slot_layout, capacity, hot_slots)
+        records = sum(layout.sequence_bytes for layout in pages if layout is not None)
+        return cls.file_bytes(slot_layout, sequences, Capacity(capacity.batches, whole)) + (
+            capacity.batches * sequences * records)
+
+    def _layer_bytes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
         return [sizes if pages is None else (
                     sequences * pages.sequence_bytes,
-                    self.records.nbytes(sequences, pages.rows * pages.tokens))
-                for pages, sizes in zip(self._pages, super()._layer_sizes(sequences, capacity),
+                    self.slot_layout.nbytes(sequences, pages.rows * pages.tokens))
+                for pages, sizes in zip(self._pages, super()._layer_bytes(sequences, capacity),
                                         strict=True)]
 
-    def _fast_bytes(self, layer: int, sequences: int) -> int:
+    def _hot_bytes(self, layer: int, sequences: int) -> int:
         pages = self._pages[layer]
         return 0 if pages is None else round_up(
-            self.records.nbytes(sequences, self._slots[layer] + pages.newest), PAGE)
+            self.slot_layout.nbytes(sequences, self._slots[layer] + pages.newest), PAGE)
 
-    def recalls(self, layer):
+    def fetches_selected(self, layer):
         return self._pages[layer] is not None
 
     def begin(self, layer, sizes):
@@ -142,49 +142,50 @@ class DiskRecallPart(FetchedPart):
         pages = self._pages[layer]
         if pages is None:
             return
-        records, slots = self.records, self._slots[layer]
+        layout, slots = self.slot_layout, self._slots[layer]
         for batch in range(len(sizes)):
             sequences = self._sizes[layer, batch][0]
-            start = self._starts[layer] + batch * self._fast_bytes(layer, self.last - self.first)
-            shape = (sequences, records.kv_heads, slots + pages.newest, records.kinds,
-                     records.width)
-            self._fast[layer, batch] = _Fast(
-                typed(self._buffer, start, shape, records.dtype),
-                HotSet(sequences * records.kv_heads, pages.slots, slots, pages.newest),
+            start = self._starts[layer] + batch * self._hot_bytes(layer, self.last - self.first)
+            shape = (sequences, layout.kv_heads, slots + pages.newest, layout.kinds, layout.width)
+            self._hot[layer, batch] = _HotTokens(
+                typed(self._buffer, start, shape, layout.dtype),
+                HotSet(sequences * layout.kv_heads, pages.slots, slots, pages.newest),
                 [0] * sequences, [0] * sequences, [False] * sequences)
 
     def reset(self):
         super().reset()
-        for handle in self._under_way():
+        for handle in self._running():
             with suppress(Exception):
                 handle.synchronize()
 
     def synchronize(self):
         super().synchronize()
-        for handle in self._under_way():
+        for handle in self._running():
             handle.synchronize()
 
-    def _under_way(self) -> Iterator[Handle]:
-        for key, fast in self._fast.items():
-            yield from (*self._stores[key].busy, *(handle for _, handle in fast.coming))
+    def _running(self) -> Iterator[Handle]:
+        for key, hot in self._hot.items():
+            yield from (*self._stores[key].busy, *(handle for _, handle in hot.fetches))
 
-    # Prompts: by whole layers
+    # Prompts: whole layers
 
     def load(self, layer, batch, *, fetch, keys_only=False, cached=None):
         pages = self._pages[layer]
         if pages is None:
             super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
             return
-        store, fast = self._stores[layer, batch], self._fast[layer, batch]
+        store, hot = self._stores[layer, batch], self._hot[layer, batch]
         store.slots = pages.rows * pages.tokens
-        before, store.busy = [*store.busy, *(handle for _, handle in fast.coming)], []
-        fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(fast.cached))
+        before, store.busy = [*store.busy, *(handle for _, handle in hot.fetches)], []
+        fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(hot.cached))
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
-    def _records_of(self, layer: int, batch: int, sequence: int, tokens: range
-                    ) -> Iterator[tuple[slice, list[Extent]]]:
-        """Rows of records that hold these tokens of a sequence, and where those of each head lie,
-        some MB at a time."""
+    def _record_extents(self, layer: int, batch: int, sequence: int, tokens: range
+                        ) -> Iterator[tuple[slice, list[Extent]]]:
+        """Yield rows of records that hold tokens of a sequence, and their extent for each head.
+
+        Each item has some MB at most.
+        """
         pages, extent = self._pages[layer], self._stores[layer, batch].extent
         step = max(1, CHUNK // (pages.kv_heads * pages.record_bytes))
         last = -(-tokens.stop // pages.tokens)
@@ -196,237 +197,241 @@ class DiskRecallPart(FetchedPart):
                                 (rows.stop - row) * pages.record_bytes) for head in heads]
 
     def _landing_for(self, pages: PageLayout) -> Tensor:
-        """A buffer for what `_records_of` yields."""
+        """Return a buffer for an item of `_record_extents`."""
         return self._device.host_empty(max(CHUNK, pages.kv_heads * pages.record_bytes))
+
+    def _newest(self, layer: int, batch: int) -> Tensor:
+        """Return the newest tokens, [sequences, kv_heads, newest, kinds, width]."""
+        return self._hot[layer, batch].entries[:, :, self._slots[layer] :]
+
+    def _staged(self, staging: StagingBuffer, layer: int, batch: int) -> Tensor:
+        """Return the slots in a staging buffer, [kinds, sequences, kv_heads, slots, width]."""
+        return typed(staging.host, 0, self._shape(layer, batch, self._stores[layer, batch].slots),
+                     self.slot_layout.dtype)
 
     def _read_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
                   cached: Sequence[int]) -> None:
-        """Fill the staging buffer with all that is cached: from disk, and over it the newest."""
-        pages, held = self._pages[layer], self._held(staging, layer, batch)
-        newest = self._fast[layer, batch].records[:, :, self._slots[layer] :]
-        landing = self._landing_for(pages)
+        """Fill a staging buffer with all cached tokens, from disk and then from the newest."""
+        pages, cache = self._pages[layer], self._staged(staging, layer, batch)
+        newest, landing = self._newest(layer, batch), self._landing_for(pages)
         for sequence, count in enumerate(cached):
-            by_record = held[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extents in self._records_of(layer, batch, sequence, range(count)):
-                there, size = landing[: sum(each.nbytes for each in extents)], extents[0].nbytes
-                lane.disk.read([AlignedRead(each.path, each.offset, size, head * size)
-                                for head, each in enumerate(extents)], there)
-                by_record[:, :, rows] = in_rows(there, pages, self.records)
+            by_record = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            for rows, extents in self._record_extents(layer, batch, sequence, range(count)):
+                size = extents[0].nbytes
+                buffer = landing[: len(extents) * size]
+                lane.disk.read([AlignedRead(extent.path, extent.offset, size, head * size)
+                                for head, extent in enumerate(extents)], buffer)
+                by_record[:, :, rows] = view_slots(buffer, pages, self.slot_layout)
             tokens = torch.arange(pages.first_newest(count), count)
-            held[:, sequence, :, tokens] = newest[
+            cache[:, sequence, :, tokens] = newest[
                 sequence, :, tokens % newest.shape[2]].permute(2, 0, 1, 3)
 
-    def _held(self, staging: StagingBuffer, layer: int, batch: int) -> Tensor:
-        return typed(staging.host, 0, self._shape(layer, batch, self._stores[layer, batch].slots),
-                     self.records.dtype)
-
-    def filled(self, layer, batch, tokens):
+    def on_prompt_cached(self, layer, batch, tokens):
         pages = self._pages[layer]
         if pages is None:
             return
-        fast, held = self._fast[layer, batch], self.get(layer, batch)
-        newest = fast.records[:, :, self._slots[layer] :]
-        firsts = torch.full((len(fast.cached), self.records.kv_heads), pages.slots)
+        hot, cache = self._hot[layer, batch], self.get(layer, batch)
+        newest = self._newest(layer, batch)
+        firsts = torch.full((len(hot.cached), self.slot_layout.kv_heads), pages.slots)
         for sequence, first, end in tokens:
             row = sequence - self.first
-            fast.cached[row], fast.written[row] = end, min(first, fast.written[row])
-            fast.empty[row] |= first == 0
+            hot.cached[row], hot.written[row] = end, min(first, hot.written[row])
+            hot.empty[row] |= first == 0
             firsts[row] = first
             new = torch.arange(pages.first_newest(end), end)
-            newest[row, :, new % newest.shape[2]] = held[:, row, :, new].permute(1, 2, 0, 3)
-        fast.found.forget(firsts.view(-1))
+            newest[row, :, new % newest.shape[2]] = cache[:, row, :, new].permute(1, 2, 0, 3)
+        hot.hot_set.forget(firsts.view(-1))
 
-    def store(self, layer, batch, changed):
+    def store(self, layer, batch, update):
         if self._pages[layer] is None:
-            super().store(layer, batch, changed)
+            super().store(layer, batch, update)
             return
-        fast = self._fast[layer, batch]
-        new = [range(*some) for some in zip(fast.written, fast.cached, strict=True)]
-        fast.written[:] = fast.cached
+        hot = self._hot[layer, batch]
+        new = [range(*span) for span in zip(hot.written, hot.cached, strict=True)]
+        hot.written[:] = hot.cached
         empty = partial(self._write_all, layer=layer, batch=batch, new=new)
         self._stores[layer, batch].busy.append(self._ring.store((layer, batch), empty))
 
     def _write_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
                    new: Sequence[range]) -> None:
         """Write the records of new tokens of each sequence."""
-        pages, held = self._pages[layer], self._held(staging, layer, batch)
+        pages, cache = self._pages[layer], self._staged(staging, layer, batch)
         landing = self._landing_for(pages)
         for sequence, tokens in enumerate(new):
-            by_record = held[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extents in self._records_of(layer, batch, sequence, tokens):
-                there = landing[: sum(each.nbytes for each in extents)]
-                in_rows(there, pages, self.records).copy_(by_record[:, :, rows])
-                lane.disk.write_each(extents, there)
+            by_record = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            for rows, extents in self._record_extents(layer, batch, sequence, tokens):
+                buffer = landing[: sum(extent.nbytes for extent in extents)]
+                view_slots(buffer, pages, self.slot_layout).copy_(by_record[:, :, rows])
+                lane.disk.write_each(extents, buffer)
 
-    # New tokens: those that are chosen
+    # New tokens: selected ones
 
     def log_weights(self, layer, batch, rows):
         if self._pages[layer] is None:
             return super().log_weights(layer, batch, rows)
-        return self._fast[layer, batch].found.log_weights.unflatten(
-            0, (-1, self.records.kv_heads))[rows]
+        return self._hot[layer, batch].hot_set.log_weights.unflatten(
+            0, (-1, self.slot_layout.kv_heads))[rows]
 
-    def turns(self, layer, sequences):
+    def fetch_groups(self, layer, sequences):
         if self._pages[layer] is None:
-            return super().turns(layer, sequences)
+            return super().fetch_groups(layer, sequences)
         groups = min(sequences, TURNS)
-        ends = [sequences * group // groups for group in range(groups + 1)]
-        return [slice(*each) for each in pairwise(ends)]
+        return [slice(*ends) for ends in pairwise(
+            sequences * group // groups for group in range(groups + 1))]
 
-    def ask(self, layer, batch, rows, chosen):
+    def fetch_selected(self, layer, batch, rows, selected):
         if self._pages[layer] is None:
-            return super().ask(layer, batch, rows, chosen)
-        pages, fast, before = self._pages[layer], self._fast[layer, batch], chosen.spans[1]
-        self._write_full(layer, batch, rows, before.tolist())
-        slots, held, loads = self._take(layer, batch, rows, chosen)
-        self.counts.hits += held
+            return super().fetch_selected(layer, batch, rows, selected)
+        pages, hot, positions = self._pages[layer], self._hot[layer, batch], selected.spans[1]
+        self._write_full_records(layer, batch, rows, positions.tolist())
+        slots, hits, loads = self._fetch_missing(layer, batch, rows, selected)
+        self.counts.hits += hits
         self.counts.loads += loads
-        place = self._slots[layer] + before % pages.newest
-        fast.cached[rows] = (before + 1).tolist()
-        spans = torch.stack((place, *chosen.spans[1:]))
-        return SelectedTokens(slots, torch.stack((place, chosen.metadata[1])), spans)
+        newest_slots = self._slots[layer] + positions % pages.newest
+        hot.cached[rows] = (positions + 1).tolist()
+        return SelectedTokens(slots, torch.stack((newest_slots, selected.metadata[1])),
+                              torch.stack((newest_slots, *selected.spans[1:])))
 
-    def recalled(self, layer, batch, rows):
+    def selected_entries(self, layer, batch, rows):
         if self._pages[layer] is None:
-            return super().recalled(layer, batch, rows)
-        fast, began = self._fast[layer, batch], time.perf_counter()
-        for each in list(fast.coming):
-            mine, handle = each
-            if mine.start < rows.stop and rows.start < mine.stop:
+            return super().selected_entries(layer, batch, rows)
+        hot, began = self._hot[layer, batch], time.perf_counter()
+        for fetch in list(hot.fetches):
+            fetched, handle = fetch
+            if fetched.start < rows.stop and rows.start < fetched.stop:
                 self._transfers.ready(handle)
-                fast.coming.remove(each)
+                hot.fetches.remove(fetch)
         self.counts.wait_seconds += time.perf_counter() - began
-        return fast.records[rows].permute(3, 0, 1, 2, 4)
+        return hot.entries[rows].permute(3, 0, 1, 2, 4)
 
-    def room(self, layer, batch):
+    def prefetch_capacity(self, layer, batch):
         if self._pages[layer] is None:
             return ()
-        return [self._slots[layer] * empty for empty in self._fast[layer, batch].empty]
+        return [self._slots[layer] * empty for empty in self._hot[layer, batch].empty]
 
-    def expect(self, layer, batch, chosen):
+    def prefetch(self, layer, batch, selected):
         if self._pages[layer] is None:
             return
-        fast, fills = self._fast[layer, batch], any(self.room(layer, batch))
-        fast.empty = [False] * len(chosen.slots)
-        _, _, loads = self._take(layer, batch, slice(0, len(chosen.slots)), chosen)
+        hot, fills = self._hot[layer, batch], any(self.prefetch_capacity(layer, batch))
+        hot.empty = [False] * len(selected.slots)
+        _, _, loads = self._fetch_missing(layer, batch, slice(0, len(selected.slots)), selected)
         if fills:
             self.counts.loads += loads
         else:
             self.counts.guesses += loads
 
-    def _take(self, layer: int, batch: int, rows: slice, chosen: SelectedTokens
-              ) -> tuple[Tensor, int, int]:
-        """The slots of the tokens that some sequences choose, of which those that are missing
-        start to come; how many were in memory, and how many were not."""
-        firsts = [self._pages[layer].first_newest(cached) for cached in chosen.spans[1].tolist()]
-        slots, missing, held = self._fast[layer, batch].found.take(
-            chosen.slots, torch.tensor(firsts, dtype=torch.int32),
-            head=rows.start * self.records.kv_heads)
+    def _fetch_missing(self, layer: int, batch: int, rows: slice, selected: SelectedTokens
+                       ) -> tuple[Tensor, int, int]:
+        """Start reading the selected tokens that the hot set lacks.
+
+        Return the slots of all selected tokens, how many were in memory, and how many were not.
+        """
+        pages, hot = self._pages[layer], self._hot[layer, batch]
+        firsts = [pages.first_newest(cached) for cached in selected.spans[1].tolist()]
+        slots, missing, hits = hot.hot_set.take(
+            selected.slots, torch.tensor(firsts, dtype=torch.int32),
+            head=rows.start * self.slot_layout.kv_heads)
         if missing.numel():
-            self._bring(layer, batch, rows, missing)
-        return slots, held, missing.shape[1]
+            store = self._stores[layer, batch]
+            before, store.busy = store.busy, []
+            hot.fetches.append((rows, self._transfers.submit(RECALLS, partial(
+                self._read_tokens, pages=pages, extent=store.extent, missing=missing,
+                slots=hot.entries), after=before)))
+        return slots, hits, missing.shape[1]
 
-    def _bring(self, layer: int, batch: int, rows: slice, missing: Tensor) -> None:
-        """Start reading missing tokens [3, n] (head, token, slot) into their slots of the fast
-        set."""
-        store, fast = self._stores[layer, batch], self._fast[layer, batch]
-        before, store.busy = store.busy, []
-        fast.coming.append((rows, self._transfers.submit(RECALLS, partial(
-            self._read_some, pages=self._pages[layer], extent=store.extent, missing=missing,
-            slots=fast.records), after=before)))
-
-    def _read_some(self, lane: Lane, *, pages: PageLayout, extent: Extent, missing: Tensor,
-                   slots: Tensor) -> None:
-        """Read missing tokens of the file that begins with an extent into slots of all heads."""
-        came = lane.disk.read_by(extent.path, partial(
+    def _read_tokens(self, lane: Lane, *, pages: PageLayout, extent: Extent, missing: Tensor,
+                     slots: Tensor) -> None:
+        """Read missing tokens [3, n] (head, token, slot) from an extent into slots."""
+        done = lane.disk.read_by(extent.path, partial(
             ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
             landing=self._landing))
         record = self._landing[: pages.record_bytes]
-        for head, token, slot in missing[:, came:].T.tolist():  # the disk tells what is wrong
+        for head, token, slot in missing[:, done:].T.tolist():  # `read` raises what went wrong
             row = head * pages.rows + token // pages.tokens
             lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.record_bytes,
                                         pages.record_bytes, 0)], record)
-            slots.flatten(0, 1)[head, slot] = in_records(
-                record, pages, self.records)[0, token % pages.tokens]
+            slots.flatten(0, 1)[head, slot] = view_records(
+                record, pages, self.slot_layout)[0, token % pages.tokens]
 
-    def _write_full(self, layer: int, batch: int, rows: slice, cached: Sequence[int]) -> None:
-        """Start writing the records of some sequences' newest tokens that have become full."""
-        pages, fast = self._pages[layer], self._fast[layer, batch]
+    def _write_full_records(self, layer: int, batch: int, rows: slice, cached: Sequence[int]
+                            ) -> None:
+        """Start writing the records of the newest tokens that have become full."""
+        pages, hot = self._pages[layer], self._hot[layer, batch]
         store = self._stores[layer, batch]
-        if rows.start == 0:  # once a step: what the steps before began to write
+        if rows.start == 0:  # once a step: wait for the writes of earlier steps
             for handle in store.busy:
                 self._transfers.ready(handle)
             store.busy = []
-        newest = fast.records[:, :, self._slots[layer] :].unflatten(2, (-1, pages.tokens))
+        newest = self._newest(layer, batch).unflatten(2, (-1, pages.tokens))
         for sequence, count in enumerate(cached, rows.start):
             full = count // pages.tokens
-            if full * pages.tokens <= fast.written[sequence]:
+            if full * pages.tokens <= hot.written[sequence]:
                 continue
-            fast.written[sequence] = full * pages.tokens
+            hot.written[sequence] = full * pages.tokens
             # [kv_heads, tokens, kinds, width]
-            row = newest[sequence, :, (full - 1) % newest.shape[2]]
-            (_, extents), = self._records_of(layer, batch, sequence, range(
+            record = newest[sequence, :, (full - 1) % newest.shape[2]]
+            (_, extents), = self._record_extents(layer, batch, sequence, range(
                 (full - 1) * pages.tokens, full * pages.tokens))
             store.busy.append(self._transfers.submit(
-                "stores", partial(self._write_row, pages=pages, extents=extents, row=row)))
+                "stores", partial(self._write_record, pages=pages, extents=extents,
+                                  record=record)))
 
-    def _write_row(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent], row: Tensor
-                   ) -> None:
-        landing = self._device.host_empty(sum(each.nbytes for each in extents))
-        in_records(landing, pages, self.records).copy_(row)
-        lane.disk.write_each(extents, landing)
-
-
-# The parts of a cache over the tiers that its sequences are placed on.
+    def _write_record(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent],
+                      record: Tensor) -> None:
+        buffer = self._device.host_empty(sum(extent.nbytes for extent in extents))
+        view_records(buffer, pages, self.slot_layout).copy_(record)
+        lane.disk.write_each(extents, buffer)
 
 
 def recalls_in_place(device: Device) -> bool:
-    """True if kernels of a GPU read in host memory what a step recalls."""
+    """Return whether GPU kernels read selected tokens in host memory in place."""
     return device.zero_copy and not ops.uses_reference(device.torch.type)
 
 
-def make_parts(records: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
+def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
                transfers: Transfers, on_host: bool, file: Callable[[int], str],
-               recalled: Sequence[bool] = (), fast: Sequence[int] = ()) -> list[CachePart]:
-    """The parts of a cache.
+               recalled: Sequence[bool] = (), hot_slots: Sequence[int] = ()) -> list[CachePart]:
+    """Return the parts of a cache.
 
     Parameters
     ----------
+    slot_layout : SlotLayout
+    capacity : Capacity
     counts : three ints
         Sequences of a batch on (gpu, cpu, disk).
+    transfers : Transfers
     on_host : bool
-        Attention over the sequences on cpu runs there.
+        Attention over the sequences on cpu runs on the host.
     file : callable (bytes) -> path
-        Makes a file for them on disk.
+        Make a file for the sequences on disk.
     recalled : sequence of bool
-        Of a cache that is recalled: the layers of which steps choose tokens. A GPU reads those of
-        host memory in place.
-    fast : sequence of int
-        Slots of the fast set in each layer, of a cache that is recalled: from disk without a GPU,
-        and with one from host memory. Beside a GPU whole layers are fetched from disk.
+        Layers in which decode steps select tokens. A GPU reads their tokens of host memory in
+        place.
+    hot_slots : sequence of int
+        Slots of the hot set in each layer, of a cache on disk without a GPU, or in host memory
+        beside one. Beside a GPU whole layers are fetched from disk.
     """
     device = transfers.device
     gpu, cpu, disk = counts
     if not device.separate:
         gpu, cpu = gpu + cpu, 0
+    in_host, on_disk = (gpu, gpu + cpu), (gpu + cpu, gpu + cpu + disk)
+    sizes = {"capacity": capacity, "transfers": transfers}
     parts: list[CachePart] = []
     if gpu:
-        parts.append(ResidentPart(records, 0, gpu, capacity=capacity, device=device))
+        parts.append(ResidentPart(slot_layout, 0, gpu, capacity=capacity, device=device))
     if cpu and on_host:
-        parts.append(ResidentPart(records, gpu, gpu + cpu, capacity=capacity, device=device,
+        parts.append(ResidentPart(slot_layout, *in_host, capacity=capacity, device=device,
                                   on_host=True))
     elif cpu and any(recalled) and recalls_in_place(device):
-        parts.append(ZeroCopyPart(records, gpu, gpu + cpu, capacity=capacity, transfers=transfers,
-                                recalled=recalled, fast=fast))
+        parts.append(ZeroCopyPart(slot_layout, *in_host, recalled=recalled, hot_slots=hot_slots,
+                                  **sizes))
     elif cpu:
-        parts.append(FetchedPart(records, gpu, gpu + cpu, capacity=capacity, transfers=transfers,
-                                 path=None))
-    if disk and any(fast) and not device.separate:
-        path = file(DiskRecallPart.recalled_file_bytes(records, disk, capacity, fast))
-        parts.append(DiskRecallPart(records, gpu, gpu + disk, capacity=capacity,
-                                    transfers=transfers, path=path, fast=fast))
+        parts.append(FetchedPart(slot_layout, *in_host, path=None, **sizes))
+    if disk and any(hot_slots) and not device.separate:
+        path = file(DiskRecallPart.recalled_file_bytes(slot_layout, disk, capacity, hot_slots))
+        parts.append(DiskRecallPart(slot_layout, *on_disk, path=path, hot_slots=hot_slots, **sizes))
     elif disk:
-        path = file(FetchedPart.file_bytes(records, disk, capacity))
-        parts.append(FetchedPart(records, gpu + cpu, gpu + cpu + disk, capacity=capacity,
-                                 transfers=transfers, path=path))
+        path = file(FetchedPart.file_bytes(slot_layout, disk, capacity))
+        parts.append(FetchedPart(slot_layout, *on_disk, path=path, **sizes))
     return parts

@@ -1,4 +1,8 @@
-"""Moving sequences out of one block's cache into the next one's, a layer at a time."""
+"""What eviction knows of the slots of a block: states, step metadata, and their migration.
+
+The block that follows continues some sequences: `copy_continued` and `write_continued` move their
+cache into it, one layer at a time.
+"""
 
 from __future__ import annotations
 
@@ -12,80 +16,21 @@ from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence
 from flexgen_h2o.h2o.budget import cached
-from flexgen_h2o.h2o.eviction import Eviction, EvictionState, eviction_of, new_state
+from flexgen_h2o.h2o.eviction import (
+    Eviction,
+    EvictionState,
+    decode_metadata,
+    eviction_of,
+    new_state,
+)
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 
-Moved = dict[tuple[int, int], list[torch.Tensor]]
-"""Of each sequence, by the batch and place that it had: the records of its tokens [kinds, kv_heads,
-tokens, width], and what their eviction state holds, [kv_heads, tokens] each."""
-
-
-def take(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout], *,
-         states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None) -> Moved:
-    """Copies of what the last block holds in a layer of the sequences that are continued.
-
-    Parameters
-    ----------
-    parts : sequence of CachePart
-        As the last block left them, all that was under way done.
-    batches : sequence of BatchLayout
-        The next block.
-    states : mapping
-        Eviction states of the layer by batch and the part's first sequence, where it evicts.
-    h2o : H2OConfig or None
-    """
-    found: Moved = {}
-    continued = [(one, length) for batch_layout in batches
-               for one, length in zip(batch_layout.continued, batch_layout.lengths, strict=True)
-               if one is not None]
-    for batch in sorted({one.batch for one, _ in continued}):
-        for part in parts:
-            mine = [(one, length) for one, length in continued
-                    if one.batch == batch and part.first <= one.sequence < part.last]
-            if not mine:
-                continue
-            part.load(layer, batch, fetch=True, cached=0)
-            held, state = part.get(layer, batch), states.get((batch, part.first))
-            for one, length in mine:
-                row, count = one.sequence - part.first, cached(h2o, layer, length,
-                                                               one.generated - 1)
-                found[batch, one.sequence] = [
-                    held[:, row, :, :count].clone(),
-                    *(x[row, :, :count].clone() for x in (state.tensors if state else ()))]
-    return found
-
-
-def put(moved: Moved, continued: Sequence[ContinuedSequence | None], held: torch.Tensor,
-        state: EvictionState | None) -> None:
-    """Fill the first slots of sequences with what was moved of them.
-
-    Parameters
-    ----------
-    moved : Moved
-    continued : sequence of (ContinuedSequence or None)
-        The sequences of a part; None: its prompt is yet to come.
-    held : Tensor [kinds, sequences, kv_heads, slots, width]
-    state : EvictionState or None
-        Of the part's sequences.
-    """
-    for row, one in enumerate(continued):
-        if one is None:
-            continue
-        records, *others = moved[one.batch, one.sequence]
-        held[:, row, :, : records.shape[2]] = records
-        for target, values in zip(state.tensors if state else (), others, strict=True):
-            target[row, :, : values.shape[1]] = values
-
-
-# The eviction states of a block of batches, and the plans of its layers.
-
-
 Rope = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, [rows, rotary_dim / 2] each."""
+"""Cosines and sines, float32 [rows, rotary_dim / 2] each."""
 
 
 class EvictionStates:
-    """One eviction state for each layer, batch and part of a cache that loses tokens there.
+    """The eviction state of each layer, batch and part of a cache that evicts there.
 
     Parameters
     ----------
@@ -93,16 +38,15 @@ class EvictionStates:
     h2o : H2OConfig or None
         None: nothing is evicted.
     rope : callable (positions) -> Rope or None
-        float32 tables, for positions that roll.
+        Rotations of a model with rotary embeddings, for rolling positions.
     device : torch.device
-        Where compute runs.
+        The device of compute.
     smoothing : sequence of LayerSmoothing
-        The constants of each layer; empty: keys are not smoothed.
+        Key smoothing of each layer; empty: keys are not smoothed.
 
     Attributes
     ----------
     eviction : Eviction
-        The policy.
     plans : list of list of LayerCachePlan
         Of each batch of the block, by layer.
     """
@@ -121,58 +65,174 @@ class EvictionStates:
         self.plans: list[list[LayerCachePlan]] = []
 
     def begin(self, batches: Sequence[BatchLayout]) -> dict[tuple[int, int, int], EvictionState]:
-        """Start a block. Returns the states of the last one, by layer, batch and the part's first
-        sequence."""
+        """Start a block; return the last block's states by (layer, batch, first sequence)."""
         last, self._states = self._states, {}
         self.plans = [layer_cache_plans(batch_layout, self._h2o, self._shape.num_layers)
                       for batch_layout in batches]
         return last
 
     def state(self, layer: int, batch: int, part: CachePart) -> EvictionState | None:
-        """The state of a part's sequences, empty when it is first asked for; None where nothing is
-        evicted."""
+        """Return the state of a part's sequences, empty at first; None where nothing is evicted."""
         plan = self.plans[batch][layer]
         if not plan.evicts:
             return None
         key = (layer, batch, part.first)
         if key not in self._states:
-            mine, place = part.sequences(batch), part.place(self._device)
+            sequences, device = part.sequences(batch), part.attention_device(self._device)
             rope = None
             if self.rolls(layer, batch):
-                rope = tuple(table.to(place) for table in self.table(plan.slots + 1))
+                rope = tuple(table.to(device) for table in self.rope_tables(plan.slots + 1))
             smoothing = self.smoothing(layer, batch)
             self._states[key] = new_state(
-                (mine.stop - mine.start, self._shape.kv_heads, plan.slots),
-                self._eviction_in(layer, plan), rope=rope, device=place,
-                smoothing=None if smoothing is None else smoothing.to(place))
+                (sequences.stop - sequences.start, self._shape.kv_heads, plan.slots),
+                self._layer_eviction(layer, plan), rope=rope, device=device,
+                smoothing=None if smoothing is None else smoothing.to(device))
         return self._states[key]
 
-    def _eviction_in(self, layer: int, plan: LayerCachePlan) -> Eviction:
-        """The policy in a layer. Without heavy hitters no cache holds what its window hides."""
+    def _layer_eviction(self, layer: int, plan: LayerCachePlan) -> Eviction:
+        """Return the eviction of a layer.
+
+        Without heavy hitters the cache never holds tokens outside of the layer's window.
+        """
         window = self._h2o.window(layer)
         if window is None:
             return self.eviction
         return replace(self.eviction, sinks=0, window=window if plan.scored else 0)
 
     def scored(self, layer: int, batch: int) -> bool:
-        """True if scores decide what stays."""
+        """Return whether scores decide which tokens stay."""
         plan = self.plans[batch][layer]
         return plan.evicts and plan.scored
 
     def rolls(self, layer: int, batch: int) -> bool:
-        """True if positions are ranks. As long as nothing is evicted, the two are the same."""
+        """Return whether positions are ranks. Until something is evicted, ranks are positions."""
         return self.plans[batch][layer].evicts and self._h2o.positions == "rolling"
 
     def smoothing(self, layer: int, batch: int) -> KeySmoothing | None:
-        """The smoothing of the keys that a layer caches; None where they are cached as they are."""
+        """Return the smoothing of the keys that a layer caches, if any."""
         if not self._smoothing:
             return None
         constants = self._smoothing[layer]
         return constants.unrotated if self.rolls(layer, batch) else constants.rotated
 
-    def table(self, positions: int) -> Rope:
-        """Rotations at the first `positions` positions, or more."""
+    def rope_tables(self, positions: int) -> Rope:
+        """Return rotations at the first `positions` positions, or more."""
         if self._tables is None or len(self._tables[0]) < positions:
-            most = max(plan.slots for each in self.plans for plan in each) + 1
-            self._tables = self._rope(torch.arange(max(positions, most), device=self._device))
+            slots = max(plan.slots for plans in self.plans for plan in plans)
+            self._tables = self._rope(torch.arange(max(positions, slots + 1), device=self._device))
         return self._tables
+
+
+class StepMetadata:
+    """The metadata of decode steps, created once for all layers of the same budgets.
+
+    Parameters
+    ----------
+    batch_layouts : sequence of BatchLayout
+    plans : sequence of sequences of LayerCachePlan
+        Of each batch, by layer.
+    h2o : H2OConfig or None
+    captured : bool
+        Attention is captured: a step overwrites the metadata that replays read.
+    """
+
+    def __init__(self, batch_layouts: Sequence[BatchLayout],
+                 plans: Sequence[Sequence[LayerCachePlan]], h2o: H2OConfig | None, *,
+                 captured: bool):
+        self._batch_layouts = batch_layouts
+        self._plans = plans
+        self._h2o = h2o
+        self._captured = captured
+        self._metadata: dict[tuple, tuple[int, torch.Tensor]] = {}
+
+    def update(self, layer: int, batch: int, part: CachePart, *, token: int, device: torch.device
+               ) -> torch.Tensor:
+        """Return the metadata of new token `token` (from 1): int32 [4, sequences of the part]."""
+        key = self._key(layer, batch, part)
+        newest, metadata = self._metadata.get(key, (0, None))
+        if newest != token:
+            prompts = self._batch_layouts[batch].lengths[part.sequences(batch)]
+            fresh = decode_metadata(prompts, self.tokens(batch, part, token), self._h2o, layer)
+            if metadata is None or not self._captured:
+                metadata = fresh.to(device)
+            else:
+                metadata.copy_(fresh)
+            self._metadata[key] = (token, metadata)
+        return metadata
+
+    def newest(self, layer: int, batch: int, part: CachePart) -> torch.Tensor:
+        """Return the result of the last `update`."""
+        return self._metadata[self._key(layer, batch, part)][1]
+
+    def tokens(self, batch: int, part: CachePart, token: int) -> list[int]:
+        """Return the tokens of each sequence of a part, new token `token` included."""
+        sequences, batch_layout = part.sequences(batch), self._batch_layouts[batch]
+        return [batch_layout.tokens(sequence, token)
+                for sequence in range(sequences.start, sequences.stop)]
+
+    def _key(self, layer: int, batch: int, part: CachePart) -> tuple[int, int, int]:
+        return batch, part.first, self._plans[batch][layer].budget_group
+
+
+ContinuedEntries = dict[tuple[int, int], list[torch.Tensor]]
+"""Of each continued sequence, by its batch and place in the last block: its cached entries [kinds,
+kv_heads, tokens, width], and the tensors of its eviction state, [kv_heads, tokens] each."""
+
+
+def copy_continued(layer: int, parts: Sequence[CachePart], batches: Sequence[BatchLayout], *,
+                   states: Mapping[tuple[int, int], EvictionState], h2o: H2OConfig | None
+                   ) -> ContinuedEntries:
+    """Copy what the last block holds of continued sequences in a layer.
+
+    Parameters
+    ----------
+    layer : int
+    parts : sequence of CachePart
+        As the last block left them, without running transfers.
+    batches : sequence of BatchLayout
+        The next block.
+    states : mapping
+        The layer's eviction states by (batch, first sequence of the part).
+    h2o : H2OConfig or None
+    """
+    entries: ContinuedEntries = {}
+    continued = [(origin, length) for batch_layout in batches
+                 for origin, length in zip(batch_layout.continued, batch_layout.lengths,
+                                           strict=True) if origin is not None]
+    for batch in sorted({origin.batch for origin, _ in continued}):
+        for part in parts:
+            here = [(origin, length) for origin, length in continued
+                    if origin.batch == batch and part.first <= origin.sequence < part.last]
+            if not here:
+                continue
+            part.load(layer, batch, fetch=True, cached=0)
+            cache, state = part.get(layer, batch), states.get((batch, part.first))
+            for origin, length in here:
+                row = origin.sequence - part.first
+                count = cached(h2o, layer, length, origin.generated - 1)
+                entries[batch, origin.sequence] = [
+                    cache[:, row, :, :count].clone(),
+                    *(x[row, :, :count].clone() for x in (state.tensors if state else ()))]
+    return entries
+
+
+def write_continued(entries: ContinuedEntries, continued: Sequence[ContinuedSequence | None],
+                    cache: torch.Tensor, state: EvictionState | None) -> None:
+    """Write continued sequences into their first slots.
+
+    Parameters
+    ----------
+    entries : ContinuedEntries
+    continued : sequence of (ContinuedSequence or None)
+        The sequences of a part; None: a new one.
+    cache : Tensor [kinds, sequences, kv_heads, slots, width]
+    state : EvictionState or None
+        Of the part's sequences.
+    """
+    for row, origin in enumerate(continued):
+        if origin is None:
+            continue
+        slots, *scores = entries[origin.batch, origin.sequence]
+        cache[:, row, :, : slots.shape[2]] = slots
+        for target, values in zip(state.tensors if state else (), scores, strict=True):
+            target[row, :, : values.shape[1]] = values

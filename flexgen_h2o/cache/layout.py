@@ -1,4 +1,4 @@
-"""Sizes of a cache: bytes of a stored vector, slots by layer, and the plan of each layer."""
+"""Sizes of a KV cache: bytes of a slot, slots of each layer, and the plan of each layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.cache.tiers import SlotLayout
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
@@ -16,12 +15,50 @@ from flexgen_h2o.h2o.budget import budget, slots
 
 
 @dataclass(frozen=True)
-class CacheShape:
-    """Sizes that all sequences share: the model's, and those of a stored vector.
+class SlotLayout:
+    """Contents of a slot: `kinds` entries of `width` elements of `dtype` for each KV head.
 
-    `layout` is that of compressed records; None: vectors of `dtype`. `attn_sparsity` is the share
-    of the cached values that a new token reads (`kernels.reference.sparse`), `attention` the forms
-    of all layers, or empty: `ModelConfig.form`.
+    An entry is a key or value in the run's dtype, or its quantized groups in bytes. The kinds are
+    keys and values, or one kind whose entries hold both (`CacheLayout`).
+    """
+
+    kv_heads: int
+    width: int
+    dtype: torch.dtype
+    kinds: int = 2
+
+    def shape(self, sequences: int, slots: int) -> tuple[int, ...]:
+        """Return [kinds, sequences, kv_heads, slots, width]."""
+        return self.kinds, sequences, self.kv_heads, slots, self.width
+
+    def nbytes(self, sequences: int, slots: int) -> int:
+        """Return the bytes of the slots of one layer."""
+        return self.kinds * sequences * self.kv_heads * slots * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Capacity of a part of a cache: batches of a block, and slots of a sequence in each layer."""
+
+    batches: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes that all sequences share.
+
+    Attributes
+    ----------
+    num_layers, kv_heads, head_dim : int
+    dtype : torch.dtype
+        Of a cache that is not quantized.
+    layout : CacheLayout or None
+        Layout of quantized keys and values; None: the cache has `dtype`.
+    attn_sparsity : float
+        Share of the cached values that a new token reads (`kernels.reference.sparse`).
+    attention : tuple of AttentionForm
+        Of each layer; empty: the default form in all of them.
     """
 
     num_layers: int
@@ -33,28 +70,35 @@ class CacheShape:
     attention: tuple[AttentionForm, ...] = ()
 
     def form(self, layer: int) -> AttentionForm:
-        """The form of attention of a layer."""
+        """Return the form of attention of a layer."""
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
-    def records(self) -> SlotLayout:
-        """The contents of a slot at rest."""
-        if self.layout is None:
-            return self.plain()
+    def slot_layout(self, *, quantized: bool = True) -> SlotLayout:
+        """Return the contents of a slot, in the run's dtype unless the cache is quantized."""
+        if self.layout is None or not quantized:
+            return SlotLayout(self.kv_heads, self.head_dim, self.dtype)
         return SlotLayout(self.kv_heads, self.layout.width, torch.uint8, self.layout.kinds)
 
     def token_bytes(self) -> int:
-        """Bytes of one cached token of a sequence at rest, in all layers."""
-        return self.num_layers * self.records().nbytes(1, 1)
-
-    def plain(self) -> SlotLayout:
-        """The contents of a slot in the run's dtype."""
-        return SlotLayout(self.kv_heads, self.head_dim, self.dtype)
+        """Return the bytes of one cached token of a sequence in all layers."""
+        return self.num_layers * self.slot_layout().nbytes(1, 1)
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """The most that a cache has to hold: sequences of a batch, batches of a block, slots of a
-    sequence in each layer, and tokens of a prompt that comes in chunks (0 without chunks)."""
+    """Capacity of a cache.
+
+    Attributes
+    ----------
+    sequences : int
+        Of a batch.
+    batches : int
+        Of a block.
+    slots : tuple of int
+        Slots of a sequence in each layer.
+    prompt : int
+        Tokens of the longest prompt that is prefilled in chunks; 0 without chunked prefill.
+    """
 
     sequences: int
     batches: int
@@ -62,21 +106,23 @@ class CacheSize:
     prompt: int = 0
 
     def covers(self, other: CacheSize) -> bool:
-        """True if what fits into a cache of size `other` fits into one of this size."""
-        mine, its = ((size.sequences, size.batches, *size.slots, size.prompt)
-                     for size in (self, other))
-        return all(a >= b for a, b in zip(mine, its, strict=True))
+        """Return whether a cache of this size holds whatever one of size `other` holds."""
+        sizes = ((size.sequences, size.batches, *size.slots, size.prompt) for size in (self, other))
+        return all(a >= b for a, b in zip(*sizes, strict=True))
 
 
 def slots_of(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
              ) -> tuple[int, ...]:
-    """Slots of each layer that hold every sequence of these sizes: prompt, and tokens after it."""
+    """Return the slots of each layer that hold every sequence of some sizes.
+
+    A size is (tokens of the prompt, tokens appended to it).
+    """
     return tuple(max(slots(h2o, layer, *size) for size in sizes) for layer in range(num_layers))
 
 
 def evicting_layers(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
                     ) -> tuple[bool, ...]:
-    """The layers in which some sequence of these sizes will lose a token."""
+    """Return for each layer whether some sequence of these sizes will lose a token."""
     def evicts(layer: int, length: int, new: int) -> bool:
         new *= h2o is None or h2o.evicts_generated_at(layer)
         return slots(h2o, layer, length, new) < length + new
@@ -92,9 +138,8 @@ class LayerCachePlan:
     ----------
     slots : int
     evicts : bool
-        Some sequence will lose a token; if not, nothing is scored and no position rolls, as
-        a rank is then the position itself.
-    like : int
+        Some sequence will lose a token. If not, nothing is scored and positions need no ranks.
+    budget_group : int
         The first layer with the same budgets.
     scored : bool
         Some sequence has heavy hitters.
@@ -102,26 +147,26 @@ class LayerCachePlan:
 
     slots: int
     evicts: bool
-    like: int
+    budget_group: int
     scored: bool
-
-
-def _growth(h2o: H2OConfig | None, layer: int) -> tuple:
-    """A key that layers share whose caches grow alike, given the same budgets of the prompts."""
-    if h2o is None:
-        return ()
-    return (h2o.evicts_generated_at(layer), *(h2o.ratios(layer) if h2o.budget_of == "text" else ()))
 
 
 def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
-    """One for each layer."""
-    seen: dict[tuple, int] = {}
+    """Return the plan of each layer for a batch."""
+    def growth(layer: int) -> tuple:
+        # What decides, beside the budgets of the prompts, how budgets grow with generated tokens.
+        if h2o is None:
+            return ()
+        ratios = h2o.ratios(layer) if h2o.budget_of == "text" else ()
+        return h2o.evicts_generated_at(layer), *ratios
+
+    first: dict[tuple, int] = {}
     budgets = [tuple(budget(h2o, layer, length) for length in batch_layout.lengths)
                for layer in range(num_layers)]
-    like = [seen.setdefault((each, *_growth(h2o, layer)), layer)
-            for layer, each in enumerate(budgets)]
-    scored = [any(size is not None and size.heavy > 0 for size in each) for each in budgets]
+    groups = [first.setdefault((sizes, *growth(layer)), layer)
+              for layer, sizes in enumerate(budgets)]
+    scored = [any(size is not None and size.heavy > 0 for size in sizes) for sizes in budgets]
     evicts = batch_layout.evicts or evicting_layers(batch_layout.sizes, h2o, num_layers)
     return [LayerCachePlan(*plan) for plan in zip(
-        slots_of(batch_layout.sizes, h2o, num_layers), evicts, like, scored, strict=True)]
+        slots_of(batch_layout.sizes, h2o, num_layers), evicts, groups, scored, strict=True)]

@@ -1,8 +1,9 @@
-"""Putting a chunk of new tokens onto what is cached of a sequence, and evicting down to the budget.
+"""Attention within prompts, and what stays of them in the cache.
 
-This is how a prompt of any length goes through a cache of fixed size, and how a new turn comes onto
-a conversation. A chunk of one token does what a decode step does; one of the whole prompt what the
-cut of a prompt does (arXiv 2306.14048, algorithm 1, by chunks).
+A prompt comes whole, in chunks, or in two pieces of which several prompts share the first. It is
+cut to its budget at its end (`PromptAttention`, arXiv 2306.14048), or tokens are evicted with each
+chunk (`append_chunk`), so that a prompt of any length, or the next turn of a conversation, goes
+through a cache of fixed size.
 """
 
 from __future__ import annotations
@@ -29,23 +30,295 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
 
 WINDOW_QUERIES = 64
-"""That are treated together where plain PyTorch attends to a window with gaps."""
+"""Queries that plain PyTorch computes together where a window's keys have gaps."""
 
 
 @dataclass(frozen=True)
-class CacheState:
-    """The state of a sequence's cache before a chunk comes.
+class LayerAttention:
+    """Arguments of a layer's attention.
+
+    Attributes
+    ----------
+    form : AttentionForm
+    sinks : Tensor [heads] or None
+        Attention sinks, if the form has them.
+    offsets : Tensor [sequences, heads] or None
+        Added to the products of a new token's queries (`h2o.key_smoothing`).
+    """
+
+    form: AttentionForm = DEFAULT_FORM
+    sinks: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments by their names in `kernels.ops`."""
+        options = {"form": self.form, "sinks": self.sinks}
+        return options if self.offsets is None else options | {"offsets": self.offsets}
+
+
+class PromptAttention:
+    """Attention within the prompts of a block, which caches them.
+
+    Parameters
+    ----------
+    shape : CacheShape
+    h2o : H2OConfig or None
+        None: every token stays cached.
+    parts : sequence of CachePart
+        Of the cache.
+    prompt_parts : sequence of CachePart
+        Parts that hold prompts until their last chunk: `parts`, or others that hold whole prompts.
+    evictions : EvictionStates
+        Of the cache, which begins their blocks.
+    recall : Recall or None
+    """
+
+    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, parts: Sequence[CachePart],
+                 prompt_parts: Sequence[CachePart], evictions: EvictionStates,
+                 recall: Recall | None):
+        self._shape = shape
+        self._h2o = h2o
+        self._parts = parts
+        self._prompt_parts = prompt_parts
+        self._separate = prompt_parts is not parts
+        self._evictions = evictions
+        self._recall = recall
+        self._batch_layouts: Sequence[BatchLayout] = ()
+        self._scores: dict[tuple[int, int, int], torch.Tensor] = {}
+        """Scores of prompts in progress, by layer, batch and sequence."""
+        self._prefix: tuple[torch.Tensor | None, ...] = ()
+        """Of the shared prefix in this layer step: keys, values, keys to be cached, scores."""
+
+    def begin(self, batches: Sequence[BatchLayout]) -> None:
+        """Start a block, or continue its sequences."""
+        self._batch_layouts = batches
+        self._scores.clear()
+        self._prefix = ()
+
+    def attend(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
+               rope: Rope | None, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend within each prompt from spans of prompts, and cache them.
+
+        Parameters
+        ----------
+        layer, batch : int
+        q : Tensor [rows, heads, head_dim]
+        k, v : Tensor [rows, kv_heads, head_dim]
+            Rows of all spans, packed. q and k are rotated in place.
+        spans : sequence of PromptChunk
+        rope : Rope or None
+            Of the rows.
+        sinks : Tensor [heads] or None
+            The layer's attention sinks.
+
+        Returns
+        -------
+        Tensor [rows, heads, head_dim]
+        """
+        batch_layout = self._batch_layouts[batch]
+        rolling = rope is not None and self._evictions.rolls(layer, batch)
+        appends = batch_layout.appends and not self._separate
+        cached = k.clone() if rolling and not appends else k
+        if not (rolling and appends):
+            for x in (q, k):
+                ops.rotate_(x, rope)
+        lengths = [len(span) for span in spans]
+        attention = LayerAttention(self._shape.form(layer), sinks)
+        if batch_layout.appends:
+            attend = self._append if appends else self._attend_chunk
+            rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
+            outputs = [attend(layer, batch, span, *qkv, attention)
+                       for span, qkv in zip(spans, rows, strict=True)]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        length = batch_layout.lengths[spans[0].sequence]
+        if spans[0].start > 0 or spans[0].end < length:
+            return self._attend_shared(layer, batch, *spans, q, k, v, cached_keys=cached,
+                                       attention=attention)
+        scores = None
+        if self._evictions.scored(layer, batch):
+            scores = torch.zeros((k.shape[1], len(k)), device=k.device)
+        out = ops.prefill_attention(q, k, v, lengths, scores=scores,
+                                    decay=self._evictions.eviction.decay, **attention.options)
+        self._cut_and_cache(layer, batch, spans, cached, v, scores)
+        return out
+
+    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, cached_keys,
+                       attention: LayerAttention) -> torch.Tensor:
+        """Attend within the prefix that several prompts share, or from the rest of one prompt.
+
+        The rests come in the same layer step; each caches its whole prompt. `cached_keys` are the
+        keys as they are cached.
+        """
+        scores = None
+        if self._evictions.scored(layer, batch):
+            scores = torch.zeros((k.shape[1], span.end), device=k.device)
+        if span.start > 0:
+            *prefix, prefix_scores = self._prefix
+            k, v, cached_keys = (torch.cat(pair) for pair
+                                 in zip(prefix, (k, v, cached_keys), strict=True))
+            if scores is not None:
+                scores[:, : span.start] = prefix_scores
+        out = ops.prefill_attention(q, k, v, [len(span)], key_lengths=[span.end], scores=scores,
+                                    decay=self._evictions.eviction.decay, **attention.options)
+        if span.start > 0:
+            self._cut_and_cache(layer, batch, [span], cached_keys, v, scores)
+        else:  # copies: the arguments are scratch memory
+            self._prefix = k.clone(), v.clone(), cached_keys.clone(), scores
+        return out
+
+    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+                attention: LayerAttention) -> torch.Tensor:
+        """Append a chunk to the cache of its sequence, and evict down to the budget."""
+        part = self._part_of(span.sequence)
+        row = span.sequence - part.first
+        limit = budgets.budget(self._h2o, layer, self._batch_layouts[batch].lengths[span.sequence])
+        state = self._evictions.state(layer, batch, part)
+        sequence = SequenceState(cached=span.start, tokens=span.start)
+        if state is not None:
+            sequence = SequenceState(min(span.start, limit.total), span.start, limit.heavy,
+                                     limit.recent, scored=self._evictions.scored(layer, batch))
+            state = narrowed(state, slice(row, row + 1))
+            if state.ranks is not None:
+                tables = self._evictions.rope_tables(sequence.cached + len(span))
+                state = replace(state, rope=tables)
+        out = append_chunk(q, k, v, slots=part.get(layer, batch)[:, row], sequence=sequence,
+                           state=state, layout=self._shape.layout, attention=attention,
+                           smoothing=self._evictions.smoothing(layer, batch))
+        self._on_cached(layer, batch, part, [(span.sequence, span.start, span.end)])
+        return out
+
+    def _attend_chunk(self, layer: int, batch: int, span: PromptChunk, q, k, v,
+                      attention: LayerAttention) -> torch.Tensor:
+        """Attend from a chunk over its whole prompt so far; cut the prompt at its end."""
+        part = next(part for part in self._prompt_parts if span.sequence < part.last)
+        prompt = part.get(layer, batch)[:, span.sequence - part.first]
+        for target, new in zip(prompt, (k, v), strict=True):
+            target[:, span.start : span.end] = new.transpose(0, 1)
+        cached, values = prompt[:, :, : span.end].to(q.device).transpose(1, 2)
+        keys = cached
+        if self._evictions.rolls(layer, batch):
+            tables = self._evictions.rope_tables(span.end)
+            keys = rotated(cached, *(table[: span.end, None] for table in tables))
+        key = (layer, batch, span.sequence)
+        length = self._batch_layouts[batch].lengths[span.sequence]
+        scores = None
+        if self._evictions.scored(layer, batch):
+            if key not in self._scores:
+                self._scores[key] = torch.zeros((prompt.shape[1], length), device=q.device)
+            scores = self._scores[key][:, : span.end]
+        out = ops.prefill_attention(q, keys, values, [len(span)], key_lengths=[span.end],
+                                    scores=scores, decay=self._evictions.eviction.decay,
+                                    **attention.options)
+        if span.end == length:
+            self._cut_and_cache(layer, batch, [span], cached, values, self._scores.pop(key, None))
+        return out
+
+    def _cut_and_cache(self, layer: int, batch: int, spans: Sequence[PromptChunk], k, v, scores
+                       ) -> None:
+        """Cut whole prompts to their budgets, and put what stays into slots.
+
+        k and v are [rows, kv_heads, head_dim], scores [kv_heads, rows] or None. `spans` are the
+        last spans of prompts of neighbouring sequences.
+        """
+        smoothing = self._evictions.smoothing(layer, batch)
+        if smoothing is not None:
+            k = k.clone()
+            ops.rotate_(k, None, smoothing.keys)
+        first = 0
+        for part in self._parts:
+            here = [span for span in spans if part.first <= span.sequence < part.last]
+            if not here:
+                continue
+            cuts = [self._cut(layer, span.end) for span in here]
+            rows = slice(first, first + sum(cut.length for cut in cuts))
+            first = rows.stop
+            sequences = slice(here[0].sequence - part.first, here[-1].sequence + 1 - part.first)
+            slots = part.get(layer, batch)[:, sequences]
+            state = self._evictions.state(layer, batch, part)
+            if state is not None:
+                state = narrowed(state, sequences)
+                if state.eviction.window and state.eviction.policy is None:
+                    forget_hidden(scores[:, rows], cuts, state.eviction.window)
+                packed = (x if x is None else x.to(slots.device) for x in (
+                    k[rows], v[rows], None if scores is None else scores[:, rows]))
+                ops.select_heavy_hitters(*packed, cuts=cuts, slots=slots, state=state,
+                                         layout=self._shape.layout)
+            elif self._batch_layouts[batch].chunk is None or self._separate:
+                # Otherwise the chunks are in their slots already.
+                self._cache_whole(slots, cuts, k[rows], v[rows])
+                self._on_cached(layer, batch, part, [(span.sequence, 0, span.end)
+                                                     for span in here])
+
+    def _cut(self, layer: int, length: int) -> Cut:
+        budget = budgets.budget(self._h2o, layer, length)
+        return Cut(length, length, 0) if budget is None else (
+            Cut(length, budget.heavy, budget.recent))
+
+    def _cache_whole(self, slots: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor
+                     ) -> None:
+        """Put prompts that nothing is evicted from into their first slots."""
+        layout = self._shape.layout
+        for targets, x, groups in zip(
+                split_slots(slots, layout), packed,
+                (None, None) if layout is None else (layout.keys, layout.values), strict=True):
+            x = x if groups is None else ops.quantize_groups(x, groups)
+            for target, rows in zip(targets, x.split([cut.length for cut in cuts]), strict=True):
+                target[:, : len(rows)] = rows.transpose(0, 1)
+
+    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
+        """Cache the prompt of one sequence for others with the same prompt.
+
+        Parameters
+        ----------
+        layer, batch : int
+        source : int
+            Place in the batch of the sequence whose whole prompt `attend` has cached.
+        *targets : int
+            Places of the others.
+        """
+        originals = self._prompt_tensors(layer, batch, source)
+        for target in targets:
+            for original, copy in zip(originals, self._prompt_tensors(layer, batch, target),
+                                      strict=True):
+                copy.copy_(original)
+            self._on_cached(layer, batch, self._part_of(target), [
+                (target, 0, self._batch_layouts[batch].lengths[target])])
+
+    def _prompt_tensors(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
+        """Return the slots of a cached prompt, and the tensors of its eviction state."""
+        part = self._part_of(sequence)
+        row = sequence - part.first
+        slots = part.get(layer, batch)[:, row]
+        state = self._evictions.state(layer, batch, part)
+        if state is None:
+            return [slots[:, :, : self._batch_layouts[batch].lengths[sequence]]]
+        return [slots, *(x[row] for x in state.tensors)]
+
+    def _part_of(self, sequence: int) -> CachePart:
+        return next(part for part in self._parts if sequence < part.last)
+
+    def _on_cached(self, layer: int, batch: int, part: CachePart,
+                   tokens: Sequence[tuple[int, int, int]]) -> None:
+        """Index tokens (sequence, first, end) that were put into slots, if there is recall."""
+        if self._recall is not None:
+            self._recall.on_prompt_cached(layer, batch, part, tokens=tokens)
+
+
+@dataclass(frozen=True)
+class SequenceState:
+    """The cache of one sequence before a chunk is appended.
 
     Attributes
     ----------
     cached : int
-        Its first slots, which hold a token each.
+        Tokens in its first slots.
     tokens : int
-        Its tokens so far, the evicted ones included.
+        Tokens so far, evicted ones included.
     heavy, recent : int
-        Of the budget; sinks come on top. They mean nothing where nothing is evicted.
+        Of the budget, without sinks; unused if nothing is evicted.
     scored : bool
-        Whether scores decide what stays.
+        Scores decide which tokens stay.
     """
 
     cached: int
@@ -55,422 +328,174 @@ class CacheState:
     scored: bool = False
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """The form of attention of a layer, its learned logits [heads] if it has such, and offsets
-    [sequences, heads] of the products of a new token's queries."""
+def append_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, slots: torch.Tensor,
+                 sequence: SequenceState, state: EvictionState | None,
+                 layout: CacheLayout | None, attention: LayerAttention,
+                 smoothing: KeySmoothing | None = None) -> torch.Tensor:
+    """Attend from a chunk of one sequence over its cache and itself; cache it; evict.
 
-    form: AttentionForm = DEFAULT_FORM
-    sinks: torch.Tensor | None = None
-    offsets: torch.Tensor | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All as arguments of the operations of `kernels.ops`."""
-        options = {"form": self.form, "sinks": self.sinks}
-        return options if self.offsets is None else options | {"offsets": self.offsets}
-
-
-def append(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, held: torch.Tensor,
-           cache_state: CacheState, state: EvictionState | None,
-           layout: CacheLayout | None, attention: LayerAttention,
-           smoothing: KeySmoothing | None = None) -> torch.Tensor:
-    """Attend from a chunk of one sequence over its slots and itself; cache it, evict what is over.
+    This is algorithm 1 of arXiv 2306.14048 by chunks: one token is a decode step, the whole prompt
+    is the cut of a prompt.
 
     Parameters
     ----------
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [rows, kv_heads, head_dim]
-        The chunk's. Where positions roll (`state.ranks`) q and k come before rotation.
-    held : Tensor [kinds, kv_heads, slots, width]
-        Slots of keys and values, maybe in another memory than q: vectors, or records of `layout`.
-        Without an eviction state they have room for the chunk. Written in place.
-    cache_state : CacheState
+        Of the chunk; before rotation if positions roll (`state.ranks`), and before smoothing.
+    slots : Tensor [kinds, kv_heads, slots, width]
+        Of the sequence, written in place; may be in another memory than q. Without an eviction
+        state they have capacity for the chunk.
+    sequence : SequenceState
     state : EvictionState or None
-        Of the sequence alone, [1, kv_heads, slots]; None: nothing is evicted, and the slots are in
-        the order of positions. Where positions roll its rotations reach over slots and chunk.
+        Of the sequence alone, [1, kv_heads, slots]. With ranks its rotations cover slots and
+        chunk. None: nothing is evicted, and slots are in the order of positions.
     layout : CacheLayout or None
+        Of quantized slots.
     attention : LayerAttention
     smoothing : KeySmoothing or None
-        Smoothing of the cached keys. k is passed before smoothing.
+        Of the cached keys.
 
     Returns
     -------
     Tensor [rows, heads, head_dim]
     """
-    fresh = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
-    packed = fresh
+    chunk = torch.stack((k, v)).transpose(1, 2)  # [2, kv_heads, rows, head_dim]
+    entries = chunk
     if smoothing is not None:
         smoothed = k.clone()
         ops.rotate_(smoothed, None, smoothing.keys)
-        packed = torch.stack((smoothed, v)).transpose(1, 2)
-    packed = ops.pack_slots(packed, layout).to(held.device)
+        entries = torch.stack((smoothed, v)).transpose(1, 2)
+    entries = ops.pack_slots(entries, layout).to(slots.device)
     if state is None:
-        return _attend_in_place(q, fresh, packed, held=held, cached=cache_state.cached,
+        return _append_in_order(q, chunk, entries, slots=slots, cached=sequence.cached,
                                 layout=layout, attention=attention, smoothing=smoothing)
-    old = _in_order(held, state, cache_state.cached)
-    exact = torch.cat((_vectors(old.records, layout, smoothing, like=q), fresh), dim=2)
+    old = _ordered_entries(slots, state, sequence.cached)
+    vectors = torch.cat((_unpacked(old.entries, layout, smoothing, like=q), chunk), dim=2)
     scores = None
-    if cache_state.scored:
+    if sequence.scored:
         new = old.scores.new_zeros((len(old.scores), len(k)))
         scores = torch.cat((old.scores, new), dim=1).to(q.device)
-    keys, values = exact
+    keys, values = vectors
     if state.ranks is not None:
         cos, sin = (table.to(q.device) for table in state.rope)
         keys = rotated(keys, cos[: keys.shape[1]], sin[: keys.shape[1]])
-        mine = slice(cache_state.cached, cache_state.cached + len(q))
-        q = rotated(q, cos[mine, None], sin[mine, None])
-    if state.eviction.window:  # what is cached has gaps
-        new = torch.arange(cache_state.tokens, cache_state.tokens + len(q), device=q.device)
+        rows = slice(sequence.cached, sequence.cached + len(q))
+        q = rotated(q, cos[rows, None], sin[rows, None])
+    if state.eviction.window:  # the cached tokens have gaps
+        new = torch.arange(sequence.tokens, sequence.tokens + len(q), device=q.device)
         positions = torch.cat((old.positions.to(q.device), new.expand(len(keys), -1)), dim=1)
-        out = _attend_at(q, keys, values, positions, scores=scores, decay=state.eviction.decay,
-                         attention=attention)
+        out = _window_attention(q, keys, values, positions, scores=scores,
+                                decay=state.eviction.decay, attention=attention)
     else:
-        out = _attend(q, keys, values, scores=scores, decay=state.eviction.decay,
-                      attention=attention)
+        out = _causal_attention(q, keys, values, scores=scores, decay=state.eviction.decay,
+                                attention=attention)
     if scores is None:
         scores = old.scores.new_zeros((len(old.scores), keys.shape[1]))
-    _keep(torch.cat((old.records, packed), dim=2), scores.to(held.device), old.positions,
-          held=held, cache_state=cache_state, state=state,
-          vectors=exact.to(held.device) if state.eviction.needs else None)
+    _evict(torch.cat((old.entries, entries), dim=2), scores.to(slots.device), old.positions,
+           slots=slots, sequence=sequence, state=state,
+           vectors=vectors.to(slots.device) if state.eviction.needs else None)
     return out
 
 
-def _attend_in_place(q, fresh, packed, *, held, cached, layout, attention, smoothing
+def _append_in_order(q, chunk, entries, *, slots, cached, layout, attention, smoothing
                      ) -> torch.Tensor:
-    """`append` where everything stays: the chunk takes the next slots."""
+    """Do the work of `append_chunk` where nothing is evicted: the chunk takes the next slots."""
     end = cached + len(q)
-    held[:, :, cached:end] = packed
+    slots[:, :, cached:end] = entries
     if layout is None and smoothing is None:
-        keys, values = held[:, :, :end].to(q.device)
+        keys, values = slots[:, :, :end].to(q.device)
     else:  # the chunk's own vectors are exact, as a new token's are in a decode step
-        old = _vectors(held[:, :, :cached], layout, smoothing, like=q)
-        keys, values = torch.cat((old, fresh), dim=2)
-    return _attend(q, keys, values, scores=None, decay=1.0, attention=attention)
+        old = _unpacked(slots[:, :, :cached], layout, smoothing, like=q)
+        keys, values = torch.cat((old, chunk), dim=2)
+    return _causal_attention(q, keys, values, scores=None, decay=1.0, attention=attention)
 
 
-def _attend(q, keys, values, *, scores, decay, attention) -> torch.Tensor:
-    """Attention of the last tokens over [kv_heads, tokens, head_dim]; where there is a window, none
-    of the tokens between them is missing."""
+def _causal_attention(q, keys, values, *, scores, decay, attention) -> torch.Tensor:
+    """Attend from the last tokens over keys and values [kv_heads, tokens, head_dim]."""
     return ops.prefill_attention(q, keys.transpose(0, 1), values.transpose(0, 1), [len(q)],
                                  key_lengths=[keys.shape[1]], scores=scores, decay=decay,
                                  **attention.options)
 
 
-def _attend_at(q, keys, values, positions, *, scores, decay, attention) -> torch.Tensor:
-    """The same of tokens at positions [kv_heads, tokens], ascending: each query sees the keys in
-    its window. In plain PyTorch, a few queries at a time."""
+def _window_attention(q, keys, values, positions, *, scores, decay, attention) -> torch.Tensor:
+    """Attend within a window over tokens at ascending positions [kv_heads, tokens] with gaps."""
     heads, tokens = positions.shape
     rows, out = len(q), torch.empty_like(q)
     keys, values = keys.float(), values.float()
     sinks = None if attention.sinks is None else attention.sinks.view(heads, -1, 1, 1)
     if scores is not None:
         scores.mul_(decay**rows)
-    for some in torch.arange(rows, device=q.device).split(WINDOW_QUERIES):
-        place = positions[:, tokens - rows + some][..., None]
-        hidden = (positions[:, None] > place) | (
-            positions[:, None] <= place - attention.form.window)
-        products = torch.einsum("rkgd,ktd->kgrt", q[some].float().unflatten(1, (heads, -1)), keys)
+    for chunk in torch.arange(rows, device=q.device).split(WINDOW_QUERIES):
+        query_positions = positions[:, tokens - rows + chunk][..., None]
+        hidden = (positions[:, None] > query_positions) | (
+            positions[:, None] <= query_positions - attention.form.window)
+        products = torch.einsum("rkgd,ktd->kgrt", q[chunk].float().unflatten(1, (heads, -1)), keys)
         weights = attention_weights(products, hidden[:, None], dim=q.shape[-1],
                                     form=attention.form, sinks=sinks)
         if scores is not None:
-            scores += torch.einsum("kgrt,r->kt", weights, decay ** (rows - 1 - some).float())
+            scores += torch.einsum("kgrt,r->kt", weights, decay ** (rows - 1 - chunk).float())
         attended = torch.einsum("kgrt,ktd->rkgd", weights, values)
-        out[some] = attended.flatten(1, 2).to(q.dtype)
+        out[chunk] = attended.flatten(1, 2).to(q.dtype)
     return out
 
 
 @dataclass(frozen=True)
-class _Old:
-    """Cached vectors by position: records [kinds, kv_heads, cached, width]; [kv_heads, cached]."""
+class _CachedEntries:
+    """Cached tokens in the order of their positions.
 
-    records: torch.Tensor
+    entries are [kinds, kv_heads, cached, width], scores and positions [kv_heads, cached].
+    """
+
+    entries: torch.Tensor
     scores: torch.Tensor
     positions: torch.Tensor
 
 
-def _in_order(held: torch.Tensor, state: EvictionState, cached: int) -> _Old:
-    """Copies of the filled slots in the order of their positions: decode leaves them in any."""
+def _ordered_entries(slots: torch.Tensor, state: EvictionState, cached: int) -> _CachedEntries:
+    """Return copies of the filled slots by position: decode steps leave them in any order."""
     positions, order = state.positions[0, :, :cached].sort(dim=-1)
-    place = order[None, ..., None].expand(len(held), -1, -1, held.shape[-1])
-    return _Old(held.gather(2, place), state.scores[0].gather(1, order), positions)
+    index = order[None, ..., None].expand(len(slots), -1, -1, slots.shape[-1])
+    return _CachedEntries(slots.gather(2, index), state.scores[0].gather(1, order), positions)
 
 
-def _vectors(records: torch.Tensor, layout: CacheLayout | None, smoothing: KeySmoothing | None, *,
-             like: torch.Tensor) -> torch.Tensor:
-    """Return records as keys and values [2, kv_heads, tokens, head_dim] before smoothing, of the
-    dtype and in the memory of `like`."""
-    keys, values = ops.unpack_slots(records, layout).to(like.device)
+def _unpacked(entries: torch.Tensor, layout: CacheLayout | None, smoothing: KeySmoothing | None,
+              *, like: torch.Tensor) -> torch.Tensor:
+    """Return entries as vectors before smoothing, [2, kv_heads, tokens, head_dim].
+
+    They have the dtype and device of `like`.
+    """
+    keys, values = ops.unpack_slots(entries, layout).to(like.device)
     if smoothing is not None:
         keys = smoothing.restored(keys)
     return torch.stack((keys.to(like), values.to(like)))
 
 
-def _keep(records: torch.Tensor, scores: torch.Tensor, before: torch.Tensor, *,
-          held: torch.Tensor, cache_state: CacheState, state: EvictionState,
-          vectors: torch.Tensor | None) -> None:
-    """Put what stays of old and new into the first slots, by position, and into the eviction state.
+def _evict(entries: torch.Tensor, scores: torch.Tensor, old_positions: torch.Tensor, *,
+           slots: torch.Tensor, sequence: SequenceState, state: EvictionState,
+           vectors: torch.Tensor | None) -> None:
+    """Keep the budget's tokens of a cache with a chunk, in the first slots by position.
 
-    records [kinds, kv_heads, tokens, width], scores [kv_heads, tokens]; `before` are the positions
-    of the old ones, `vectors` the records as such if the policy asks for them.
+    Parameters
+    ----------
+    entries : Tensor [kinds, kv_heads, tokens, width]
+        Cached tokens by position, and the chunk.
+    scores : float32 Tensor [kv_heads, tokens]
+    old_positions : int32 Tensor [kv_heads, cached]
+    slots, sequence, state
+        See `append_chunk`; `slots` and `state` are written.
+    vectors : Tensor [2, kv_heads, tokens, head_dim] or None
+        Keys and values, if the eviction policy needs them.
     """
     heads, tokens = scores.shape
-    new = torch.arange(cache_state.tokens, cache_state.tokens + tokens - before.shape[1],
-                       dtype=before.dtype, device=before.device)
-    positions = torch.cat((before, new.expand(heads, -1)), dim=1)
-    index = state.eviction.select(scores, Cut(tokens, cache_state.heavy, cache_state.recent),
+    new = torch.arange(sequence.tokens, sequence.tokens + tokens - old_positions.shape[1],
+                       dtype=old_positions.dtype, device=old_positions.device)
+    positions = torch.cat((old_positions, new.expand(heads, -1)), dim=1)
+    index = state.eviction.select(scores, Cut(tokens, sequence.heavy, sequence.recent),
                                   positions, vectors=vectors)
     kept = index.shape[1]
-    held[:, :, :kept] = records.gather(
-        2, index[None, ..., None].expand(len(records), -1, -1, records.shape[-1]))
+    slots[:, :, :kept] = entries.gather(
+        2, index[None, ..., None].expand(len(entries), -1, -1, entries.shape[-1]))
     state.scores[0, :, :kept] = scores.gather(1, index)
     state.positions[0, :, :kept] = positions.gather(1, index)
     if state.ranks is not None:
         state.ranks[0, :, :kept] = torch.arange(kept, device=index.device)
-
-
-# Attention within prompts, which puts what stays of them into the cache.
-#
-# A prompt comes whole, in chunks, or in two pieces of which several prompts share the first. It is
-# cut to its budget at its end (arXiv 2306.14048), or evicted from with each chunk (`appending`).
-
-
-class PromptAttention:
-    """Attends within the prompts of a block, and caches them.
-
-    Parameters
-    ----------
-    shape : CacheShape
-    h2o : H2OConfig or None
-        What stays cached; None is everything.
-    parts : sequence of CachePart
-        Those of the cache.
-    gathered : sequence of CachePart
-        Parts in which prompts are gathered that come in chunks: `parts`, or others that hold whole
-        prompts.
-    evictions : EvictionStates
-        The cache's, which begins their blocks.
-    recall : Recall or None
-    """
-
-    def __init__(self, shape: CacheShape, h2o: H2OConfig | None, *, parts: Sequence[CachePart],
-                 gathered: Sequence[CachePart], evictions: EvictionStates, recall: Recall | None):
-        self._shape = shape
-        self._h2o = h2o
-        self._parts = parts
-        self._gathered = gathered
-        self._apart = gathered is not parts
-        self._evictions = evictions
-        self._recall = recall
-        self._batch_layouts: Sequence[BatchLayout] = ()
-        self._scores: dict[tuple[int, int, int], torch.Tensor] = {}
-        """Of prompts that come in chunks and have not ended, by layer, batch and sequence."""
-        self._prefix: tuple[torch.Tensor | None, ...] = ()
-        """Of the layer step: keys, values and keys to be cached of what prompts begin with, and the
-        attention that these have received."""
-
-    def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a block, or go on with its sequences."""
-        self._batch_layouts = batches
-        self._scores.clear()
-        self._prefix = ()
-
-    def attend(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
-               rope: Rope | None, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Cache spans of prompts and attend within each prompt.
-
-        Parameters
-        ----------
-        q : Tensor [rows, heads, head_dim]
-        k, v : Tensor [rows, kv_heads, head_dim]
-            Rows of all spans, packed one after the other; q and k before rotation, and rotated in
-            place.
-        rope : Rope or None
-            Of the rows.
-        sinks : Tensor [heads] or None
-            What the layer's form of attention asks for.
-
-        Returns
-        -------
-        Tensor [rows, heads, head_dim]
-        """
-        batch_layout = self._batch_layouts[batch]
-        rolling = rope is not None and self._evictions.rolls(layer, batch)
-        appends = batch_layout.appends and not self._apart
-        cached = k.clone() if rolling and not appends else k
-        if not (rolling and appends):
-            for x in (q, k):
-                ops.rotate_(x, rope)
-        lengths = [len(span) for span in spans]
-        attention = LayerAttention(self._shape.form(layer), sinks)
-        if batch_layout.appends:
-            attend = self._append if appends else self._attend_span
-            rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
-            outputs = [attend(layer, batch, span, *some, attention)
-                       for span, some in zip(spans, rows, strict=True)]
-            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        length = batch_layout.lengths[spans[0].sequence]
-        if spans[0].start > 0 or spans[0].end < length:
-            return self._attend_shared(layer, batch, *spans, q, k, v, bare=cached,
-                                       attention=attention)
-        scores = None
-        if self._evictions.scored(layer, batch):
-            scores = torch.zeros((k.shape[1], len(k)), device=k.device)
-        out = ops.prefill_attention(q, k, v, lengths, scores=scores,
-                                    decay=self._evictions.eviction.decay, **attention.options)
-        self._keep(layer, batch, spans, cached, v, scores)
-        return out
-
-    def _attend_shared(self, layer: int, batch: int, span: PromptChunk, q, k, v, *, bare,
-                       attention: LayerAttention) -> torch.Tensor:
-        """Attend within what several prompts begin with; then, from the rest of each, over both.
-
-        The rest of a prompt comes in the same layer step, and the prompt is cached with it. `bare`
-        are the keys as they are cached.
-        """
-        scores = None
-        if self._evictions.scored(layer, batch):
-            scores = torch.zeros((k.shape[1], span.end), device=k.device)
-        if span.start > 0:
-            *before, received = self._prefix
-            k, v, bare = (torch.cat(both) for both in zip(before, (k, v, bare), strict=True))
-            if scores is not None:
-                scores[:, : span.start] = received
-        out = ops.prefill_attention(q, k, v, [len(span)], key_lengths=[span.end], scores=scores,
-                                    decay=self._evictions.eviction.decay, **attention.options)
-        if span.start > 0:
-            self._keep(layer, batch, [span], bare, v, scores)
-        else:  # copies: what is given lies in scratch memory
-            self._prefix = k.clone(), v.clone(), bare.clone(), scores
-        return out
-
-    def _append(self, layer: int, batch: int, span: PromptChunk, q, k, v,
-                attention: LayerAttention) -> torch.Tensor:
-        """Put a chunk onto what is cached of its sequence, and evict what is over the budget."""
-        part = next(p for p in self._parts if span.sequence < p.last)
-        row = span.sequence - part.first
-        limit = budgets.budget(self._h2o, layer, self._batch_layouts[batch].lengths[span.sequence])
-        state = self._evictions.state(layer, batch, part)
-        cache_state = CacheState(cached=span.start, tokens=span.start)
-        if state is not None:
-            cache_state = CacheState(min(span.start, limit.total), span.start, limit.heavy,
-                                     limit.recent, scored=self._evictions.scored(layer, batch))
-            state = narrowed(state, slice(row, row + 1))
-            if state.ranks is not None:
-                state = replace(
-                    state, rope=self._evictions.table(cache_state.cached + len(span)))
-        out = append(q, k, v, held=part.get(layer, batch)[:, row], cache_state=cache_state,
-                     state=state, layout=self._shape.layout, attention=attention,
-                     smoothing=self._evictions.smoothing(layer, batch))
-        self._index(layer, batch, part, [(span.sequence, span.start, span.end)])
-        return out
-
-    def _attend_span(self, layer: int, batch: int, span: PromptChunk, q, k, v,
-                     attention: LayerAttention) -> torch.Tensor:
-        """Attend from a chunk of a prompt over all that came before; cut the prompt at its end."""
-        part = next(p for p in self._gathered if span.sequence < p.last)
-        held = part.get(layer, batch)[:, span.sequence - part.first]
-        for cached, new in zip(held, (k, v), strict=True):
-            cached[:, span.start : span.end] = new.transpose(0, 1)
-        cached, values = held[:, :, : span.end].to(q.device).transpose(1, 2)
-        keys = cached
-        if self._evictions.rolls(layer, batch):
-            tables = self._evictions.table(span.end)
-            keys = rotated(cached, *(table[: span.end, None] for table in tables))
-        key = (layer, batch, span.sequence)
-        length = self._batch_layouts[batch].lengths[span.sequence]
-        scores = None
-        if self._evictions.scored(layer, batch):
-            if key not in self._scores:
-                self._scores[key] = torch.zeros((held.shape[1], length), device=q.device)
-            scores = self._scores[key][:, : span.end]
-        out = ops.prefill_attention(q, keys, values, [len(span)], key_lengths=[span.end],
-                                    scores=scores, decay=self._evictions.eviction.decay,
-                                    **attention.options)
-        if span.end == length:
-            self._keep(layer, batch, [span], cached, values, self._scores.pop(key, None))
-        return out
-
-    def _keep(self, layer: int, batch: int, spans: Sequence[PromptChunk], k, v, scores) -> None:
-        """Cut whole prompts to their budgets and put what stays into slots.
-
-        k, v [rows, kv_heads, head_dim]; scores [kv_heads, rows] or None. The spans are the prompts'
-        last; their sequences are neighbours.
-        """
-        smoothing = self._evictions.smoothing(layer, batch)
-        if smoothing is not None:
-            k = k.clone()
-            ops.rotate_(k, None, smoothing.keys)
-        first = 0
-        for part in self._parts:
-            mine = [span for span in spans if part.first <= span.sequence < part.last]
-            if not mine:
-                continue
-            cuts = [self._cut(layer, span.end) for span in mine]
-            rows = slice(first, first + sum(cut.length for cut in cuts))
-            first = rows.stop
-            sequences = slice(mine[0].sequence - part.first, mine[-1].sequence + 1 - part.first)
-            held = part.get(layer, batch)[:, sequences]
-            state = self._evictions.state(layer, batch, part)
-            if state is not None:
-                state = narrowed(state, sequences)
-                if state.eviction.window and state.eviction.policy is None:
-                    forget_hidden(scores[:, rows], cuts, state.eviction.window)
-                some = (x if x is None else x.to(held.device)
-                        for x in (k[rows], v[rows], None if scores is None else scores[:, rows]))
-                ops.select_heavy_hitters(*some, cuts=cuts, slots=held, state=state,
-                                         layout=self._shape.layout)
-            elif self._batch_layouts[batch].chunk is None or self._apart:
-                # Else the prompt came in chunks and lies in its slots already.
-                self._fill(held, cuts, k[rows], v[rows])
-                self._index(layer, batch, part, [(span.sequence, 0, span.end) for span in mine])
-
-    def _fill(self, held: torch.Tensor, cuts: Sequence[Cut], *packed: torch.Tensor) -> None:
-        """Put prompts of which everything stays into their first slots."""
-        layout = self._shape.layout
-        for slots, x, records in zip(
-                split_slots(held, layout), packed,
-                (None, None) if layout is None else (layout.keys, layout.values), strict=True):
-            x = x if records is None else ops.quantize_groups(x, records)
-            for mine, rows in zip(slots, x.split([cut.length for cut in cuts]), strict=True):
-                mine[:, : len(rows)] = rows.transpose(0, 1)
-
-    def _cut(self, layer: int, length: int) -> Cut:
-        budget = budgets.budget(self._h2o, layer, length)
-        return Cut(length, length, 0) if budget is None else (
-            Cut(length, budget.heavy, budget.recent))
-
-    def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Cache the prompt of one sequence, which has ended, for others that have the same.
-
-        Parameters
-        ----------
-        source : int
-            Place in the batch of the sequence whose prompt `attend` has just cached.
-        targets : int
-            Those of the others.
-        """
-        originals = self._of_sequence(layer, batch, source)
-        for target in targets:
-            for original, copy in zip(originals, self._of_sequence(layer, batch, target),
-                                      strict=True):
-                copy.copy_(original)
-            part = next(p for p in self._parts if target < p.last)
-            self._index(layer, batch, part, [
-                (target, 0, self._batch_layouts[batch].lengths[target])])
-
-    def _of_sequence(self, layer: int, batch: int, sequence: int) -> list[torch.Tensor]:
-        """Everything held of a prompt in a layer: its slots, and what eviction knows of them."""
-        part = next(p for p in self._parts if sequence < p.last)
-        row = sequence - part.first
-        held = part.get(layer, batch)[:, row]
-        state = self._evictions.state(layer, batch, part)
-        if state is None:
-            return [held[:, :, : self._batch_layouts[batch].lengths[sequence]]]
-        return [held, *(x[row] for x in state.tensors)]
-
-    def _index(self, layer: int, batch: int, part: CachePart,
-               tokens: Sequence[tuple[int, int, int]]) -> None:
-        """Let recall know of the tokens (sequence, first, end) that have been put into slots."""
-        if self._recall is not None:
-            self._recall.cached(layer, batch, part, tokens=tokens)

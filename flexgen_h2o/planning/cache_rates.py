@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from flexgen_h2o.cache.tiers import Capacity, FetchedPart, SlotLayout, SlotUpdate
+from flexgen_h2o.cache.layout import Capacity, SlotLayout
+from flexgen_h2o.cache.tiers import FetchedPart, SlotUpdate
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.kernels import ops

@@ -11,8 +11,8 @@ from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import disk_recall
-from flexgen_h2o.cache.disk_recall import in_records, in_rows, page_layout
-from flexgen_h2o.cache.tiers import SlotLayout
+from flexgen_h2o.cache.disk_recall import page_layout, view_records, view_slots
+from flexgen_h2o.cache.layout import SlotLayout
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget
@@ -41,9 +41,9 @@ def test_records_fill_pages_and_keep_their_tokens():
     assert layout.sequence_bytes == 7 * 3 * 4096
     held = torch.randn(2, 3, 7 * 16, 64).bfloat16()
     buffer = torch.zeros(layout.sequence_bytes, dtype=torch.uint8)
-    in_rows(buffer, layout, records).copy_(held.unflatten(2, (7, 16)))
-    assert torch.equal(in_rows(buffer, layout, records).flatten(2, 3), held)
-    record = in_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
+    view_slots(buffer, layout, records).copy_(held.unflatten(2, (7, 16)))
+    assert torch.equal(view_slots(buffer, layout, records).flatten(2, 3), held)
+    record = view_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
     assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
     assert page_layout(SlotLayout(1, 1000, torch.float32), 9).record_bytes == 8192
 

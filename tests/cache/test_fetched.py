@@ -50,8 +50,8 @@ def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, co
                        count)
     held = torch.zeros(2, sequences, heads, slots, width, dtype=dtype)
     expected = held.clone()
-    for fresh, there in zip(log.fresh[:count], log.slots[:count], strict=True):
-        SlotUpdate(fresh[:, :sequences], there[:sequences]).write(expected)
+    for entries, slots_of in zip(log.entries[:count], log.slots[:count], strict=True):
+        SlotUpdate(entries[:, :sequences], slots_of[:sequences]).write(expected)
     log.write(held)
     assert torch.equal(held, expected)
 

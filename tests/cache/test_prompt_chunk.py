@@ -13,7 +13,7 @@ from internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cache.prefill import CacheState, LayerAttention, append
+from flexgen_h2o.cache.prefill import LayerAttention, SequenceState, append_chunk
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
@@ -60,14 +60,14 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
         before = len(k)
         q, new_k, new_v = draw(rows, 4, 3 * number), draw(rows, kv_heads, 3 * number + 1), draw(
             rows, kv_heads, 3 * number + 2)
-        cache_state = CacheState(min(before, budget), before, heavy, recent, scored=heavy > 0)
+        sequence = SequenceState(min(before, budget), before, heavy, recent, scored=heavy > 0)
         if shuffle:  # as decode leaves the slots
-            order = torch.randperm(cache_state.cached,
+            order = torch.randperm(sequence.cached,
                                    generator=torch.Generator().manual_seed(number))
             for x, dim in ((held, 2), (state.scores, 2), (state.positions, 2)):
-                x.narrow(dim, 0, cache_state.cached).copy_(x.index_select(dim, order))
-        out = append(q, new_k, new_v, held=held, cache_state=cache_state, state=state,
-                     layout=layout, attention=LayerAttention())
+                x.narrow(dim, 0, sequence.cached).copy_(x.index_select(dim, order))
+        out = append_chunk(q, new_k, new_v, slots=held, sequence=sequence, state=state,
+                           layout=layout, attention=LayerAttention())
         # What came before is read as it lies at rest.
         keys, values = torch.cat((k, new_k)), torch.cat((v, new_v))
         alive = torch.cat((alive, torch.ones(rows, kv_heads, dtype=torch.bool)))
@@ -99,8 +99,8 @@ def test_without_a_state_a_chunk_takes_the_next_slots():
     k, v = draw(7, 2, 1), draw(7, 2, 2)
     for start, end in ((0, 3), (3, 4), (4, 7)):
         q = draw(end - start, 4, end)
-        out = append(q, k[start:end], v[start:end], held=held, state=None, layout=None,
-                     cache_state=CacheState(start, start), attention=LayerAttention())
+        out = append_chunk(q, k[start:end], v[start:end], slots=held, state=None, layout=None,
+                           sequence=SequenceState(start, start), attention=LayerAttention())
         expected, _ = naive(q, k[:end], v[:end], torch.ones(end, 2, dtype=torch.bool))
         assert torch.allclose(out, expected, atol=1e-5)
     assert torch.equal(held[:, :, :7].transpose(1, 2), torch.stack((k, v)))

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from flexgen_h2o.cache.prefill import CacheState, append
+from flexgen_h2o.cache.prefill import SequenceState, append_chunk
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import GROWTH
@@ -82,17 +82,17 @@ class SlotLayer(H2OLayer):
         size, tokens = self._budget(step, sequence), past + len(q)
         cached = self._cached(step, sequence, past)
         self._reserve(step, self._cached(step, sequence, tokens), k)
-        cache_state, state = CacheState(cached, past), None
+        before, state = SequenceState(cached, past), None
         if self._state is not None:
             # With rotations there is an eviction state although nothing more is to go: all are
             # heavy then.
             heavy = size.heavy if self._evicts(step, sequence, tokens) else tokens
-            cache_state = CacheState(cached, past, heavy, size.recent, scored=self._scored(step))
+            before = SequenceState(cached, past, heavy, size.recent, scored=self._scored(step))
             state = narrowed(self._state, slice(sequence, sequence + 1))
             if self._rotations is not None:
                 state = replace(state, rope=self._rope(cached + len(q), k.device))
-        out = append(q, k, v, held=self._slots[:, sequence], cache_state=cache_state, state=state,
-                     layout=self._layout, attention=self._attention)
+        out = append_chunk(q, k, v, slots=self._slots[:, sequence], sequence=before, state=state,
+                           layout=self._layout, attention=self._attention)
         if sequence == len(step.new) - 1 and tokens == step.prompts[sequence]:
             self._settle()
         return out
