@@ -27,9 +27,8 @@ from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers import H2OCache, enable_h2o
 from flexgen_h2o.integrations.transformers.cache import NAME
-from flexgen_h2o.integrations.transformers.enabling import CACHE_NAME
-from flexgen_h2o.integrations.transformers.passes import PassTracker
-from flexgen_h2o.integrations.transformers.rotations import Rotations
+from flexgen_h2o.integrations.transformers.enable import CACHE_NAME
+from flexgen_h2o.integrations.transformers.forward_pass import PassTracker, Rotations
 
 NEW = 40
 LENGTHS = [60, 41, 7, 23, 1]
@@ -267,7 +266,7 @@ def test_rotations_are_undone(tiny_model, positions, dtype, key):
     rotated = torch.cat((x[..., :width] * cos + rotate_half(x[..., :width]) * sin, x[..., width:]),
                         dim=-1)
     step = PassTracker().begin(0, 1, len(positions), None)
-    (found,) = Rotations(rotary).undone(step, places, rotated)
+    (found,) = Rotations(rotary).undo(step, places, rotated)
     assert found.dtype == dtype and torch.equal(found[..., width:], x[..., width:])
     assert torch.allclose(found.float(), x.float(), rtol=0, atol=16 * torch.finfo(dtype).eps)
 

@@ -1,4 +1,4 @@
-"""`enable_h2o`: a model of transformers whose `generate` runs with an `H2OCache`.
+"""`enable_h2o`: let `generate` of a transformers model run with an `H2OCache`.
 
     with enable_h2o(model, H2OConfig(heavy_ratio=0.1)):
         model.generate(**inputs, max_new_tokens=100)
@@ -23,13 +23,13 @@ from flexgen_h2o.integrations.transformers.cache import NAME, H2OCache, register
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH,
          GenerationMode.BEAM_SAMPLE)
 
-# How models and `generate` call their cache, by the version of transformers: the newest first.
+# Parameter names of the cache in versions of transformers, the newest first.
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE_NAME = next(name for name in CACHE_NAMES if name in inspect.signature(
     GenerationMixin.prepare_inputs_for_generation).parameters)
 """``cache`` from transformers 5.24 on, ``past_key_values`` before."""
 
-# Options of `generate` that cannot be, and why.
+# Options of `generate` that are not supported, and why.
 REFUSED = {
     "cache_implementation": "enable_h2o brings the cache",
     "prefill_chunk_size": "the budget comes from the whole prompt; H2OConfig(prompt_chunk=...) "
@@ -40,7 +40,7 @@ REFUSED = {
 
 
 class EnabledH2O:
-    """A model whose `generate` evicts, until `disable` or the end of a ``with`` block.
+    """A model whose `generate` evicts until `disable` or the end of a ``with`` block.
 
     Attributes
     ----------
@@ -57,20 +57,20 @@ class EnabledH2O:
                             f"{type(model).__name__}")
         self.model, self.h2o, self.cache_bits = model, h2o, cache_bits
         self.key_bits, self.value_bits = key_bits, value_bits
-        self.new_cache()  # refuses what cannot be
+        self.new_cache()  # raises for options that are not supported
         self._before = model.config._attn_implementation
         if self._before == NAME:
             raise UserError("H2O is enabled for this model already: disable that first")
-        # Someone else may have wrapped it for this one model too.
-        self._own = vars(model).get("generate")
+        # Other code may have wrapped `generate` of this object, too.
+        self._wrapped = vars(model).get("generate")
         register()
         model.set_attn_implementation(NAME)
-        # A bound method, as one of a deep copy or a pickle is the copy's own.
+        # A bound method: deep copies and pickles bind it to the copy.
         model.generate = self.generate
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        register()  # it may have been pickled in another process
+        register()  # the pickle may be from another process
 
     def __enter__(self) -> EnabledH2O:
         return self
@@ -79,36 +79,38 @@ class EnabledH2O:
         self.disable()
 
     def disable(self) -> None:
-        """Leave the model as it was; a second call does nothing."""
+        """Restore the model; idempotent."""
         if self._before is None:
             return
-        if self._own is None:
+        if self._wrapped is None:
             del self.model.generate
         else:
-            self.model.generate = self._own
+            self.model.generate = self._wrapped
         self.model.set_attn_implementation(self._before)
         self._before = None
 
     def new_cache(self) -> H2OCache:
-        """A cache for `generate`'s ``past_key_values`` (``cache`` from transformers 5.24 on): of a
-        text that is to go on later."""
+        """Return a cache for a text that is to be continued later.
+
+        Pass it to `generate` as ``past_key_values`` (``cache`` from transformers 5.24 on).
+        """
         return H2OCache(self.model.config, self.h2o, cache_bits=self.cache_bits,
                         key_bits=self.key_bits, value_bits=self.value_bits,
                         rotary=getattr(self.model.base_model, "rotary_emb", None))
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """The model's `generate`, with an `H2OCache`.
+        """Call the model's `generate` with an `H2OCache`.
 
         Raises
         ------
         UserError
-            For an option that cannot work with one, by name.
+            An option is not supported.
         """
         self._check(options, args[1] if len(args) > 1 else None)
         if all(options.get(name) is None for name in CACHE_NAMES):
             options[CACHE_NAME] = self.new_cache()
-        if self._own is not None:
-            return self._own(*args, **options)
+        if self._wrapped is not None:
+            return self._wrapped(*args, **options)
         return type(self.model).generate(self.model, *args, **options)
 
     def _check(self, options: dict[str, Any], config: Any) -> None:
@@ -140,30 +142,30 @@ def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16, key_bits: in
     """Let a model's `generate` run with a KV cache that evicts (arXiv 2306.14048).
 
     Greedy search, sampling, beam search, padded batches, streamers and models that accelerate
-    offloads all work; forward passes without an `H2OCache` attend as ``sdpa`` does.
+    offloads work. Forward passes without an `H2OCache` attend as ``sdpa`` does.
 
     Parameters
     ----------
     model : PreTrainedModel
         OPT, LLaMA, Mistral, Qwen2, Qwen3, Seed-OSS, Phi-3, Gemma 2 and 3 (text), Granite, OLMo 2,
-        StableLM, GPT-NeoX, gpt-oss, Mixtral, OLMoE or a mixture of Qwen's; not modified but for its
-        attention implementation and, on this one object, `generate`.
+        StableLM, GPT-NeoX, gpt-oss, Mixtral, OLMoE or Qwen MoE. Only its attention implementation
+        and, on this object, `generate` are changed.
     h2o : H2OConfig
         ``drop_positions`` and ``budget_of="text"`` need `LLM`.
     cache_bits : int
-        16: keys and values in the model's dtype; 8 or 4: in groups of codes with scales.
+        16: keys and values have the model's dtype; 8 or 4: they are quantized in groups.
     key_bits, value_bits : int, optional
-        Of keys and of values, in place of `cache_bits`; 8 and 4 lose almost nothing.
+        Of keys and of values, instead of `cache_bits`; 8 and 4 lose almost nothing.
 
     Returns
     -------
     EnabledH2O
-        A context manager, in effect at once; its end or `disable` leaves the model as it was.
-        Deep copies and pickles of it have a `model` of their own, for which they stand.
+        A context manager, in effect at once; its end or `disable` restores the model. Deep copies
+        and pickles have their own `model`, and apply to it.
 
     Raises
     ------
     UserError
-        Another model, an option that does not work here, H2O enabled already.
+        The model or an option is not supported, or H2O is enabled already.
     """
     return EnabledH2O(model, h2o, cache_bits=cache_bits, key_bits=key_bits, value_bits=value_bits)
