@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
-from flexgen_h2o.h2o.recall import choose, index_weights
+from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.reference import recall as reference_recall
@@ -118,7 +118,7 @@ def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float
         reference_recall.indexed_keys(right, cache.layout)[:, :, : case.tokens],
         layout=cache.layout, form=DEFAULT_FORM,
         hidden=torch.zeros(case.tokens, dtype=torch.bool, device=GPU), sinks=None)
-    best = choose(weights, metadata[1], cached=metadata[0])
+    best = select_tokens(weights, metadata[1], cached=metadata[0])
     mine = torch.zeros_like(best).scatter_(-1, chosen[..., :count].long(), True)
     lost = 1 - weights.where(mine, 0).sum() / weights.where(best, 0).sum()
     rows.add("check", "choice", shape, case.dtype, lost.item(), "weight lost", limit=1e-5)

@@ -1,1 +1,1 @@
-"""The heavy-hitter oracle alone (arXiv 2306.14048): no storage and no kernels."""
+"""The heavy-hitter oracle (arXiv 2306.14048) alone: no storage, no kernels."""

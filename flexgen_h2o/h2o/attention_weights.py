@@ -1,4 +1,4 @@
-"""The weights of attention by its form, in plain PyTorch."""
+"""Attention weights by the form of attention, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from flexgen_h2o.config.attention_form import AttentionForm
 
 def attention_weights(products: Tensor, hidden: Tensor, *, dim: int, form: AttentionForm,
                       sinks: Tensor | None) -> Tensor:
-    """The weights of some queries over some keys.
+    """Return the attention weights of queries over keys.
 
     Parameters
     ----------
     products : float32 Tensor [..., heads, queries, keys]
-        Of queries with keys.
-    hidden : bool Tensor that broadcasts to it
-        Keys that a query does not see.
+        Dot products of queries and keys.
+    hidden : bool Tensor that broadcasts to `products`
+        True for keys that a query does not see, also because of the form's window.
     dim : int
-        Width of a head.
+        head_dim.
     form : AttentionForm
-        Its window has to be in `hidden`.
     sinks : Tensor that broadcasts to [..., heads, queries, 1], or None
-        Logits that take a share of each query's weights.
+        Attention sinks: logits that take a share of each query's weights.
 
     Returns
     -------
@@ -35,5 +34,5 @@ def attention_weights(products: Tensor, hidden: Tensor, *, dim: int, form: Atten
     logits = logits.masked_fill(hidden, float("-inf"))
     if not form.sinks:
         return logits.softmax(-1)
-    own = sinks.float().expand(*logits.shape[:-1], 1)
-    return torch.cat((logits, own), dim=-1).softmax(-1)[..., :-1]
+    sinks = sinks.float().expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]

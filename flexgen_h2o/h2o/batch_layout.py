@@ -1,8 +1,7 @@
-"""The layout of a batch: its sequences, and the tokens of each that a forward pass computes. No
-torch.
+"""The sequences of a batch, and the tokens of each that a forward pass computes. No torch.
 
-A *forward pass* takes rows through all layers once: a chunk of the prompts, or one new token of
-each sequence. Without chunks the prefill is the one forward pass 0.
+A *forward pass* takes rows through all layers once: a chunk of each prompt, or one new token of
+each sequence. Without chunked prefill the prompts are forward pass 0.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens start:end of the prompt of one sequence (its place in the batch)."""
+    """Tokens start:end of the prompt of a sequence, by its place in the batch."""
 
     sequence: int
     start: int
@@ -25,8 +24,15 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class ContinuedSequence:
-    """A sequence that goes on from the block before: its batch and place there, and the tokens that
-    have been generated, of which all but the newest are cached."""
+    """A sequence that continues from the last block.
+
+    Attributes
+    ----------
+    batch, sequence : int
+        Its batch and place in the last block.
+    generated : int
+        Tokens generated so far; all but the newest are cached.
+    """
 
     batch: int
     sequence: int
@@ -42,23 +48,23 @@ class BatchLayout:
     lengths : tuple of int
         Tokens up to the end of each prompt.
     new : int
-        Tokens that will be appended to each in this block, at most: one fewer than are generated.
+        The most tokens appended to a sequence in this block: one fewer than are generated.
     chunk : int or None
-        Tokens of a prompt in a forward pass; None for all of them.
+        Tokens of a prompt in a forward pass; None: all of them.
     prefill_passes : int
-        Forward passes of the block's longest prompt. All prompts end in the last of them, so that
-        all first tokens are sampled together; shorter ones come in later. 0 in a block without
-        prompts.
+        Forward passes of the block's longest prompt; 0 without prompts. All prompts end in the
+        last pass, so that all first tokens are sampled together; shorter ones start later.
     past : int
-        Tokens of each sequence that came in an earlier run. Positions and `lengths` count them.
+        Tokens of each sequence from earlier runs, included in positions and `lengths`.
     limits : tuple of int
-        Tokens that will ever be appended to each, at most; none: `new`. When it has so many, its
-        newest is computed again in each step.
+        The most tokens that are ever appended to each sequence; empty: `new`. At its limit a
+        sequence computes its newest token again in each step.
     continued : tuple of (ContinuedSequence or None)
-        Of each sequence, None where its prompt comes in this block; none: all come. Those that are
-        continued stand before others.
+        Of each sequence; None: its prompt is in this block. Empty: all prompts are. Continued
+        sequences precede new ones.
     evicts : tuple of bool
-        Layers in which what may stand in a batch with these loses tokens; none: they alone count.
+        Layers in which sequences that may share a batch with these lose tokens; empty: only these
+        sequences count.
     """
 
     lengths: tuple[int, ...]
@@ -74,49 +80,51 @@ class BatchLayout:
         return len(self.lengths)
 
     def token(self, forward_pass: int) -> int:
-        """Number of the new token that comes out of a forward pass: 0 of the prefill, negative
-        before."""
+        """Return the number of the new token of a forward pass.
+
+        0 is the token of the last prefill pass; numbers of earlier passes are negative.
+        """
         return forward_pass - self.prefill_passes + 1
 
     def in_prefill(self, forward_pass: int) -> bool:
-        """True if a forward pass carries prompts."""
+        """Return whether a forward pass computes prompts."""
         return forward_pass < self.prefill_passes
 
     def origin(self, sequence: int) -> ContinuedSequence | None:
-        """The sequence in the block before; None where its prompt comes in this one."""
+        """Return the sequence in the last block; None if its prompt is in this block."""
         return self.continued[sequence] if self.continued else None
 
     @property
     def has_continued(self) -> bool:
-        """True if some sequence is continued."""
+        """True if any sequence is continued."""
         return any(self.continued)
 
     def limit(self, sequence: int) -> int:
-        """Tokens that will ever be appended to a sequence, at most."""
+        """Return the most tokens that are ever appended to a sequence."""
         return self.limits[sequence] if self.limits else self.new
 
     def tokens(self, sequence: int, token: int) -> int:
-        """All tokens of a sequence with the block's new token `token` (from 1; 0: before it)."""
+        """Return the tokens of a sequence up to the block's new token `token` (from 1; 0: none)."""
         origin = self.origin(sequence)
         appended = token if origin is None else origin.generated - 1 + token
         return self.lengths[sequence] + min(appended, self.limit(sequence))
 
     def max_tokens(self, token: int) -> int:
-        """Those of the sequence that has most."""
+        """Return the tokens of the longest sequence; see `tokens`."""
         return max(self.tokens(sequence, token) for sequence in range(len(self)))
 
     @property
     def longest(self) -> int:
-        """The most tokens that a sequence will ever have."""
+        """The most tokens that any sequence ever has."""
         return max(length + new for length, new in self.sizes)
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
-        """Prompt lengths with limits, each pair once."""
+        """Distinct pairs of prompt length and limit."""
         return {(length, self.limit(sequence)) for sequence, length in enumerate(self.lengths)}
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
-        """The part of every prompt in a forward pass of the prefill, empty ones too."""
+        """Yield the span of every prompt in a prefill pass, also empty spans."""
         for sequence, length in enumerate(self.lengths):
             if self.origin(sequence) is not None:
                 yield PromptChunk(sequence, length, length)
@@ -129,15 +137,15 @@ class BatchLayout:
 
     @property
     def appends(self) -> bool:
-        """True if prompts come onto something that is cached, of themselves or of earlier runs."""
+        """True if prompts are appended to cached tokens: earlier chunks, or earlier runs."""
         return self.chunk is not None or self.past > 0
 
     def has_cached(self, forward_pass: int) -> bool:
-        """True if something of these prompts was cached before a forward pass."""
+        """Return whether any token of these prompts was cached before a forward pass."""
         return not self.in_prefill(forward_pass) or any(
             span.start for span in self.spans(forward_pass) if self.origin(span.sequence) is None)
 
 
 def prefill_passes(longest: int, chunk: int | None) -> int:
-    """Forward passes that a prompt of `longest` tokens takes."""
+    """Return the forward passes of a prompt of `longest` tokens."""
     return 1 if chunk is None else -(-longest // chunk)

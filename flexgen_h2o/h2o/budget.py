@@ -1,5 +1,4 @@
-"""The budget: tokens that stay cached per sequence, layer and KV head. No torch: the memory plan
-asks."""
+"""Budgets: tokens that stay cached per sequence, layer and KV head. No torch: plans use it."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import HOT_SET
 
-# 0.29 * 100 is 28.999999999999996 in binary, but 29 was meant.
+# 0.29 * 100 is 28.999999999999996 in binary, but means 29.
 _RATIO_SLACK = 1e-9
 
 
@@ -16,8 +15,14 @@ _RATIO_SLACK = 1e-9
 class Budget:
     """The budget of one sequence in one layer, in tokens per KV head.
 
-    The `sinks` are the first tokens of the sequence, of its prompt or generated; `recent` are the
-    newest, at least 1; `heavy` of the others stay, those with the highest scores.
+    Attributes
+    ----------
+    heavy : int
+        Tokens with the highest scores that stay beside sinks and recent ones.
+    recent : int
+        Newest tokens, at least 1.
+    sinks : int
+        First tokens of the sequence, of its prompt or generated.
     """
 
     heavy: int
@@ -26,16 +31,15 @@ class Budget:
 
     @property
     def total(self) -> int:
-        """Slots that are enough for the sequence."""
+        """Slots of the sequence."""
         return self.heavy + self.recent + self.sinks
 
 
 def budget(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> Budget | None:
-    """The budget of a sequence whose prompt has `prompt_len` tokens, and `new` came after it.
+    """Return the budget of a sequence of `prompt_len` tokens and `new` generated ones.
 
-    A ratio r gives ``int(r * n)``, at least 1, where n are the tokens of the prompt, or all of them
-    (`H2OConfig.budget_of`). `layer` counts decoder layers from 0. Returns None where the
-    configuration never evicts.
+    A ratio r gives ``int(r * n)``, at least 1, where n is the length of the prompt, or of the whole
+    text (`H2OConfig.budget_of`). Layers count from 0. Return None if the layer never evicts.
     """
     if h2o is None or h2o.is_full_at(layer):
         return None
@@ -46,9 +50,9 @@ def budget(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> 
 
 
 def _within(most: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> Budget:
-    """The smaller of H2O's budget and the `most` tokens that a window shows beside the newest.
+    """Return the smaller of H2O's budget and the `most` tokens of a window beside the newest.
 
-    Nothing is pinned: the first tokens leave the window, and are heavy hitters until then.
+    There are no sinks: the first tokens leave the window, and count as heavy hitters until then.
     """
     user = h2o.of_user()
     size = None if user.is_full_at(layer) else _budget(user, layer, prompt_len, new)
@@ -60,7 +64,7 @@ def _within(most: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) ->
 def _budget(h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> Budget:
     heavy_ratio, recent_ratio = h2o.ratios(layer)
     tokens = prompt_len + new if h2o.budget_of == "text" else prompt_len
-    heavy = h2o.heavy_tokens or 0  # neither a ratio nor a count: a window
+    heavy = h2o.heavy_tokens or 0  # a window has neither a ratio nor a count
     recent = heavy if h2o.recent_tokens is None else h2o.recent_tokens
     if heavy_ratio is not None:
         heavy = _share(heavy_ratio, tokens)
@@ -74,10 +78,10 @@ def _share(ratio: float, tokens: int) -> int:
 
 
 def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> int | None:
-    """Cached tokens that a new one attends to, beside itself, where `H2OConfig.recall` chooses.
+    """Return the cached tokens that recall selects for a new token (`H2OConfig.recall`).
 
-    The arguments are those of `budget`, `new` counting the new token. Returns None where a new
-    token attends to all that is cached: without recall, and in layers that attend to a window.
+    Arguments are those of `budget`; `new` includes the new token. Return None if a new token
+    attends to all cached tokens: without recall, and in layers with a window.
     """
     if h2o is None or not h2o.recall or h2o.window(layer) is not None:
         return None
@@ -85,9 +89,10 @@ def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -
 
 
 def hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
-    """Tokens of a KV head that memory holds of a cache on disk with so many slots of a sequence, if
-    `recalled` ones alone are fetched; 0 in layers that are fetched whole. `share` is
-    `Policy.fast_set`."""
+    """Return the slots of a KV head's hot set, of a cache with `slots` slots of a sequence.
+
+    0 in layers that are fetched whole. `share` is `Policy.fast_set`.
+    """
     count = recalled(h2o, layer, slots)
     if count is None:
         return 0
@@ -95,13 +100,13 @@ def hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:
-    """Tokens that are cached once the prompt has been cut."""
+    """Return the tokens that are cached once the prompt is cut."""
     size = budget(h2o, layer, prompt_len)
     return prompt_len if size is None else min(prompt_len, size.total)
 
 
 def cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
-    """Tokens that are cached after `new` were appended to the prompt, evictions done."""
+    """Return the tokens that are cached after `new` ones were appended to the prompt."""
     size = budget(h2o, layer, prompt_len)
     if size is None:
         return prompt_len + new
@@ -113,25 +118,27 @@ def cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
 
 
 def _cached_of_text(h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> int:
-    """The tokens of a cache whose budget grows: a step adds one at most, whatever the budget has
-    grown by, so each earlier budget with the tokens since then is a bound."""
+    """Return the cached tokens of a cache whose budget grows with the text.
+
+    A step adds at most one token, so each earlier budget plus the steps since then is a bound.
+    """
     growth = sum(ratio for ratio in h2o.ratios(layer) if ratio is not None)
-    found = prompt_len + new
+    tokens = prompt_len + new
     for back in range(max(new, 0) + 1):  # -1: before a prompt's last token
-        # A budget of ratios is less than two tokens off the line through its growth.
+        # A budget of ratios is less than two tokens off a straight line.
         if (1 - growth) * back >= 2:
             break
         size = budget(h2o, layer, prompt_len, new - back)
         assert size is not None  # the layer evicts
-        found = min(found, size.total + back)
-    return found
+        tokens = min(tokens, size.total + back)
+    return tokens
 
 
 def slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
-    """The most slots ever in use while `new` tokens are appended to the prompt.
+    """Return the most slots in use while `new` tokens are appended to the prompt.
 
-    A new token is attended to beside the slots and then takes its victim's, so the budget is
-    enough. A simulation masks a full cache, and needs all of it.
+    The budget is enough: a new token is not in a slot until one is evicted. A simulation masks a
+    full cache.
     """
     if h2o is not None and h2o.simulate:
         return prompt_len + new

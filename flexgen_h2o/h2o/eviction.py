@@ -1,8 +1,7 @@
-"""The H2O policy alone, which decides what stays cached: no storage (arXiv 2306.14048, algorithm
-1).
+"""H2O eviction (arXiv 2306.14048, algorithm 1): which tokens stay cached. No storage.
 
-Attention accumulates the *attention score* of every cached key: a new
-key starts at 0, and each query does ``scores = scores * decay + row``, its own key included.
+Attention accumulates the *attention score* of every cached key. A new key starts at 0, and each
+query does ``scores = scores * decay + weights``, for its own key, too.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from flexgen_h2o.h2o.policies import PolicyState, ScorePolicy, policy_named
 
 
 class Cut(NamedTuple):
-    """A prompt of `length` tokens, of which `heavy` and the newest `recent` stay beside sinks."""
+    """The cut of a prompt of `length` tokens: `heavy` and the newest `recent` stay beside sinks."""
 
     length: int
     heavy: int
@@ -30,24 +29,23 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Eviction:
-    """Picks what stays of a prompt and whose slot a new token takes.
+    """Selects the tokens of a prompt that stay, and the token that a new one evicts.
 
-    All of it is exact on every device: no choice depends on the order in which ties are seen.
+    Results are the same on every device: no choice depends on the order of ties.
 
     Attributes
     ----------
     mean : bool
-        The score is the accumulated attention score divided by the number of queries that could see
-        the key.
+        Accumulated attention is divided by the number of queries that could see the key.
     decay : float
-        The factor per query on the accumulated scores.
+        Factor on the accumulated scores before each query.
     sinks : int
-        The first tokens of a sequence that always stay.
+        First tokens of a sequence that always stay.
     window : int
-        A query sees the keys of the last so many positions, itself included, and what the next
-        one does not see goes first: there is nothing that it could be kept for. 0: no window.
+        Positions that a query attends to, itself included; 0: no window. Tokens that the next
+        query does not see are evicted first.
     policy : ScorePolicy or None
-        A policy that the kernels don't know, in place of accumulated attention and its mean.
+        A policy that the kernels do not implement, instead of accumulated attention or its mean.
     """
 
     mean: bool = False
@@ -57,29 +55,29 @@ class Eviction:
     policy: ScorePolicy | None = None
 
     def kept(self, cut: Cut) -> int:
-        """The tokens of a prompt that stay, counted."""
+        """Return the number of tokens of a prompt that stay."""
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
     def select(self, scores: torch.Tensor, cut: Cut, positions: torch.Tensor | None = None,
                *, vectors: torch.Tensor | None = None) -> torch.Tensor:
-        """The tokens of a prompt that stay: sinks, the last recent, the heaviest of the rest.
+        """Return the tokens of a prompt that stay: sinks, recent tokens, the heaviest of the rest.
 
-        Of equal scores the newer stays.
+        Of equal scores the newer token stays.
 
         Parameters
         ----------
-        scores : float32 [kv_heads, cut.length]
-            Of every key of the prompt, all queries done; any finite values if ``heavy`` is 0.
+        scores : float32 Tensor [kv_heads, cut.length]
+            Accumulated over all queries of the prompt; any finite values if ``heavy`` is 0.
         cut : Cut
-        positions : int [kv_heads, cut.length], optional
-            Of the tokens, ascending, where some between them have gone before, but no sink. None:
-            from 0 on, without a gap.
+        positions : int Tensor [kv_heads, cut.length], optional
+            Of the tokens, ascending, if some tokens between them, but no sink, are evicted. None:
+            from 0 on, without gaps.
         vectors : Tensor [2, kv_heads, cut.length, head_dim], optional
-            Keys and values, for a policy that asks for them.
+            Keys and values, for a policy that needs them.
 
         Returns
         -------
-        int64 [kv_heads, kept]
+        int64 Tensor [kv_heads, kept]
             Indices of tokens, ascending.
         """
         heads, tokens = scores.shape
@@ -93,7 +91,7 @@ class Eviction:
         if self.window:
             score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
         score = score[:, first:last]
-        # Sorted from new to old: a stable sort then leaves the newer of equals in front.
+        # Sort from new to old: a stable sort leaves the newer of equal scores in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
         heavy = (last - 1 - order[:, : cut.heavy]).sort(dim=-1).values
         sinks, recent = (part.expand(heads, -1) for part in (index[:first], index[last:]))
@@ -101,28 +99,27 @@ class Eviction:
 
     def victims(self, scores: torch.Tensor, positions: torch.Tensor, *, tokens: torch.Tensor,
                 recent: torch.Tensor, vectors: torch.Tensor | None = None) -> torch.Tensor:
-        """The slot with the lowest score outside the sinks and the recent tokens, or one that has
-        left the window.
+        """Return the slot with the lowest score outside sinks and recent tokens.
 
-        Of equal scores the oldest goes. Where nothing can go, the index means nothing.
+        Tokens outside of the window come first. Of equal scores the oldest token is evicted. Where
+        nothing can be evicted, the index is undefined.
 
         Parameters
         ----------
-        scores : float32 [sequences, kv_heads, slots]
-            The new token's query included.
-        positions : int32 [sequences, kv_heads, slots]
-            Of the token in each slot, or `EMPTY`. The new token may be among them or not: it is
-            recent.
-        tokens : int [sequences]
+        scores : float32 Tensor [sequences, kv_heads, slots]
+            With the new token's query.
+        positions : int32 Tensor [sequences, kv_heads, slots]
+            Of the token in each slot, or `EMPTY`; with or without the new token, which is recent.
+        tokens : int Tensor [sequences]
             Tokens so far, the new one included.
-        recent : int [sequences]
-            The budget's, at least 1.
+        recent : int Tensor [sequences]
+            Of the budget, at least 1.
         vectors : Tensor [2, sequences, kv_heads, slots, head_dim], optional
-            Keys and values, for a policy that asks for them.
+            Keys and values, for a policy that needs them.
 
         Returns
         -------
-        int64 [sequences, kv_heads]
+        int64 Tensor [sequences, kv_heads]
         """
         tokens, recent = tokens[:, None, None], recent[:, None, None]
         evictable = (positions >= self.sinks) & (positions < tokens - recent)
@@ -131,38 +128,38 @@ class Eviction:
             score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
         score = score.masked_fill(~evictable, torch.inf)
         lowest = score.amin(dim=-1, keepdim=True)
-        # Positions differ, so the oldest of equals is one slot on every device.
+        # Positions differ, so the oldest of equal scores is the same slot on every device.
         return positions.masked_fill(~evictable | (score > lowest), EMPTY).argmin(dim=-1)
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Those of keys and values that the score looks at."""
+        """``"keys"`` and ``"values"`` if the score uses them."""
         return () if self.policy is None else self.policy.needs
 
     def _score(self, state: PolicyState, vectors: torch.Tensor | None) -> torch.Tensor:
-        """Turn accumulated scores into the score that decides."""
+        """Return the policy's scores of a state."""
         policy = self.policy or policy_named("mean" if self.mean else "sum")
         return policy.scores(state, vectors)
 
 
 @dataclass(frozen=True)
 class EvictionState:
-    """The eviction state of the slots of some sequences; the operations keep it up in place.
+    """The eviction state of the slots of some sequences; operations update it in place.
 
     Attributes
     ----------
     eviction : Eviction
     scores : float32 Tensor [sequences, kv_heads, slots]
         Attention that each cached key has received; 0 in empty slots.
-    positions : int32 Tensor, the same shape
-        Of the token in each slot; `EMPTY` where there is none.
-    ranks : int32 Tensor, the same shape, or None
-        With rolling positions, each token's place among the cached ones: keys are then cached
-        unrotated, and a key's position is its rank. None: keys are cached rotated.
+    positions : int32 Tensor [sequences, kv_heads, slots]
+        Of the token in each slot; `EMPTY` in empty slots.
+    ranks : int32 Tensor [sequences, kv_heads, slots], or None
+        With rolling positions: each token's rank among the cached ones is its position, and keys
+        are cached before rotation. None: keys are cached after rotation.
     rope : two float32 Tensors [positions, rotary_dim / 2], or None
-        Cosines and sines by rank, the new token's included. With `ranks`.
+        With `ranks`: cosines and sines by rank, the new token's included.
     smoothing : KeySmoothing or None
-        By which cached keys are smoothed. With `ranks`, the operations smooth and restore them.
+        With `ranks`: the operations smooth and restore cached keys.
     """
 
     eviction: Eviction
@@ -174,12 +171,12 @@ class EvictionState:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Scores and positions, and ranks where there are any."""
+        """Scores, positions, and ranks if there are any."""
         return [x for x in (self.scores, self.positions, self.ranks) if x is not None]
 
 
 def eviction_of(h2o: H2OConfig | None) -> Eviction:
-    """The policy of a configuration; its sizes come with each sequence."""
+    """Return the eviction of a configuration; budgets come with each sequence."""
     if h2o is None:
         return Eviction()
     policy = policy_named(h2o.score)
@@ -191,10 +188,10 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
 def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
               rope: tuple[torch.Tensor, torch.Tensor] | None,
               device: torch.device, smoothing: KeySmoothing | None = None) -> EvictionState:
-    """An eviction state of [sequences, kv_heads, slots], all empty.
+    """Return the eviction state of empty slots [sequences, kv_heads, slots].
 
-    It is exact whatever the cache's dtype, and small beside keys and values, so it stays where
-    attention runs on every tier. With rotations by rank, positions roll.
+    It is float32 for every cache dtype, and where attention runs for every tier. With `rope`,
+    positions roll.
     """
     scores = torch.zeros(shape, dtype=torch.float32, device=device)
     positions = torch.full(shape, EMPTY, dtype=torch.int32, device=device)
@@ -203,30 +200,34 @@ def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
 
 
 def narrowed(state: EvictionState, sequences: slice) -> EvictionState:
-    """The same eviction state for some of its sequences."""
+    """Return the eviction state of some of its sequences, sharing memory."""
     return replace(state, scores=state.scores[sequences], positions=state.positions[sequences],
                    ranks=None if state.ranks is None else state.ranks[sequences])
 
 
 def forget_hidden(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
-    """Let nothing of prompts stay that the next token of each does not see.
+    """Set the scores of tokens that the next token does not see to -inf, in place.
 
-    scores are float32 [kv_heads, rows] of the packed prompts, and are changed in place.
+    `scores` are float32 [kv_heads, rows] of packed prompts.
     """
-    for cut, mine in zip(cuts, scores.split([cut.length for cut in cuts], dim=1), strict=True):
-        mine[:, : max(0, cut.length + 1 - window)] = float("-inf")
+    for cut, prompt in zip(cuts, scores.split([cut.length for cut in cuts], dim=1), strict=True):
+        prompt[:, : max(0, cut.length + 1 - window)] = float("-inf")
 
 
 def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfig | None,
                     layer: int) -> torch.Tensor:
-    """The metadata of a step that appends one token to each sequence, for all layers of one budget.
+    """Return the metadata of a step that appends one token to each sequence.
+
+    It is the same for all layers of the same budgets.
 
     Parameters
     ----------
     prompts : sequence of int
         Tokens of each prompt.
     tokens : sequence of int
-        Tokens of each sequence, the evicted ones and the new one included.
+        Tokens of each sequence, evicted ones and the new one included.
+    h2o : H2OConfig or None
+    layer : int
 
     Returns
     -------
@@ -235,7 +236,7 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     """
     pairs = list(zip(prompts, tokens, strict=True))
     rows = {}
-    for prompt, count in set(pairs):  # sequences are often of one length, and then alike
+    for prompt, count in set(pairs):  # sequences often have the same lengths
         size = budget(h2o, layer, prompt, count - prompt)
         before = cached(h2o, layer, prompt, count - 1 - prompt)
         full = size is not None and h2o.evicts_generated_at(layer) and before >= size.total

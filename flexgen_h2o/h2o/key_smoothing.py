@@ -1,8 +1,8 @@
-"""Key smoothing: a change of basis in which keys lose little when they are quantized.
+"""Key smoothing: a change of basis in which quantizing keys loses little.
 
 Quantized keys are ``k' = H((k - c) / s)``, and the queries that read them ``q' = H(q * s)``. Then
 ``q' . k' = q . k - q . c``, and softmax ignores ``q . c``, which is the same for all keys. Only
-under a soft cap or beside learned attention sinks it has to be added to the products again.
+soft caps and attention sinks need it added to the products again.
 
 Channels with a large mean (key biases) or a large deviation would otherwise set the step of their
 whole quantization group. Subtracting the mean c follows SageAttention (arXiv 2410.02367), the
@@ -37,7 +37,7 @@ class BasisChange:
     shift : float32 Tensor [kv_heads, head_dim] or None
         None: zeros.
     mean : float32 Tensor [kv_heads, head_dim] or None
-        Of queries: what the keys lack that they are to meet.
+        Of a map of queries: the mean that was subtracted from the keys.
     """
 
     factor: Tensor
@@ -57,7 +57,6 @@ class BasisChange:
         if self.shift is not None:
             grouped = grouped + self.shift[:, None]
         return hadamard(grouped).flatten(-3, -2)
-
 
     def offsets(self, x: Tensor) -> Tensor:
         """Return the products of queries x [..., heads, head_dim], before the map, with the mean of
@@ -101,7 +100,7 @@ class KeySmoothing:
 
     @classmethod
     def rotation(cls, kv_heads: int, head_dim: int, device: torch.device) -> KeySmoothing:
-        """Return constants that leave H alone: for models without weights to take a sample from."""
+        """Return constants of H alone, for models without weights to sample keys from."""
         shape = (kv_heads, head_dim)
         return cls(torch.zeros(shape, device=device), torch.ones(shape, device=device))
 
@@ -144,15 +143,15 @@ class LayerSmoothing:
 
     @classmethod
     def unstacked(cls, constants: Tensor) -> LayerSmoothing:
-        """Return the constants that `stacked` gave."""
+        """Return the constants of a result of `stacked`."""
         return cls(*(KeySmoothing(*each) for each in constants.unbind()))
 
 
 def hadamard(x: Tensor) -> Tensor:
     """Return x [..., head_dim] times the orthogonal Hadamard matrix, float32.
 
-    The matrix is its own inverse. A head size that is no power of two takes equal blocks on the
-    diagonal, of the largest power of two that divides it.
+    The matrix is its own inverse. If head_dim is not a power of two, the matrix is block-diagonal
+    with blocks of the largest power of two that divides it.
     """
     size = block_size(x.shape[-1])
     return (x.unflatten(-1, (-1, size)) @ _matrix(size, x.device)).flatten(-2)

@@ -1,8 +1,17 @@
-"""Policies: which cached tokens matter, as one function `score(state) -> scores`, found by name.
+"""Eviction policies: the importance of cached tokens, as one function ``score(state) -> scores``.
 
-The built-in ones are `sum` (arXiv 2306.14048), `mean` and `decay`, which the kernels know, and
-`caote` (arXiv 2504.14051). That and what users register run through the reference operations in
-plain PyTorch (`kernels.ops`).
+The token with the lowest score outside sinks and recent tokens is evicted (`eviction.Eviction`).
+To add a policy, write its `score` and register it under a name:
+
+    def sqrt_mean(state: PolicyState) -> torch.Tensor:  # float32 [..., kv_heads, keys]
+        return state.attention / state.queries.sqrt()
+
+    register_policy("sqrt-mean", sqrt_mean)
+    LLM(model, h2o=H2OConfig(heavy_ratio=0.1, score="sqrt-mean"))
+
+A built-in policy is an entry of `_BUILT_IN`, and its name is in `config.h2o.BUILT_IN`. The kernels
+implement ``sum`` (arXiv 2306.14048), ``mean`` and ``decay``. ``caote`` (arXiv 2504.14051) and
+registered policies run through the reference operations in plain PyTorch (`kernels.ops`).
 """
 
 from __future__ import annotations
@@ -17,26 +26,26 @@ from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.errors import UserError
 
 SMALLEST = 1e-12
-"""Divisors are no smaller."""
+"""Lower bound of divisors."""
 
 
 @dataclass(frozen=True)
 class PolicyState:
-    """The cached tokens as a policy sees them.
+    """The cached tokens that a policy scores.
 
     Attributes
     ----------
     attention : float32 Tensor [..., kv_heads, keys]
-        Attention weights that each key has received: summed over the queries, which fade if the
-        policy says so, and over the query heads of its group.
+        Attention weights that each key has received, summed over queries and over the query heads
+        of its group; earlier queries count less if the policy `fades`.
     positions : int Tensor that broadcasts to it
-        Of each token in its sequence; `config.limits.EMPTY` where a slot holds none.
+        Position of each token in its sequence; `config.limits.EMPTY` in empty slots.
     tokens : int Tensor that broadcasts to it, or int
-        Tokens of the sequence so far, evicted ones included. The newest query stood at
+        Tokens of the sequence so far, evicted ones included. The newest query is at
         ``tokens - 1``.
     keys, values : float32 Tensor [..., kv_heads, keys, head_dim], or None
-        As they are cached (keys before rotation where positions roll); None unless the policy
-        asks for them. In empty slots they are 0.
+        As they are cached: keys before rotation if positions roll. 0 in empty slots; None unless
+        the policy needs them.
     """
 
     attention: torch.Tensor
@@ -47,17 +56,17 @@ class PolicyState:
 
     @property
     def filled(self) -> torch.Tensor:
-        """True where there is a token; like `positions`."""
+        """True in slots that hold a token; like `positions`."""
         return self.positions != EMPTY
 
     @property
     def queries(self) -> torch.Tensor:
-        """The queries that could see each key, its own included; at least 1. Like `positions`."""
+        """Queries that could attend to each key, its own included; at least 1. Like `positions`."""
         return (self.tokens - self.positions).clamp(min=1)
 
     @property
     def value_norms(self) -> torch.Tensor:
-        """Euclidean norms of the values, [..., kv_heads, keys]."""
+        """L2 norms of the values, [..., kv_heads, keys]."""
         if self.values is None:
             raise UserError("a policy that looks at values is registered with needs=('values',)")
         return self.values.norm(dim=-1)
@@ -68,18 +77,17 @@ Score = Callable[[PolicyState], torch.Tensor]
 
 @dataclass(frozen=True)
 class ScorePolicy:
-    """A policy: the token with the lowest score outside sinks and recent ones goes first.
+    """A policy by name: the token with the lowest score outside sinks and recent ones is evicted.
 
     Attributes
     ----------
     name : str
     score : callable (PolicyState) -> float32 Tensor [..., kv_heads, keys]
-        Larger is kept; finite wherever there is a token. It changes nothing that it is given.
+        Higher scores stay. Finite for every token. It must not modify its state.
     fades : bool
-        Whether accumulated attention is multiplied by `H2OConfig.decay` before each query's is
-        added.
+        Accumulated attention is multiplied by `H2OConfig.decay` before each query's is added.
     needs : tuple of str
-        Of ``"keys"`` and ``"values"``, those that the score looks at.
+        ``"keys"`` and ``"values"`` if the score uses them.
     """
 
     name: str
@@ -89,52 +97,60 @@ class ScorePolicy:
 
     @property
     def in_kernels(self) -> bool:
-        """True if the kernels know it."""
+        """True if the kernels implement it."""
         return self.name in names.KERNELS
 
     def scores(self, state: PolicyState, vectors: torch.Tensor | None = None) -> torch.Tensor:
-        """The scores of a state that is given `vectors` [2, ..., kv_heads, keys, head_dim], keys
-        and values, as far as the policy asks for them.
+        """Return the scores of a state, float32 [..., kv_heads, keys].
 
-        Raises `UserError` where it gives no float32 scores of the right shape, and on a CPU where a
-        token's is NaN although all that the policy was given is finite. (Looking at a GPU's would
-        mean to wait for it.)
+        Parameters
+        ----------
+        state : PolicyState
+            Without keys and values.
+        vectors : Tensor [2, ..., kv_heads, keys, head_dim], optional
+            Keys and values, for policies that need them.
+
+        Raises
+        ------
+        UserError
+            The scores have another dtype or shape, or are NaN for a token although the state is
+            finite. NaN is checked on a CPU alone: on a GPU it would synchronize.
         """
         if self.needs and vectors is not None:
-            state = replace(state, **{what: vectors[index].float()
-                                      for index, what in enumerate(("keys", "values"))
-                                      if what in self.needs})
-        found = self.score(state)
-        if not self.in_kernels and (not isinstance(found, torch.Tensor)
-                                  or found.dtype != torch.float32
-                                  or found.shape != state.attention.shape):
+            state = replace(state, **{name: vectors[index].float()
+                                      for index, name in enumerate(("keys", "values"))
+                                      if name in self.needs})
+        scores = self.score(state)
+        if not self.in_kernels and (not isinstance(scores, torch.Tensor)
+                                  or scores.dtype != torch.float32
+                                  or scores.shape != state.attention.shape):
             raise UserError(f"the policy {self.name!r} must give float32 scores of the shape "
                             f"{list(state.attention.shape)}, like its state's attention")
-        if (not self.in_kernels and not found.is_cuda and (found.isnan() & state.filled).any()
+        if (not self.in_kernels and not scores.is_cuda and (scores.isnan() & state.filled).any()
                 and all(x is None or x.isfinite().all()
                         for x in (state.attention, state.keys, state.values))):
             raise UserError(f"the policy {self.name!r} must give each token a score that can be "
                             "compared: it gave NaN")
-        return found
+        return scores
 
 
 def attention_sum(state: PolicyState) -> torch.Tensor:
-    """The attention that a key has received (arXiv 2306.14048)."""
+    """Return the attention that each key has received (H2O, arXiv 2306.14048)."""
     return state.attention
 
 
 def attention_mean(state: PolicyState) -> torch.Tensor:
-    """The same over the queries that could see the key."""
+    """Return the attention of each key divided by the number of queries that could see it."""
     return state.attention / state.queries
 
 
 def output_error(state: PolicyState) -> torch.Tensor:
-    """The distance that attention's output would move without a token (CAOTE, arXiv 2504.14051).
+    """Return how far attention's output would move without each token (CAOTE, arXiv 2504.14051).
 
-    Weights are shares of the mean attention that keys have received.
+    Attention weights are estimated by shares of `attention_mean`.
     """
     values = state.values
-    assert values is not None  # as its registration asks for them
+    assert values is not None  # it is registered with needs=("values",)
     mean = attention_mean(state).masked_fill(~state.filled, 0)
     share = mean / mean.sum(-1, keepdim=True).clamp(min=SMALLEST)
     output = (share[..., None] * values).sum(-2, keepdim=True)
@@ -148,33 +164,30 @@ _BUILT_IN = {policy.name: policy for policy in (
 
 
 def policy_named(name: str) -> ScorePolicy:
-    """The policy of a name.
-
-    Raises `UserError` where none is registered under it in this process.
-    """
+    """Return a policy by name; raise `UserError` if none is registered in this process."""
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     names.check_score(name)
-    found = names.registered(name)
-    assert isinstance(found, ScorePolicy)
-    return found
+    policy = names.registered(name)
+    assert isinstance(policy, ScorePolicy)
+    return policy
 
 
 def register_policy(name: str, score: Score, *, fades: bool = False,
                     needs: tuple[str, ...] = ()) -> ScorePolicy:
-    """Make a policy of one's own known in this process as `H2OConfig(score=name)`.
+    """Register a policy in this process for `H2OConfig(score=name)`.
 
     Parameters
     ----------
     name : str
-        Neither of a built-in policy, nor of one that was registered with another function.
+        Not of a built-in policy, or of one that is registered with another function.
     score, fades, needs
         See `ScorePolicy`.
 
     Raises
     ------
     UserError
-        A name that is taken or empty, a score that is no function, unknown needs.
+        The name is taken or empty, `score` is not callable, or needs are unknown.
     """
     if not callable(score):
         raise UserError(f"score must be a function of a PolicyState, got {score!r}")

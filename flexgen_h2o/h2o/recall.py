@@ -1,10 +1,10 @@
-"""Recall: nothing is evicted, and each new token attends to what its own query weighs most.
+"""Recall (KV retrieval): nothing is evicted, and new tokens attend to selected cached tokens.
 
-Every key and value stays somewhere. A decode step guesses the weights of attention from an *index*,
-the keys in few bits, which its queries meet in 8 bits. It chooses for each KV head the budget's
-worth of cached tokens of most weight, summed over the query heads of the group; of equals the
-newer. It then attends, with exact queries, keys and values, to these and to the new token itself.
-Prompts attend to all of themselves.
+A decode step estimates attention weights from a *quantized key index*: keys in few bits, times
+queries in 8 bits. For each KV head it selects as many cached tokens as the budget has, those with
+the largest weights summed over the query heads of the group; of equal weights the newer token. It
+then attends to these and to the new token, with exact queries, keys and values. Prompts attend to
+all of their tokens.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from flexgen_h2o.h2o.attention_weights import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max
 QUERY_LEVELS = 127
-"""The highest code of a query; the lowest is as far below 0."""
+"""The highest code of a quantized query; the lowest is its negative."""
 
 
 def index_codes(keys: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys in few bits.
+    """Quantize keys for an index.
 
     Parameters
     ----------
     keys : Tensor [..., head_dim], any floating dtype
-        As attention meets them: rotated where positions are rotary.
+        After rotation, if positions are rotary.
     layout : IndexLayout
 
     Returns
     -------
     codes : uint8 Tensor [..., head_dim]
     scales, zeros : float16 Tensor [..., groups]
-        The zero point is the least element of the group, the scale the distance from there to the
-        largest over the highest code; both are rounded to the nearest float16.
+        The zero point is the smallest element of a group. The scale is the range of the group
+        divided by the highest code. Both are rounded to float16.
     """
     x = keys.float().clamp(-HALF_MAX, HALF_MAX).unflatten(-1, (layout.groups, layout.group))
     zeros = x.amin(-1).half()
-    # A tensor on the same device: on a GPU PyTorch multiplies by the reciprocal of a number.
+    # A tensor, not a number: on a GPU PyTorch would multiply by the number's reciprocal.
     levels = x.new_full((), layout.levels)
     scales = ((x.amax(-1) - zeros.float()) / levels).clamp(min=0, max=HALF_MAX).half()
-    steps = scales.float().clamp_min(2.0**-24)  # a constant group has codes 0
+    steps = scales.float().clamp_min(2.0**-24)  # codes of a constant group are 0
     codes = ((x - zeros.float()[..., None]) / steps[..., None]).round().clamp(0, layout.levels)
     return codes.flatten(-2).to(torch.uint8), scales, zeros
 
 
-def indexed(keys: Tensor, layout: IndexLayout) -> Tensor:
-    """Keys as an index has them: float32, of keys' shape [..., head_dim]."""
+def indexed_keys(keys: Tensor, layout: IndexLayout) -> Tensor:
+    """Return keys [..., head_dim] as quantized by an index, in float32."""
     codes, scales, zeros = index_codes(keys, layout)
     codes = codes.float().unflatten(-1, (layout.groups, layout.group))
     return (zeros.float()[..., None] + scales.float()[..., None] * codes).flatten(-2)
 
 
 def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
-    """Queries as they meet an index: each group of elements rounded to whole steps.
+    """Return queries rounded to 8 bits, as they are multiplied with an index.
 
     Parameters
     ----------
     q : Tensor [..., head_dim], any floating dtype
     layout : IndexLayout
-        Its groups are the queries' too.
+        Queries have the groups of its keys.
 
     Returns
     -------
     float32 Tensor like q
-        A step is the group's largest magnitude over `QUERY_LEVELS`, so that codes have 8 bits: what
-        a group's meet of a key's are sums of products of whole numbers.
+        Multiples of a step for each group: its largest magnitude divided by `QUERY_LEVELS`. Dot
+        products of groups are integer sums.
     """
     groups = q.float().unflatten(-1, (layout.groups, layout.group))
     steps = groups.abs().amax(-1, keepdim=True) / groups.new_full((), QUERY_LEVELS)
@@ -78,33 +78,33 @@ def rounded_queries(q: Tensor, layout: IndexLayout) -> Tensor:
 def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hidden: Tensor,
                   form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
                   ) -> Tensor:
-    """The weights that the query heads of a group together give to each cached token.
+    """Return the attention weights of cached tokens, summed over the query heads of a group.
 
     Parameters
     ----------
     q : Tensor [..., kv_heads, group, head_dim]
-        Of the new token. Cached keys meet `rounded_queries`.
+        Of the new token.
     k : Tensor [..., kv_heads, head_dim]
-        Its key, which is exact, and so are the queries that meet it.
+        The new token's key; its product with q is exact.
     keys : Tensor [..., kv_heads, tokens, head_dim]
-        Cached ones, of `indexed`.
+        Cached keys, of `indexed_keys`; they are multiplied with `rounded_queries`.
     layout : IndexLayout
     hidden : bool Tensor that broadcasts to [..., kv_heads, 1, tokens]
-        Where there is no token.
+        True where there is no token.
     form : AttentionForm
         Without a window.
     sinks : Tensor that broadcasts to [..., kv_heads, group, 1], or None
-        The logits that `form.sinks` asks for.
+        Attention sinks, if the form has them.
     offsets : float32 Tensor [..., kv_heads, group, 1], or None
-        Added to the products of the queries with all keys.
+        Added to the products of queries with all keys.
 
     Returns
     -------
     float32 Tensor [..., kv_heads, tokens]
     """
     logits = torch.einsum("...hgd,...htd->...hgt", rounded_queries(q, layout), keys.float())
-    own = torch.einsum("...hgd,...hd->...hg", q.float(), k.float())[..., None]
-    products = torch.cat((logits, own), dim=-1)
+    new = torch.einsum("...hgd,...hd->...hg", q.float(), k.float())[..., None]
+    products = torch.cat((logits, new), dim=-1)
     if offsets is not None:
         products = products + offsets
     weights = attention_weights(
@@ -113,27 +113,27 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
     return weights[..., :-1].sum(-2)
 
 
-def choose(weights: Tensor, counts: Tensor, *, cached: Tensor) -> Tensor:
-    """The cached tokens that a step attends to.
+def select_tokens(weights: Tensor, counts: Tensor, *, cached: Tensor) -> Tensor:
+    """Return a mask of the cached tokens that a step attends to.
 
     Parameters
     ----------
     weights : float32 Tensor [..., kv_heads, tokens]
         From `index_weights`.
     counts : int Tensor [...]
-        How many each sequence is to choose; at most `cached`.
+        Tokens that each sequence selects; at most `cached`.
     cached : int Tensor [...]
-        How many tokens it has.
+        Cached tokens of each sequence.
 
     Returns
     -------
     bool Tensor like weights
     """
     tokens = weights.shape[-1]
-    place = torch.arange(tokens, device=weights.device)
-    # Floats that are not negative are in the order of their bits. Of equal ones the newer goes in.
-    order = (weights.view(torch.int32).long() << 32) + place
-    order = order.masked_fill(place >= cached[..., None, None], -1)
-    number = place.expand(order.shape)
-    rank = torch.empty_like(order).scatter_(-1, order.argsort(dim=-1, descending=True), number)
+    position = torch.arange(tokens, device=weights.device)
+    # Floats that are not negative sort as their bits. Of equal weights the newer token wins.
+    order = (weights.view(torch.int32).long() << 32) + position
+    order = order.masked_fill(position >= cached[..., None, None], -1)
+    rank = torch.empty_like(order).scatter_(
+        -1, order.argsort(dim=-1, descending=True), position.expand(order.shape))
     return rank < counts[..., None, None]

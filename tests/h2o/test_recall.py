@@ -13,7 +13,7 @@ from llm.test_llm import PLACES, transformers_tokens
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.recall import QUERY_LEVELS, choose, indexed, rounded_queries
+from flexgen_h2o.h2o.recall import QUERY_LEVELS, indexed_keys, rounded_queries, select_tokens
 
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
@@ -81,7 +81,7 @@ def test_a_compressed_cache_is_indexed_as_it_is(tiny_model, bits):
 @pytest.mark.parametrize("length, bits, worst", [(64, 4, 1 / 15), (80, 4, 1 / 15), (64, 2, 1 / 3)])
 def test_an_index_errs_by_half_a_step(length, bits, worst):
     keys = torch.randn(3, 50, length, generator=torch.Generator().manual_seed(0))
-    found = indexed(keys, IndexLayout(length, bits))
+    found = indexed_keys(keys, IndexLayout(length, bits))
     groups = keys.unflatten(-1, (IndexLayout(length, bits).groups, -1))
     step = worst * (groups.amax(-1) - groups.amin(-1))
     error = (found - keys).abs().unflatten(-1, groups.shape[-2:]).amax(-1)
@@ -103,7 +103,7 @@ def test_queries_of_an_index_are_whole_steps_of_8_bits(length):
 
 def test_of_equals_the_newer_is_chosen():
     weights = torch.tensor([[[0.1, 0.3, 0.3, 0.3, 0.0], [0.0, 0.0, 0.0, 0.9, 0.9]]])
-    found = choose(weights, torch.tensor([2]), cached=torch.tensor([4]))
+    found = select_tokens(weights, torch.tensor([2]), cached=torch.tensor([4]))
     assert found.tolist() == [[[False, False, True, True, False],
                                [False, False, True, True, False]]]
 

@@ -8,7 +8,7 @@ from kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
-from flexgen_h2o.h2o.recall import choose, index_weights
+from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.cpu import recall as native_recall
@@ -79,7 +79,7 @@ def check_choice(some, chosen):
     """Tokens are ascending, and none weighs less than one that was left out."""
     cached, counts = some["metadata"].long()
     weights = weights_of(some)
-    mask = choose(weights, counts, cached=cached)
+    mask = select_tokens(weights, counts, cached=cached)
     for sequence, count in enumerate(counts.tolist()):
         assert (chosen[sequence, :, count:] == -1).all()
         mine = chosen[sequence, :, :count].long()

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.attention_weights import attention_weights
-from flexgen_h2o.h2o.recall import choose, index_codes, index_weights
+from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens
 from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups, unpack_slots
 
 
@@ -68,7 +68,7 @@ def indexed_keys(index, layout):
 
 def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=DEFAULT_FORM,
                 sinks=None, offsets=None):
-    """The cached tokens that one new token of each sequence attends to (`h2o.recall.choose`).
+    """Return the cached tokens that new tokens attend to (`h2o.recall.select_tokens`).
 
     Parameters
     ----------
@@ -107,7 +107,7 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
-    chosen = choose(weights, counts, cached=cached)
+    chosen = select_tokens(weights, counts, cached=cached)
     if log_weights is not None:
         note_weights(weights, log_weights, cached)
     order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
