@@ -546,8 +546,8 @@ def test_each_argument_of_its_own():
                   "simulate": True}).h2o() == H2OConfig(heavy_ratio=0.1, prompt_chunk=1,
                                                         simulate=True)
     assert parse({"pretrained": "m", "batch_size": "6"}).for_llm()["policy"].gpu_batch_size == 6
-    assert parse({"pretrained": "m", "batch_size": "auto"}).most == MOST
-    assert parse({"pretrained": "m", "gpu_batch_size": 6}).most is None
+    assert parse({"pretrained": "m", "batch_size": "auto"}).max_sequences == MOST
+    assert parse({"pretrained": "m", "gpu_batch_size": 6}).max_sequences is None
     assert parse({"pretrained": "m"}).h2o() is None
 
 

@@ -1,6 +1,6 @@
-"""The harness's command line with our model in it: ``python -m flexgen_h2o.integrations.lm_eval``.
+"""The harness's command line with this model: ``python -m flexgen_h2o.integrations.lm_eval``.
 
-All arguments are the harness's own; ``--model flexgen_h2o`` need not be given.
+Arguments are those of ``lm_eval``; ``--model flexgen_h2o`` is the default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAGS_WITH_MODELS = ("--config", "-C")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the harness.
 
-    What the harness itself refuses it refuses in its own way, but for data that it can't fetch.
+    Errors are those of the harness, except for data that cannot be downloaded.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if importlib.util.find_spec("lm_eval") is None:
@@ -33,24 +33,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     from flexgen_h2o.integrations.lm_eval.model import NAME
 
     before = sys.argv
-    sys.argv = [before[0], *_with_model(arguments, NAME)]  # which the harness reads, and changes
+    sys.argv = [before[0], *_with_model(arguments, NAME)]  # the harness reads and modifies it
     try:
-        with _fetching(), _git_unheard():
+        with _download_errors(), _quiet_git():
             cli_evaluate()
     finally:
         sys.argv = before
 
 
 @contextmanager
-def _fetching() -> Iterator[None]:
-    """Tell in one line what the data or metrics of a task are missing, as without a network."""
+def _download_errors() -> Iterator[None]:
+    """Report in one line that data or metrics of a task cannot be downloaded."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not _not_fetched(cause):
+        while cause is not None and not _is_download_error(cause):
             cause = cause.__cause__
         if cause is None:
             raise
@@ -61,29 +61,29 @@ def _fetching() -> Iterator[None]:
             "files with --include_path") from error
 
 
-def _not_fetched(error: BaseException) -> bool:
-    """True if something that isn't on this machine could not be brought here."""
+def _is_download_error(error: BaseException) -> bool:
+    """Return whether a download failed."""
     from flexgen_h2o.models.sources import hub_failures
 
     if isinstance(error, OSError):
-        # The libraries' own have no number; a disk that is full, say, has.
+        # Errors of download libraries have no errno; a full disk has one.
         return error.errno is None or isinstance(error, (ConnectionError, TimeoutError))
     return isinstance(error, hub_failures())
 
 
 @contextmanager
-def _git_unheard() -> Iterator[None]:
-    """Let the harness ask for the commit of this folder without what git says if there is none."""
+def _quiet_git() -> Iterator[None]:
+    """Suppress git's message if the harness looks for a commit outside of a repository."""
     from lm_eval import evaluator
     from lm_eval.loggers.utils import get_commit_from_path
 
     def commit() -> str | None:
         try:
-            done = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True,
-                                  check=True)
+            result = subprocess.run(["git", "describe", "--always"], capture_output=True,
+                                    text=True, check=True)
         except (subprocess.CalledProcessError, OSError):
             return get_commit_from_path(os.getcwd())
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     before = evaluator.get_git_commit_hash
     evaluator.get_git_commit_hash = commit
@@ -94,7 +94,7 @@ def _git_unheard() -> Iterator[None]:
 
 
 def _with_model(arguments: list[str], name: str) -> list[str]:
-    """The arguments, with our model where an evaluation names none."""
+    """Return the arguments of the harness, with this model unless another is given."""
     runs = bool(arguments) and (arguments[0] == "run" or arguments[0].startswith("-"))
     names = {argument.split("=")[0] for argument in arguments}
     if not runs or names & {*_MODEL, *_FLAGS_WITH_MODELS, "-h", "--help"}:

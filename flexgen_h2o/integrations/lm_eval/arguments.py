@@ -1,6 +1,6 @@
-"""``--model_args`` of the harness: what they are called, what they contradict, and what they make.
+"""``--model_args`` of the harness: their names, checks, and the arguments of `LLM`. No torch.
 
-Most are flags of `flex_opt`, with underscores, and are checked as it checks them. No torch.
+Most are flags of `flex_opt` with underscores, with the same checks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ FLAGS = (
     "compress_cache", "cache_bits", "key_bits", "value_bits", "prefill_chunk", "seed",
     "no_generation_config",
 )
-"""Model arguments that are flags of `flex_opt` too."""
+"""Model arguments that are also flags of `flex_opt`."""
 
 PROMPT_CHUNK = 64
-"""Tokens between evictions inside a prompt, unless `prompt_chunk` says."""
+"""Default of `prompt_chunk`: tokens between evictions inside of a prompt."""
 
 MOST = 64
-"""Sequences together with ``--batch_size auto``, unless ``--max_batch_size`` says."""
+"""Default of ``--max_batch_size`` with ``--batch_size auto``."""
 
 _OTHER_NAMES = {"model": "pretrained", "evict_while_prefilling": "evict_prompt"}
 
 
 class _Flags(RunConfig):
-    """Flags of `flex_opt` as model arguments give them, which is what errors call them."""
+    """Flags of `flex_opt` as model arguments; errors call them by those names."""
 
     @staticmethod
     def called(name: str) -> str:
-        """The name of the model argument."""
+        """Return the name of the model argument."""
         return _OTHER_NAMES.get(name, name)
 
 
@@ -55,28 +55,29 @@ class Arguments(Entries):
     pretrained : str
         Model name, Hugging Face repo id or local folder.
     flags : mapping
-        Those of `FLAGS` that were given.
+        The given arguments of `FLAGS`.
     evict_prompt : bool
-        Evict inside contexts too, after every `prompt_chunk` tokens of them (64), and not only at
-        their end. The paper's accuracy runs do, after each token: prompt_chunk 1.
+        Evict also inside of contexts, after every `prompt_chunk` tokens. The accuracy runs of the
+        H2O paper do so after each token: prompt_chunk 1.
     prompt_chunk : int or None
+        None: 64.
     simulate : bool
-        Mask a full cache instead of dropping from it.
+        Mask a full cache instead of evicting.
     add_bos_token : bool or None
-        Whether the tokenizer puts special tokens in front; None: as it does by itself.
+        Add the tokenizer's special tokens; None: its default.
     max_length : int or None
-        Tokens of context and continuation; what is longer loses its beginning. None: the model's.
+        Tokens of context and continuation; longer contexts are cut on the left. None: the model's.
     max_gen_toks : int
-        New tokens where a task does not say.
+        New tokens if a task does not limit them.
     batch_size : int or str
-        Sequences computed together, or ``auto``: as many as memory takes.
+        Sequences computed together, or ``auto``: as many as fit in memory.
     max_batch_size : int or None
-        At most so many with auto; None: 64.
+        Limit of auto; None: 64.
 
     Raises
     ------
     UserError
-        A value of a wrong type or range, or values that contradict each other.
+        A value has a wrong type or range, or values contradict each other.
     """
 
     pretrained: str
@@ -93,7 +94,7 @@ class Arguments(Entries):
     def __post_init__(self) -> None:
         self._check_batch_size()
         self._check_eviction()
-        config = self.run_config()  # which checks the flags
+        config = self.run_config()  # checks the flags
         if self.simulate and config.cache().bits != 16:
             raise UserError("simulate masks an exact cache: leave cache_bits out")
 
@@ -102,7 +103,7 @@ class Arguments(Entries):
             validated(Count, self.batch_size, "batch_size")
             if self.max_batch_size is not None:
                 raise UserError("max_batch_size has no effect without --batch_size auto")
-        # 1 is also the harness's own default.
+        # 1 is also the harness's default.
         if "gpu_batch_size" in self.flags and self.batch_size != 1:
             raise UserError("give --batch_size or gpu_batch_size, not both")
 
@@ -123,7 +124,7 @@ class Arguments(Entries):
         return h2o is not None and (not h2o.is_full or h2o.recall)
 
     def run_config(self) -> RunConfig:
-        """The flags that `flex_opt` has too."""
+        """Return the flags of `flex_opt`."""
         given: dict[str, object] = {"model": self.pretrained, **self.flags}
         if self.evict_prompt:
             given |= {"evict_while_prefilling": True,
@@ -133,27 +134,24 @@ class Arguments(Entries):
         return _Flags(**given)
 
     def h2o(self) -> H2OConfig | None:
-        """The H2O configuration; None for the full cache."""
+        """Return the H2O configuration; None for the full cache."""
         h2o = self.run_config().h2o()
         return replace(h2o, simulate=True) if self.simulate else h2o
 
     def for_llm(self) -> dict[str, Any]:
-        """Arguments of `LLM` by name."""
+        """Return the arguments of `LLM`."""
         return llm_arguments(self.run_config(), h2o=self.h2o(), progress=False)
 
     @property
-    def most(self) -> int | None:
-        """Sequences together at most where memory decides; None where the number is given."""
+    def max_sequences(self) -> int | None:
+        """Limit of the batch size where memory decides; None if it is given."""
         if self.batch_size != "auto":
             return None
         return self.max_batch_size or MOST
 
 
 def parse(given: Mapping[str, object]) -> Arguments:
-    """Parse the harness's arguments into checked `Arguments`; None stands for not given.
-
-    Raises `UserError`.
-    """
+    """Return checked `Arguments` of the harness's; None means not given. Raise `UserError`."""
     own = [name for name in Arguments.__struct_fields__ if name != "flags"]
     given = {name: value for name, value in given.items() if value is not None}
     check_keys(given, (*own, *FLAGS), "model_args")
@@ -171,12 +169,12 @@ def parse(given: Mapping[str, object]) -> Arguments:
 
 
 def _percent(value: object) -> object:
-    """``0/100/100/0``, or with spaces: commas are the harness's own."""
+    """Return ``0/100/100/0`` with spaces: commas separate the harness's arguments."""
     if value == AUTO:
         raise UserError("percent=auto is for flex_opt: give numbers here, such as 0/100/100/0")
     return value.replace("/", " ") if isinstance(value, str) else value
 
 
 def _batch_size(value: object) -> object:
-    """The harness hands a number over as text."""
+    """Return a batch size as an integer: the harness passes text."""
     return int(value) if isinstance(value, str) and value.isdecimal() else value
