@@ -7,7 +7,6 @@ cache into it, one layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -17,10 +16,10 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence
 from flexgen_h2o.h2o.budget import cached
 from flexgen_h2o.h2o.eviction import (
-    Eviction,
     EvictionState,
     decode_metadata,
     eviction_of,
+    layer_eviction,
     new_state,
 )
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
@@ -85,19 +84,9 @@ class EvictionStates:
             smoothing = self.smoothing(layer, batch)
             self._states[key] = new_state(
                 (sequences.stop - sequences.start, self._shape.kv_heads, plan.slots),
-                self._layer_eviction(layer, plan), rope=rope, device=device,
+                layer_eviction(self._h2o, layer, scored=plan.scored), rope=rope, device=device,
                 smoothing=None if smoothing is None else smoothing.to(device))
         return self._states[key]
-
-    def _layer_eviction(self, layer: int, plan: LayerCachePlan) -> Eviction:
-        """Return the eviction of a layer.
-
-        Without heavy hitters the cache never holds tokens outside of the layer's window.
-        """
-        window = self._h2o.window(layer)
-        if window is None:
-            return self.eviction
-        return replace(self.eviction, sinks=0, window=window if plan.scored else 0)
 
     def scored(self, layer: int, batch: int) -> bool:
         """Return whether scores decide which tokens stay."""

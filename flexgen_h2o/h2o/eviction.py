@@ -185,6 +185,17 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
                     policy=None if policy.in_kernels else policy)
 
 
+def layer_eviction(h2o: H2OConfig, layer: int, *, scored: bool) -> Eviction:
+    """Return the eviction of a layer, in which some sequence has heavy hitters if `scored`.
+
+    Without heavy hitters the cache never holds tokens outside of the layer's window.
+    """
+    eviction, window = eviction_of(h2o), h2o.window(layer)
+    if window is None:
+        return eviction
+    return replace(eviction, sinks=0, window=window if scored else 0)
+
+
 def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
               rope: tuple[torch.Tensor, torch.Tensor] | None,
               device: torch.device, smoothing: KeySmoothing | None = None) -> EvictionState:

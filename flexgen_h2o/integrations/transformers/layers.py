@@ -24,10 +24,10 @@ from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget
 from flexgen_h2o.h2o.eviction import (
     Cut,
-    Eviction,
     EvictionState,
     eviction_of,
     forget_hidden,
+    layer_eviction,
     narrowed,
     new_state,
 )
@@ -327,22 +327,13 @@ class SlotLayer(H2OLayer):
         state = self._state
         if evicts and (old is None or state is not None):
             rope = None if self._rotations is None else self._rank_tables(slots + 1, k.device)
-            self._state = new_state(shape, self._eviction(step), rope=rope, device=k.device)
+            eviction = layer_eviction(self._h2o, self._index, scored=self._scored(step))
+            self._state = new_state(shape, eviction, rope=rope, device=k.device)
         if old is not None:
             self._slots[..., : old.shape[3], :] = old
         if state is not None:
             for target, values in zip(self._state.tensors, state.tensors, strict=True):
                 target[..., : old.shape[3]] = values
-
-    def _eviction(self, step: ForwardPass) -> Eviction:
-        """Return the layer's eviction.
-
-        Without heavy hitters the cache never holds tokens outside of the layer's window.
-        """
-        eviction, window = eviction_of(self._h2o), self._h2o.window(self._index)
-        if window is None:
-            return eviction
-        return replace(eviction, sinks=0, window=window if self._scored(step) else 0)
 
     def _select(self, rows: list[int]) -> None:
         index = torch.tensor(rows, device=self._slots.device)
