@@ -128,12 +128,12 @@ def extents_of(llm) -> dict:
 def staging_bytes(llm) -> list[int]:
     """Bytes on the device of each buffer for fetched weights."""
     store = weights_of(llm)
-    chunks = () if store._stream is None else store._stream.buffers
-    return [buffer.device.nbytes for buffer in (*store._ring.buffers, *chunks)]
+    shards = () if store._stream is None else store._stream.buffers
+    return [buffer.device.nbytes for buffer in (*store._ring.buffers, *shards)]
 
 
-def chunks_out_of_turn(llm) -> int:
-    """How often a chunk of weights was asked for that was not the next one."""
+def shards_out_of_order(llm) -> int:
+    """Return the number of row shards that were used out of order."""
     return weights_of(llm)._stream.misses
 
 
@@ -276,23 +276,23 @@ def hold_first_expert(monkeypatch, llm) -> list:
     are a layer's first.
     """
     slots, go, order = llm._engine.runner._experts, threading.Event(), []
-    bring, arrivals = slots._weights.bring, slots.arrivals
+    load_unit, arrivals = slots._weights.load_unit, slots.arrivals
 
     def late(lane, buffer, *, unit):
         if unit is slots._weights.experts[0, 0]:
             assert go.wait(60)
-        bring(lane, buffer, unit=unit)
+        load_unit(lane, buffer, unit=unit)
 
     def watched():
         if not order:  # by then the second one is there
-            second = [key for key in slots._wanted if key != (0, 0)][0]
+            second = [key for key in slots._requested if key != (0, 0)][0]
             slots._buffers[slots._policy.slot(second)].loaded.event()
         for group, table in arrivals():
             order.extend(key for key, _ in group)
             yield group, table
             go.set()
 
-    monkeypatch.setattr(slots._weights, "bring", late)
+    monkeypatch.setattr(slots._weights, "load_unit", late)
     monkeypatch.setattr(slots, "arrivals", watched)
     return order
 

@@ -1,111 +1,196 @@
-"""A queue of windows on a store that replicas share: one does each, another if that one dies.
+"""Replicas of a model that share a queue of windows (groups of requests) on a distributed store.
 
-The store is torch.distributed's ``TCPStore``: replica 0's, or the launcher's. No torch.
+Each replica takes the next window. If a replica dies, another one repeats its window. The store is
+torch.distributed's ``TCPStore``, served by replica 0 or by the launcher. No torch.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
+from flexgen_h2o.config.launch import Launch, launched
+from flexgen_h2o.distributed.heartbeat import TimeoutStore, call_with_timeout
 from flexgen_h2o.errors import UserError
 
+TIMEOUT = 20.0
+"""Seconds without a heartbeat after which a replica's window goes to another one: less than the 30
+seconds after which torchrun kills the others when one has died."""
+
+_START_TIMEOUT = timedelta(seconds=300)  # from the launcher's first process to its last
 _DONE, _LEFT = b"done", b"left"
-_BEATS = 8  # within the time after which a replica counts as gone
-_POLL = 0.1  # seconds between looks at what others hold
+_BEATS_PER_TIMEOUT = 8
+_POLL = 0.1  # seconds between checks of what other replicas hold
+_WINDOWS_PER_REPLICA = 4  # at least, so that no replica waits long for the last window
 _LOST = ("replica 0, which keeps the queue and the results, has stopped or can't be reached: what "
          "is answered stays, and the same command goes on")
 
 
+def window_size(requests: int, replicas: int, *, block: int, limit: int) -> int:
+    """Return the requests of a window: at most `limit`, and several windows for each replica, but
+    no less than a `block`."""
+    return min(limit, max(block, -(-requests // (_WINDOWS_PER_REPLICA * replicas))))
+
+
+@dataclass(frozen=True)
+class ReplicaRank:
+    """The replica that this process belongs to.
+
+    Attributes
+    ----------
+    replica, replicas : int
+        Number of the replica, and how many there are.
+    local : int
+        Rank of the process on its host.
+    leads : bool
+        True for the first rank of the replica, which takes the windows.
+    """
+
+    replica: int
+    replicas: int
+    local: int
+    leads: bool = True
+
+    @classmethod
+    def of(cls, launch: Launch, ranks_per_replica: int = 1) -> ReplicaRank:
+        """Return the replica of a rank; the ranks of a replica are consecutive."""
+        ranks = launch.within(ranks_per_replica)
+        return cls(launch.rank // ranks_per_replica, launch.ranks // ranks_per_replica,
+                   launch.local_rank, ranks.rank == 0)
+
+    @classmethod
+    def of_this_process(cls, ranks_per_replica: int) -> ReplicaRank:
+        """Return the replica of this process. Raises `UserError` without a launcher."""
+        if "RANK" not in os.environ:
+            raise UserError("--data-parallel is for several processes, and a launcher has to start "
+                            "them: torchrun --nproc-per-node 2 -m flexgen_h2o.batch "
+                            "--data-parallel ... (any that sets RANK, WORLD_SIZE, MASTER_ADDR and "
+                            "MASTER_PORT)")
+        return cls.of(launched(), ranks_per_replica)
+
+
 class SharedStore(Protocol):
-    """Keys and values that all replicas see: torch.distributed's ``Store``."""
+    """Key-value store that all replicas share, as torch.distributed's ``Store``."""
 
     def set(self, key: str, value: str) -> None:
-        """Set a value."""
+        """Set the value of a key."""
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """Return the value of an existing key."""
 
     def check(self, keys: list[str]) -> bool:
-        """True if all of these keys are there."""
+        """Return True if all keys exist."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value if it is the expected one, or if there is none and none is expected.
+        """Set a key to `desired` if its value is `expected`, or if both are missing.
 
-        Returns the value from then on.
+        Return its value afterwards.
         """
 
 
 class QueueLost(UserError):
-    """Replica 0 or the store has gone."""
+    """Replica 0 or the store is gone."""
 
 
 class WindowQueue:
-    """Windows of a job, by numbers from 0, of which each replica takes the next.
+    """Queue of a job's windows, numbered from 0, that all replicas share.
 
-    A replica is one process, or several that share a model; then the leading one takes windows.
+    A replica is one process, or several that share a model; then only the leading one takes
+    windows.
 
     Parameters
     ----------
     store : SharedStore
-        Its calls must come to an end, as those of a `TimeoutStore` do.
+        Its calls must return, as those of a `TimeoutStore` do.
     replica, replicas : int
-        Its number, and how many there are.
-    patience : float
-        Seconds without a heartbeat after which a replica counts as gone.
-    clock, wait : callable
-        Seconds that never go backwards; waits for so many.
+        Number of this replica, and how many there are.
+    timeout : float
+        Seconds without a heartbeat after which a replica counts as dead.
+    clock : callable
+        Monotonic clock in seconds.
+    wait : callable
+        Waits for a number of seconds.
 
     Attributes
     ----------
     lost : bool
-        True once the store does not answer, or replica 0 has left or is gone.
+        True once the store fails, or replica 0 has left or is dead.
     """
 
-    def __init__(self, store: SharedStore, replica: int, replicas: int, *, patience: float = 30.0,
+    def __init__(self, store: SharedStore, replica: int, replicas: int, *, timeout: float = TIMEOUT,
                  clock: Callable[[], float] = time.monotonic,
                  wait: Callable[[float], object] = time.sleep):
         self._store, self.replica, self.replicas = store, replica, replicas
-        self._patience, self._clock, self._wait = patience, clock, wait
+        self._timeout, self._clock, self._wait = timeout, clock, wait
         self._seen: dict[int, tuple[bytes, float]] = {}
         self._began = clock()
         self.lost = False
 
-    # --- heartbeats
+    @classmethod
+    @contextmanager
+    def joined(cls, rank: ReplicaRank) -> Iterator[WindowQueue]:
+        """Join the queue of the processes that a launcher has started, and send heartbeats.
+
+        Raises
+        ------
+        UserError
+            The processes do not find each other.
+        """
+        # A lost store is reported in one line here, without PyTorch's own messages.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        import torch.distributed
+
+        try:
+            rendezvous = torch.distributed.rendezvous("env://", timeout=_START_TIMEOUT)
+            store, _, _ = call_with_timeout(next, rendezvous,
+                                            seconds=_START_TIMEOUT.total_seconds() + TIMEOUT)
+        except (RuntimeError, ValueError, OSError) as error:
+            raise UserError("the processes of --data-parallel do not find each other at "
+                            f"MASTER_ADDR {os.environ.get('MASTER_ADDR')}: "
+                            f"{str(error).splitlines()[0]}") from None
+        # torchrun keeps the store and its content when it restarts all processes.
+        store = torch.distributed.PrefixStore(
+            "start " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        queue = cls(TimeoutStore(store, TIMEOUT), rank.replica, rank.replicas, timeout=TIMEOUT)
+        with queue.heartbeats():
+            yield queue
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Give signs of life from a thread, until the end of the block, which tells the others."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._beat, args=(over,), daemon=True)
+    def heartbeats(self) -> Iterator[None]:
+        """Send heartbeats from a thread during a ``with`` statement, then tell that we leave."""
+        closed = threading.Event()
+        thread = threading.Thread(target=self._send_heartbeats, args=(closed,), daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
+            closed.set()
             thread.join()
             with suppress(Exception):  # the store may be gone with replica 0
                 self._store.set(f"beat/{self.replica}", _LEFT.decode())
 
-    def _beat(self, over: threading.Event) -> None:
+    def _send_heartbeats(self, closed: threading.Event) -> None:
         number = 0
         while True:
             try:
                 self._store.set(f"beat/{self.replica}", str(number))
-                if self.replica and self.gone(0):
+                if self.replica and self.is_gone(0):
                     self.lost = True
-            except Exception:  # torch names it in several ways
+            except Exception:  # torch has several classes for it
                 self.lost = True
                 return
             number += 1
-            if over.wait(self._patience / _BEATS):
+            if closed.wait(self._timeout / _BEATS_PER_TIMEOUT):
                 return
 
-    def gone(self, replica: int) -> bool:
-        """True if a replica has left, or has given no sign of life for too long."""
+    def is_gone(self, replica: int) -> bool:
+        """Return True if another replica has left, or its heartbeat has timed out."""
         if replica == self.replica:
             return False
         key, now = f"beat/{replica}", self._clock()
@@ -116,30 +201,28 @@ class WindowQueue:
         if beat != before:
             self._seen[replica] = beat, now
             return False
-        return now - since > self._patience
+        return now - since > self._timeout
 
-    # --- the beginning and the end
+    def publish(self, job: str) -> None:
+        """Publish the description of the job, as replica 0."""
+        self._store.set("job", job)
 
-    def publish(self, words: str) -> None:
-        """Say what the job is, as replica 0."""
-        self._store.set("job", words)
-
-    def job(self) -> bytes:
-        """The words of replica 0, when they come. Raises `QueueLost` if it goes before."""
-        with self._answering():
+    def wait_for_job(self) -> bytes:
+        """Wait for the description of the job. Raises `QueueLost` if replica 0 is gone."""
+        with self._checked():
             while not self._store.check(["job"]):
                 self.check()
                 self._wait(_POLL)
             return self._store.get("job")
 
     def end(self) -> None:
-        """Have all replicas end when it suits them."""
+        """Tell all replicas to end after their current window."""
         with suppress(Exception):
             self._store.set("end", "1")
 
     @property
     def ended(self) -> bool:
-        """True if all are to end, or there is no queue any more."""
+        """True if all replicas have been told to end, or the queue is lost."""
         try:
             return self.lost or self._store.check(["end"])
         except Exception:
@@ -147,34 +230,42 @@ class WindowQueue:
             return True
 
     def wait_for_others(self) -> None:
-        """Return when all other replicas have left or are gone."""
-        with self._answering():
-            while not all(self.gone(other) for other in range(self.replicas)
+        """Wait until all other replicas have left or are dead."""
+        with self._checked():
+            while not all(self.is_gone(other) for other in range(self.replicas)
                           if other != self.replica):
                 self._wait(_POLL)
 
-    # --- windows
-
     def windows(self, count: int) -> Generator[int, None, None]:
-        """The windows of `count` that this replica is to do, until all are done by some replica.
+        """Yield the windows that this replica is to do, until some replica has done each of them.
 
-        One is done when the next is asked for. Those of a replica that is gone come again. Raises
-        `QueueLost`.
+        A window counts as done when the next one is taken. Windows of dead replicas are yielded
+        again.
+
+        Parameters
+        ----------
+        count : int
+            Number of all windows.
+
+        Raises
+        ------
+        QueueLost
+            Replica 0 or the store is gone.
         """
-        mine, others = str(self.replica).encode(), []
+        own, others = str(self.replica).encode(), []
         for window in range(count):
             holder = self._claim(window, b"")
-            if holder == mine:
+            if holder == own:
                 yield window
                 self._finish(window)
             elif holder != _DONE:
                 others.append(window)
         while others and not self.ended:
             for window in list(others):
-                with self._answering():
+                with self._checked():
                     holder = self._store.get(f"window/{window}")
-                    orphan = holder != _DONE and self.gone(int(holder))
-                if orphan and self._claim(window, holder) == mine:
+                    orphaned = holder != _DONE and self.is_gone(int(holder))
+                if orphaned and self._claim(window, holder) == own:
                     yield window
                     self._finish(window)
                     holder = _DONE
@@ -186,23 +277,23 @@ class WindowQueue:
             self.check()
 
     def _claim(self, window: int, holder: bytes) -> bytes:
-        """Take a window that nobody or `holder` has; returns who has it now."""
-        with self._answering():
+        """Take a window if `holder` has it (empty: nobody). Return its holder afterwards."""
+        with self._checked():
             return self._store.compare_set(f"window/{window}", holder.decode(), str(self.replica))
 
     def _finish(self, window: int) -> None:
-        """Say that a window is done, unless this replica was slow and another has it now."""
-        with self._answering():
+        """Mark a window as done, unless another replica has taken it from this slow one."""
+        with self._checked():
             self._store.compare_set(f"window/{window}", str(self.replica), _DONE.decode())
 
     def check(self) -> None:
-        """Raise `QueueLost` if there is no queue any more."""
+        """Raise `QueueLost` if the queue is lost."""
         if self.lost:
             raise QueueLost(_LOST)
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
-        """Raise `QueueLost` where the store does not answer."""
+    def _checked(self) -> Iterator[None]:
+        """Raise `QueueLost` if a call of the store fails."""
         try:
             yield
         except UserError:

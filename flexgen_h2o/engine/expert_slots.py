@@ -1,10 +1,7 @@
-"""The choice of which expert gives up its slot in fast memory: a pure policy. No torch.
+"""Slots: fast memory for experts that rest on slower tiers.
 
-Experts are used in the order of the layers, over and over. What was used longest ago is then what
-is needed next, so that plain "least recently used" keeps nothing when there are fewer slots than
-experts. Here an expert is worth how often it was chosen, of late: a use counts 1 and fades by
-`FADE` with each pass of the expert's own layer. What is worth least goes; among equals the one
-whose layer comes last. (LRFU, Lee et al., 2001, with the layers' passes as the clock.)
+A slot is a staging buffer that keeps its expert until another expert needs it. Loads are jobs
+beside compute, one per expert. `SlotPolicy` chooses which expert is evicted.
 """
 
 from __future__ import annotations
@@ -26,108 +23,113 @@ from flexgen_h2o.kernels.cpu.experts import ExpertTable
 from flexgen_h2o.models.mixture import MATRICES
 from flexgen_h2o.storage.transfer import Lane, Transfers
 
-FADE = 0.9
+DECAY = 0.9
+"""Factor on the score of an expert for each pass of its layer."""
+
+MAX_GROUP = 16
+"""Loaded experts that are computed together; their slots can be reused only afterwards."""
+
+Group = list[tuple[Key, Mapping[str, Weight]]]
+"""Experts of one layer, and their weights by local name."""
 
 
 class SlotPolicy:
-    """Experts and the slots that they have.
+    """Eviction policy for expert slots: LRFU (Lee et al., 2001) with the layer's passes as clock.
+
+    Layers are used in a cycle, so that plain LRU evicts what is needed next. Here the score of an
+    expert counts its uses, each multiplied by `DECAY` for every later pass of its layer. The lowest
+    score is evicted; among equals, the expert whose layer comes last.
 
     Parameters
     ----------
-    slots, layers : int
-        Slots in all, and decoder layers, the last that has experts being the last of them.
+    slots : int
+    layers : int
+        Decoder layers up to the last one with experts.
     """
 
     def __init__(self, slots: int, layers: int):
         self._layers = layers
         self._free = list(range(slots))[::-1]
         self._slots: dict[Key, int] = {}
-        self._held: list[set[Key]] = [set() for _ in range(layers)]
+        self._cached: list[set[Key]] = [set() for _ in range(layers)]
         self._passes = [0] * layers
-        self._worth: dict[Key, tuple[float, int]] = {}
+        self._scores: dict[Key, tuple[float, int]] = {}
         self._pinned: set[Key] = set()
-        self._lowest: dict[int, tuple[float, Key] | None] = {}
+        self._lowest: dict[int, tuple[float, Key] | None] = {}  # of each layer, if still valid
         self._layer = 0
 
     def begin(self, layer: int) -> None:
-        """A pass of a layer begins."""
+        """Begin a pass of a layer."""
         self._layer = layer
         self._passes[layer] += 1
         self._lowest.pop(layer, None)
 
     def use(self, key: Key) -> None:
-        """Count a use of an expert in the pass of its layer."""
-        self._worth[key] = (self.worth(key) + 1, self._passes[key[0]])
+        """Count a use of an expert in the current pass of its layer."""
+        self._scores[key] = (self.score(key) + 1, self._passes[key[0]])
         self._lowest.pop(key[0], None)
 
-    def worth(self, key: Key) -> float:
-        """The uses of an expert, faded with its passes."""
-        worth, seen = self._worth.get(key, (0.0, 0))
-        return worth * FADE ** (self._passes[key[0]] - seen)
+    def score(self, key: Key) -> float:
+        """Return the decayed number of uses of an expert."""
+        score, updated = self._scores.get(key, (0.0, 0))
+        return score * DECAY ** (self._passes[key[0]] - updated)
 
     def slot(self, key: Key) -> int | None:
-        """The slot that an expert has; None if it has none."""
+        """Return the slot of an expert, or None."""
         return self._slots.get(key)
 
     def pin(self, key: Key) -> None:
-        """Let an expert keep its slot until `unpin`."""
+        """Protect an expert from eviction until `unpin`."""
         self._pinned.add(key)
         self._lowest.pop(key[0], None)
 
     def unpin(self, key: Key) -> None:
-        """Let an expert give up its slot, if it has one, to another."""
+        """Allow the eviction of an expert."""
         self._pinned.discard(key)
         self._lowest.pop(key[0], None)
 
     @property
-    def held(self) -> Collection[Key]:
+    def cached(self) -> Collection[Key]:
         """The experts that have slots."""
         return self._slots.keys()
 
-    def take(self, key: Key) -> int | None:
-        """Give an expert, which has none, a slot; None if all are of pinned experts.
+    def allocate(self, key: Key) -> int | None:
+        """Give a slot to an expert without one, evicting another if none is free.
 
-        A free slot if there is one, else that of `victim`, which has none then.
+        Returns None if all experts with slots are pinned.
         """
-        if self._free:
-            slot = self._free.pop()
-        else:
+        if not self._free:
             victim = self.victim()
             if victim is None:
                 return None
-            slot = self._slots[victim]
-            self.forget(victim)
-            self._free.pop()
-        self._slots[key] = slot
-        self._held[key[0]].add(key)
+            self.evict(victim)
+        slot = self._slots[key] = self._free.pop()
+        self._cached[key[0]].add(key)
         self._lowest.pop(key[0], None)
         return slot
 
-    def forget(self, key: Key) -> None:
-        """Take an expert's slot from it."""
+    def evict(self, key: Key) -> None:
+        """Take the slot of an expert away."""
         self._free.append(self._slots.pop(key))
-        self._held[key[0]].discard(key)
+        self._cached[key[0]].discard(key)
         self.unpin(key)
 
     def victim(self) -> Key | None:
-        """The expert to give up its slot next; None if all are pinned or there is none."""
-        found = []
-        for layer, held in enumerate(self._held):
-            if held and layer not in self._lowest:
-                self._lowest[layer] = min(((self.worth(key), key) for key in held
+        """Return the expert to evict next, or None if all are pinned."""
+        candidates = []
+        for layer, cached in enumerate(self._cached):
+            if cached and layer not in self._lowest:
+                self._lowest[layer] = min(((self.score(key), key) for key in cached
                                            if key not in self._pinned), default=None)
-            lowest = self._lowest.get(layer) if held else None
+            lowest = self._lowest.get(layer) if cached else None
             if lowest is not None:
-                ahead = (layer - self._layer - 1) % self._layers
-                found.append((lowest[0], -ahead, lowest[1]))
-        return min(found)[2] if found else None
-
-
-# Counts of the experts that tokens choose, while they do.
+                distance = (layer - self._layer - 1) % self._layers
+                candidates.append((lowest[0], -distance, lowest[1]))
+        return min(candidates)[2] if candidates else None
 
 
 class ChoiceCounter:
-    """The choices of a run, of layers whose numbers begin with a rank's first.
+    """Counts the experts that the tokens of a run choose, by layer.
 
     Parameters
     ----------
@@ -139,67 +141,57 @@ class ChoiceCounter:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all choices."""
+        """Reset all counts."""
         self._counts: dict[int, list[int]] = {}
-        self._texts = self._tokens = self._touched = 0
+        self._texts = self._text_tokens = self._text_experts = 0
 
     def add(self, layer: int, ids: Tensor, counts: Sequence[int],
             beginnings: Sequence[slice] = ()) -> None:
-        """Count choices of a layer.
+        """Count the choices of a layer.
 
         Parameters
         ----------
         layer : int
-        ids : Tensor [tokens, experts of a token], int64
+            Decoder layer among those of this rank.
+        ids : int64 Tensor [tokens, experts per token]
         counts : sequence of int
-            How many tokens chose each expert, of those that count.
+            Tokens of each expert that count.
         beginnings : sequence of slice
-            The tokens with which prompts begin.
+            The tokens that begin each prompt.
         """
-        known = self._counts.setdefault(layer, [0] * self._experts.count)
-        self._counts[layer] = [before + more for before, more in zip(known, counts, strict=True)]
+        totals = self._counts.setdefault(layer, [0] * self._experts.count)
+        self._counts[layer] = [total + new for total, new in zip(totals, counts, strict=True)]
         if beginnings:
-            seen = torch.zeros(len(beginnings), len(counts), dtype=torch.bool, device=ids.device)
-            for text, tokens in zip(seen, beginnings, strict=True):
-                text[ids[tokens].flatten()] = True
+            chosen = torch.zeros(len(beginnings), len(counts), dtype=torch.bool, device=ids.device)
+            for row, tokens in zip(chosen, beginnings, strict=True):
+                row[ids[tokens].flatten()] = True
             self._texts += len(beginnings)
-            self._tokens += sum(tokens.stop - tokens.start for tokens in beginnings)
-            self._touched += int(seen.sum())  # a GPU is waited for once
+            self._text_tokens += sum(tokens.stop - tokens.start for tokens in beginnings)
+            self._text_experts += int(chosen.sum())  # synchronizes with a GPU once
 
     def summary(self, layers: int) -> ExpertChoices:
-        """The choices of so many decoder layers, some of which may have no experts."""
+        """Return the choices of a number of decoder layers, with and without experts."""
         return ExpertChoices(tuple(tuple(self._counts.get(layer, ())) for layer in range(layers)),
-                             self._experts.per_token, self._texts, self._tokens, self._touched)
-
-
-# Experts on their way to compute: those in compute memory as they lie, the others through slots.
-#
-# A slot is a staging buffer that keeps its expert until another one needs it. Which one gives up
-# its
-# slot is the choice of `slot_policy`; loads are jobs beside compute, one an expert.
-
-
-TOGETHER = 16
-"""Experts that are computed together once they have come; their slots are free only then."""
-
-Group = list[tuple[Key, Mapping[str, Weight]]]
-"""Experts of a layer and their weights, by short names."""
-
-
-def put(table: ExpertTable, number: int, w: Mapping[str, Weight]) -> None:
-    """Have an expert of these weights, by short names, in a table."""
-    biases = [w[f"{name}_bias"] for name in MATRICES if f"{name}_bias" in w]
-    table.put(number, *(w[name] for name in MATRICES), biases=biases)
+                             self._experts.per_token, self._texts, self._text_tokens,
+                             self._text_experts)
 
 
 @dataclass
 class ExpertCounts:
-    """Counts of experts by what became of them.
+    """Expert uses by outcome. One use is one expert of one layer in one forward pass.
 
-    A touch is one expert of one layer for all tokens of a forward pass.
-    `touches` are all, `hits` those of experts that had a slot when they were asked for, `loads`
-    those that had to be brought then, and `guesses` the experts that were brought before they were
-    asked for, needed or not. `bytes` were brought in all.
+    Attributes
+    ----------
+    touches : int
+        All uses.
+    hits : int
+        Uses of experts that had a slot when they were requested.
+    loads : int
+        Uses of experts that were loaded on request.
+    guesses : int
+        Experts that were prefetched, used or not.
+    bytes : int
+        Bytes of all loads.
     """
 
     touches: int = 0
@@ -209,52 +201,63 @@ class ExpertCounts:
     bytes: int = 0
 
     def since(self, before: ExpertCounts) -> ExpertCounts:
-        """Counts of what came after another count."""
-        return ExpertCounts(*(getattr(self, each.name) - getattr(before, each.name)
-                              for each in fields(self)))
+        """Return the difference to earlier counts."""
+        return ExpertCounts(*(getattr(self, item.name) - getattr(before, item.name)
+                              for item in fields(self)))
+
+
+def put(table: ExpertTable, number: int, weights: Mapping[str, Weight]) -> None:
+    """Put an expert into a table for `kernels.cpu.experts`."""
+    biases = [weights[f"{name}_bias"] for name in MATRICES if f"{name}_bias" in weights]
+    table.put(number, *(weights[name] for name in MATRICES), biases=biases)
 
 
 class ExpertSlots:
-    """The experts of a model, ready when a layer needs them.
-
-    `counts` are of all runs, `choices` of the one that goes on.
+    """The experts of a model: resident ones in place, others through slots.
 
     Parameters
     ----------
     weights : WeightStore
-        Loaded; where the experts rest.
+        Loaded.
     transfers : Transfers
     experts : ExpertsConfig
     tokens : int
         Sequences of a block.
     given : int or None
-        Slots; None: as `ExpertsConfig.slots` says.
+        Number of slots; None: see `ExpertsConfig.slots`.
     overlap : bool
-        Load beside compute and ahead of it, or one expert at a time when its turn comes.
+        Load beside compute and prefetch; False: load one expert at a time, when it is needed.
     host_computes : bool
-        Experts in host memory beside a GPU stay there, and are not for slots.
+        Experts in host memory beside a GPU are computed there and need no slots.
+
+    Attributes
+    ----------
+    counts : ExpertCounts
+        Of all runs.
+    choices : ChoiceCounter
+        Of the current run.
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
                  tokens: int, given: int | None, overlap: bool, host_computes: bool = False):
         self._weights, self._transfers, self._overlap = weights, transfers, overlap
-        device = transfers.device
-        self._hosted = frozenset(
-            key for key, unit in weights.experts.items()
-            if host_computes and device.separate and unit.fetched and not unit.disk_bytes)
-        self._away = frozenset(key for key, unit in weights.experts.items()
-                               if unit.fetched_bytes and key not in self._hosted)
-        away = [weights.experts[key] for key in self._away]
-        self._buffers = weights.staging_buffers(away, experts.slots(tokens, len(away), given))
+        self._on_host = frozenset(
+            key for key, unit in weights.experts.items() if host_computes
+            and transfers.device.separate and unit.fetched and not unit.disk_bytes)
+        self._offloaded = frozenset(key for key, unit in weights.experts.items()
+                                    if unit.fetched and key not in self._on_host)
+        self._buffers = weights.staging_buffers(
+            [weights.experts[key] for key in self._offloaded],
+            experts.slots(tokens, len(self._offloaded), given))
         self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), self._layers)
-        self._waiting: deque[Key] = deque()
-        self._wanted: dict[Key, None] = {}
-        self._guessed: deque[Key] = deque()
-        self._protected: set[Key] = set()
-        self._coming: set[Key] = set()
-        self._ready: dict[Key, Mapping[str, Weight]] = {}
-        self._holders: dict[int, Key] = {}
+        self._requested: dict[Key, None] = {}
+        self._waiting: deque[Key] = deque()  # requested, without a slot
+        self._predicted: deque[Key] = deque()  # of the next layer, not prefetched yet
+        self._prefetched: set[Key] = set()  # pinned predictions
+        self._loading: set[Key] = set()  # loaded or being loaded, not computed yet
+        self._loaded: dict[Key, Mapping[str, Weight]] = {}  # ready in slots
+        self._contents: dict[int, Key] = {}  # the expert that a slot was last loaded with
         self._tables: dict[int, ExpertTable] = {}
         self._host_tables: dict[int, ExpertTable] = {}
         self._count = experts.count
@@ -267,93 +270,93 @@ class ExpertSlots:
         return self._weights.options
 
     def is_resident(self, key: Key) -> bool:
-        """True if an expert is in compute memory for good."""
-        return key not in self._away and key not in self._hosted
+        """Return True if an expert is in compute memory permanently."""
+        return key not in self._offloaded and key not in self._on_host
 
     def table(self, layer: int) -> ExpertTable:
-        """A layer's experts that are in compute memory, for good or in slots, for
-        `kernels.cpu.experts`."""
+        """Return the experts of a layer in compute memory, resident or in slots."""
         if layer not in self._tables:
-            self._tables[layer] = self._tabled({
-                number: w for number in range(self._count)
-                if (w := self._there((layer, number))) is not None})
+            self._tables[layer] = self._new_table({
+                number: weights for number in range(self._count)
+                if (weights := self._ready_weights((layer, number))) is not None})
         return self._tables[layer]
 
-    def _there(self, key: Key) -> Mapping[str, Weight] | None:
-        """An expert's weights if it is in compute memory."""
-        if self.is_resident(key):
-            return self._weights.experts[key].resident
-        return self._ready.get(key)
-
     def host_table(self, layer: int) -> ExpertTable:
-        """The same of those in host memory that compute there."""
+        """Return the experts of a layer that are computed in host memory."""
         if layer not in self._host_tables:
-            keys = [key for key in self._hosted if key[0] == layer]
-            self._host_tables[layer] = self._tabled(self.on_host(keys))
+            keys = [key for key in self._on_host if key[0] == layer]
+            self._host_tables[layer] = self._new_table(self.host_weights(keys))
         return self._host_tables[layer]
 
-    def _tabled(self, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
+    def _new_table(self, group: Mapping[int, Mapping[str, Weight]]) -> ExpertTable:
         table = ExpertTable(self._count)
-        for number, w in group.items():
-            put(table, number, w)
+        for number, weights in group.items():
+            put(table, number, weights)
         return table
 
-    def on_host(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:
-        """Weights, by number, of experts of a layer that compute in host memory."""
+    def _ready_weights(self, key: Key) -> Mapping[str, Weight] | None:
+        """Return the weights of an expert in compute memory, or None."""
+        if self.is_resident(key):
+            return self._weights.experts[key].resident
+        return self._loaded.get(key)
+
+    def host_weights(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:
+        """Return the weights, by expert number, of experts that are computed in host memory."""
         return {key[1]: self._weights.host_weights(self._weights.experts[key]) for key in keys}
 
     @property
-    def wanted_on_host(self) -> list[Key]:
-        """The experts that were asked for and compute in host memory."""
-        return [key for key in self._wanted if key in self._hosted]
+    def requested_on_host(self) -> list[Key]:
+        """Requested experts that are computed in host memory."""
+        return [key for key in self._requested if key in self._on_host]
 
     @property
-    def guesses(self) -> bool:
-        """True if it helps to say early which experts may be needed."""
+    def prefetches(self) -> bool:
+        """True if `prefetch` has an effect."""
         return self._overlap and bool(self._buffers)
 
     def reset(self) -> None:
-        """Forget what was asked for and will not be used; what has come stays. Between runs."""
+        """Drop requests between runs; experts in slots stay."""
         self.choices.clear()
         self._waiting.clear()
-        self._wanted.clear()
-        self._end_guesses()
-        for key in list(self._policy.held):
+        self._requested.clear()
+        self._end_prefetch()
+        for key in list(self._policy.cached):
             self._policy.unpin(key)
             buffer = self._buffers[self._policy.slot(key)]
             try:
                 for handle in buffer.busy:
                     handle.synchronize()
-            except Exception:  # whatever it was, its bytes have not come
-                self._leave(self._policy.slot(key))
-                self._policy.forget(key)
+            except Exception:  # the load failed
+                self._remove(self._policy.slot(key))
+                self._policy.evict(key)
             buffer.busy = []
-        self._coming.clear()
+        self._loading.clear()
 
     def clear(self) -> None:
-        """Give up what has come: a run was broken off, and maybe between a slot and its expert."""
+        """Drop all experts in slots after an interrupt, whose state may be inconsistent."""
         for buffer in self._buffers:
             for handle in buffer.busy:
                 with suppress(Exception):
                     handle.synchronize()
             buffer.busy = []
         self._policy = SlotPolicy(len(self._buffers), self._layers)
-        for held in (self._ready, self._holders, self._tables):
-            held.clear()
+        for state in (self._loaded, self._contents, self._tables):
+            state.clear()
 
     def begin(self, layer: int) -> None:
-        """Begin a pass of a layer: what was guessed of it so far may be given up."""
+        """Begin a pass of a layer; its prefetched experts may be evicted until they are requested.
+        """
         self._policy.begin(layer)
-        self._wanted.clear()
+        self._requested.clear()
 
-    def want(self, keys: Iterable[Key]) -> None:
-        """Ask for experts of the layer that has begun; each is loaded once."""
+    def request(self, keys: Iterable[Key]) -> None:
+        """Request experts of the current layer; repeated requests have no effect."""
         for key in keys:
-            if key in self._wanted:
+            if key in self._requested:
                 continue
-            self._wanted[key] = None
+            self._requested[key] = None
             self.counts.touches += 1
-            if key not in self._away:
+            if key not in self._offloaded:
                 continue
             self._policy.use(key)
             if self._policy.slot(key) is None:
@@ -363,144 +366,138 @@ class ExpertSlots:
                 self.counts.hits += 1
                 self._policy.pin(key)
         if self._overlap:
-            self._advance()
+            self._start_loads()
 
-    def guess(self, keys: Iterable[Key]) -> None:
-        """Say which experts the next layer may need, the likeliest first."""
-        self._end_guesses()
-        for key in keys:
-            if key in self._away:
-                self._guessed.append(key)
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Prefetch experts that the next layer may need, the likeliest first."""
+        self._end_prefetch()
+        self._predicted.extend(key for key in keys if key in self._offloaded)
         if self._overlap:
-            self._advance()
+            self._start_loads()
 
     def arrivals(self) -> Iterator[tuple[Group, Callable[[], ExpertTable] | None]]:
-        """The experts that were asked for: first all that are there, then some as they come.
+        """Yield the requested experts: first all that are ready, then groups as they are loaded.
 
-        Those that compute in host memory are not among them. With those that are there is what
-        gives the table that has them; no later one is in it yet.
-
-        Weights may be used by what compute is given until the next are asked for.
+        The first group comes with a function that returns a table of exactly the ready experts.
+        Experts that are computed in host memory are left out. The weights of a group are valid for
+        compute that is queued before the next group is taken.
         """
-        here = [(key, w) for key in self._wanted if (w := self._there(key)) is not None]
-        if here:
-            yield here, partial(self.table, here[0][0][0])
-            self._release(key for key, _ in here if not self.is_resident(key))
+        ready = [(key, weights) for key in self._requested
+                 if (weights := self._ready_weights(key)) is not None]
+        if ready:
+            yield ready, partial(self.table, ready[0][0][0])
+            self._release(key for key, _ in ready if not self.is_resident(key))
             if self._overlap:
-                self._advance()
-        under_way = [key for key in self._wanted
-                     if self._policy.slot(key) is not None and key not in self._ready]
-        while under_way or self._waiting:
-            if not under_way:
-                under_way.append(self._start())
-            there = [key for key in under_way if self._is_there(key)][:TOGETHER] or under_way[:1]
-            under_way = [key for key in under_way if key not in there]
-            group = [(key, self._come(key)) for key in there]
+                self._start_loads()
+        pending = [key for key in self._requested
+                   if self._policy.slot(key) is not None and key not in self._loaded]
+        while pending or self._waiting:
+            if not pending:
+                pending.append(self._start_next())
+            keys = [key for key in pending if self._load_done(key)][:MAX_GROUP] or pending[:1]
+            pending = [key for key in pending if key not in keys]
+            group = [(key, self._wait_for(key)) for key in keys]
             yield group, None
-            self._release(there)
-            for key, w in group:
-                self._enter(key, w)
+            self._release(keys)
+            for key, weights in group:
+                self._loaded[key] = weights
+                if key[0] in self._tables:
+                    put(self._tables[key[0]], key[1], weights)
             if self._overlap:
-                under_way += self._advance()
+                pending += self._start_loads()
 
-    def _come(self, key: Key) -> Mapping[str, Weight]:
-        """The weights of an expert under way, for what compute is given from now on."""
+    def _load_done(self, key: Key) -> bool:
+        loaded = self._buffers[self._policy.slot(key)].loaded
+        return loaded is None or loaded.done
+
+    def _wait_for(self, key: Key) -> Mapping[str, Weight]:
+        """Order compute after the load of an expert, and return its weights."""
         buffer = self._buffers[self._policy.slot(key)]
         self._transfers.ready(buffer.loaded)
         return self._weights.unit_weights(self._weights.experts[key], buffer)
 
     def _release(self, keys: Iterable[Key]) -> None:
-        """Let experts that compute has been given keep their slots only while they are worth it."""
+        """Allow the eviction of experts after the compute that is queued so far."""
         mark = self._transfers.device.mark()
         for key in keys:
             self._buffers[self._policy.slot(key)].free = mark
             self._policy.unpin(key)
-            self._coming.discard(key)
+            self._loading.discard(key)
 
-    def _enter(self, key: Key, w: Mapping[str, Weight]) -> None:
-        """Have an expert, which has come, among those that are there."""
-        self._ready[key] = w
-        if key[0] in self._tables:
-            put(self._tables[key[0]], key[1], w)
-
-    def _leave(self, slot: int) -> None:
-        """Have the expert that a slot was loaded with, if any, there no more."""
-        key = self._holders.pop(slot, None)
-        if self._ready.pop(key, None) is not None and key[0] in self._tables:
+    def _remove(self, slot: int) -> None:
+        """Remove the expert that a slot was loaded with from the ready ones and its table."""
+        key = self._contents.pop(slot, None)
+        if self._loaded.pop(key, None) is not None and key[0] in self._tables:
             self._tables[key[0]].drop(key[1])
 
-    def _is_there(self, key: Key) -> bool:
-        loaded = self._buffers[self._policy.slot(key)].loaded
-        return loaded is None or loaded.done
-
-    def _start(self) -> Key:
-        """Load the next expert that is waited for; there is no other under way."""
+    def _start_next(self) -> Key:
+        """Load the next waiting expert; no other load is pending."""
         key = self._waiting.popleft()
-        slot = self._policy.take(key)
-        if slot is None:  # guesses have all of them
-            self._end_guesses()
-            slot = self._policy.take(key)
+        slot = self._policy.allocate(key)
+        if slot is None:  # prefetched experts have all slots
+            self._end_prefetch()
+            slot = self._policy.allocate(key)
         self._policy.pin(key)
         self._load(key, slot)
         return key
 
-    def _advance(self) -> list[Key]:
-        """Start loads of what is waited for, and then of guesses, while there are slots.
+    def _start_loads(self) -> list[Key]:
+        """Start loads of waiting experts, then prefetches, while there are slots.
 
-        No more than `COMING` at a time.
+        At most `COMING` experts are loading at a time. Return the requested ones among them.
         """
-        begun = []
+        started = []
         while self._waiting:
-            if len(self._coming) >= COMING and self._protected:
-                self._end_guesses()
-            if len(self._coming) >= COMING:
-                return begun
-            slot = self._policy.take(self._waiting[0])
-            if slot is None and self._protected:
-                self._end_guesses()
+            if len(self._loading) >= COMING and self._prefetched:
+                self._end_prefetch()
+            if len(self._loading) >= COMING:
+                return started
+            slot = self._policy.allocate(self._waiting[0])
+            if slot is None and self._prefetched:
+                self._end_prefetch()
                 continue
             if slot is None:
-                return begun
+                return started
             key = self._waiting.popleft()
             self._policy.pin(key)
             self._load(key, slot)
-            begun.append(key)
-        while self._guessed:
-            key = self._guessed[0]
-            held = self._policy.slot(key)
-            if held is None and len(self._coming) >= COMING:
+            started.append(key)
+        while self._predicted:
+            key = self._predicted[0]
+            cached = self._policy.slot(key)
+            if cached is None and len(self._loading) >= COMING:
                 break
-            slot = self._policy.take(key) if held is None else held
+            slot = self._policy.allocate(key) if cached is None else cached
             if slot is None:
                 break
-            self._guessed.popleft()
+            self._predicted.popleft()
             self._policy.pin(key)
-            self._protected.add(key)
-            if held is None:
+            self._prefetched.add(key)
+            if cached is None:
                 self.counts.guesses += 1
                 self._load(key, slot)
-        return begun
+        return started
 
-    def _end_guesses(self) -> None:
-        """Let guesses that were not asked for give up their slots."""
-        self._guessed.clear()
-        for key in self._protected - self._wanted.keys():
+    def _end_prefetch(self) -> None:
+        """Allow the eviction of prefetched experts that have not been requested."""
+        self._predicted.clear()
+        for key in self._prefetched - self._requested.keys():
             self._policy.unpin(key)
-            self._coming.discard(key)
-        self._protected.clear()
+            self._loading.discard(key)
+        self._prefetched.clear()
 
     def _load(self, key: Key, slot: int) -> None:
         buffer, unit = self._buffers[slot], self._weights.experts[key]
         before = buffer.busy
         free = self._transfers.device.mark() if buffer.free is None else buffer.free
         self.counts.bytes += unit.fetched_bytes
-        self._leave(slot)
-        self._holders[slot] = key
-        self._coming.add(key)
+        self._remove(slot)
+        self._contents[slot] = key
+        self._loading.add(key)
 
         def job(lane: Lane) -> None:
             for handle in before:
-                with suppress(Exception):  # of an expert that is not wanted any more
+                with suppress(Exception):  # of the evicted expert
                     handle.synchronize()
             self._weights.load_unit(lane, buffer, unit=unit)
 

@@ -21,10 +21,9 @@ from read_back import read_jsonl
 from tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch import data_parallel
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.launch import Launch, launched
-from flexgen_h2o.distributed.replicas import QueueLost, WindowQueue
+from flexgen_h2o.distributed.replicas import QueueLost, ReplicaRank, WindowQueue
 
 # --- the queue
 
@@ -67,7 +66,7 @@ class Clock:
         assert self.now < 1000
 
     def queue(self, store, replica, replicas=2):
-        return WindowQueue(store, replica, replicas, patience=5, clock=lambda: self.now,
+        return WindowQueue(store, replica, replicas, timeout=5, clock=lambda: self.now,
                            wait=self.wait)
 
 
@@ -116,8 +115,8 @@ def test_a_store_that_is_gone_ends_the_queue_in_a_line():
     assert queue.ended and queue.lost
     with pytest.raises(QueueLost, match="replica 0, which keeps the queue"):
         next(windows)
-    refused(lambda: clock.queue(store, 1).job(), "has stopped")
-    with clock.queue(store, 1).beating():
+    refused(lambda: clock.queue(store, 1).wait_for_job(), "has stopped")
+    with clock.queue(store, 1).heartbeats():
         pass  # nobody is there to be told
 
 
@@ -131,16 +130,16 @@ def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
             first.publish("words")
 
     clock.meanwhile = meanwhile
-    assert second.job() == b"words" and clock.now > 60
+    assert second.wait_for_job() == b"words" and clock.now > 60
     first.end()
     assert second.ended
-    assert not second.gone(0)
-    with first.beating():
+    assert not second.is_gone(0)
+    with first.heartbeats():
         assert store.values["beat/0"] != b"left"
-    assert second.gone(0)
+    assert second.is_gone(0)
     second_too = clock.queue(store, 1)
     clock.meanwhile = lambda: None
-    with second_too.beating():
+    with second_too.heartbeats():
         while not second_too.lost:
             time.sleep(0.01)
     first.wait_for_others()
@@ -155,11 +154,11 @@ def test_a_launcher_s_variables_say_which_rank_this_is():
              "LOCAL_RANK": "1"}
     assert launched(found) == Launch(3, 6, 1, 2)
     assert launched({}) == Launch()
-    seat = data_parallel.ReplicaRank
-    assert seat.of(launched(found)) == seat(3, 6, 1)
-    assert seat.of(launched(found), 2) == seat(1, 3, 1, leads=False)
-    assert seat.of(launched(found | {"RANK": "4"}), 2) == seat(2, 3, 1)
-    refused(lambda: seat.of(launched(found), 4), "no whole replicas", "start a multiple of 4")
+    assert ReplicaRank.of(launched(found)) == ReplicaRank(3, 6, 1)
+    assert ReplicaRank.of(launched(found), 2) == ReplicaRank(1, 3, 1, leads=False)
+    assert ReplicaRank.of(launched(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
+    refused(lambda: ReplicaRank.of(launched(found), 4),
+            "no whole replicas", "start a multiple of 4")
     for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
         refused(lambda name=name, value=value: launched(found | {name: value}), "torchrun")
 
@@ -202,13 +201,13 @@ def answers(path: Path) -> dict[str, object]:
 
 
 def started(argv: list[str], ranks: int) -> list[subprocess.Popen]:
-    """The processes of a job, with little patience."""
+    """The processes of a job, with a short timeout."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     code = ("import sys; from flexgen_h2o.commands import batch; "
-            "from flexgen_h2o.commands.batch import data_parallel; "
-            "data_parallel.PATIENCE = 2.0; sys.exit(batch.main(sys.argv[1:]))")
+            "from flexgen_h2o.distributed import replicas; "
+            "replicas.TIMEOUT = 2.0; sys.exit(batch.main(sys.argv[1:]))")
     variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                  "OMP_NUM_THREADS": "1"}
     return [subprocess.Popen(

@@ -260,7 +260,7 @@ def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, ke
 
     def watched(self, key, slot):
         load(self, key, slot)
-        most.append(len(self._coming))
+        most.append(len(self._loading))
 
     load = expert_slots.ExpertSlots._load
     monkeypatch.setattr(expert_slots.ExpertSlots, "_load", watched)

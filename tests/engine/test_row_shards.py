@@ -1,4 +1,4 @@
-"""Weights on disk that come in chunks: the same tokens, in order, in small buffers."""
+"""Weights on disk that are streamed in row shards: the same tokens, in order, in small buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from conftest import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from internals import chunks_out_of_turn, staging_bytes, weights_of
+from internals import shards_out_of_order, staging_bytes, weights_of
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -27,8 +27,8 @@ NEW = 5
 
 
 @pytest.fixture
-def cut_small(monkeypatch):
-    """Tiny matrices come in several chunks, too, and tiny prompts go through layers in blocks."""
+def small_shards(monkeypatch):
+    """Split tiny matrices into several shards, and run tiny prompts in chunks."""
     monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
     monkeypatch.setattr(decoder, "ROW_BLOCK", 16)
     monkeypatch.setitem(decoder_layers.CHUNK_ROWS, "cpu", 24)
@@ -47,7 +47,7 @@ def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
 @given(st.data())
 @settings(max_examples=8, deadline=None, derandomize=True,
           suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_same_tokens_for_every_placement_and_batch(tiny_model, cut_small, key, data):
+def test_the_same_tokens_for_every_placement_and_batch(tiny_model, small_shards, key, data):
     """With matrices in part in memory and in part on disk, in 16, 8 and 4 bits, of prompts in one
     piece and in blocks, batch by batch and, where batches share what is loaded, whole."""
     tiny = tiny_model(key)
@@ -103,7 +103,7 @@ def test_nothing_is_read_in_vain_into_small_buffers(tiny_model, disk, monkeypatc
     planned = memory_plan(config, policy, Workload(30, NEW, 5, 1), itemsize=4)
 
     def look(llm):
-        assert chunks_out_of_turn(llm) == 0
+        assert shards_out_of_order(llm) == 0
         sizes, units = staging_bytes(llm), weights_of(llm).units
         assert len(sizes) == limits.SHARD_BUFFERS
         assert sum(sizes) == next(row.cpu for row in planned.rows if row.name == "weight buffers")

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.expert_slots import FADE, SlotPolicy
+from flexgen_h2o.engine.expert_slots import DECAY, SlotPolicy
 
 LAYERS, EXPERTS = 4, 6
 CHOICES = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), min_size=1,
@@ -29,7 +29,7 @@ def step(policy, layer, keys) -> int:
     for key in keys:
         hits += policy.slot(key) is not None
         if policy.slot(key) is None:
-            assert policy.take(key) is not None
+            assert policy.allocate(key) is not None
     return hits
 
 
@@ -39,10 +39,10 @@ def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices,
     policy = SlotPolicy(slots, LAYERS)
     seen = set()
     for layer, keys in passes(choices):
-        before = set(policy.held)
+        before = set(policy.cached)
         step(policy, layer, keys)
         seen |= set(keys)
-        held = set(policy.held)
+        held = set(policy.cached)
         numbers = [policy.slot(key) for key in held]
         assert len(set(numbers)) == len(numbers) and set(numbers) <= set(range(slots))
         assert len(held) == min(slots, len(seen)), "a slot is never left empty"
@@ -60,12 +60,12 @@ def test_a_pinned_expert_keeps_its_slot_and_the_victim_is_worth_least(choices, s
         for key in keys:
             policy.use(key)
             if policy.slot(key) is None:
-                victim, full = policy.victim(), len(policy.held) == slots
+                victim, full = policy.victim(), len(policy.cached) == slots
                 if full:
-                    free = [other for other in policy.held if other not in pinned]
+                    free = [other for other in policy.cached if other not in pinned]
                     assert (victim is None) == (not free)
-                    assert not free or policy.worth(victim) == min(map(policy.worth, free))
-                slot = policy.take(key)
+                    assert not free or policy.score(victim) == min(map(policy.score, free))
+                slot = policy.allocate(key)
                 assert (slot is None) == (full and victim is None)
                 assert not full or victim is None or policy.slot(victim) is None
             if policy.slot(key) is not None and chance.random() < 0.4:
@@ -84,11 +84,11 @@ def test_worth_is_the_uses_faded_by_the_passes_of_the_layer(choices):
     for layer, keys in passes(choices):
         policy.begin(layer)
         for key in wanted:
-            wanted[key] *= FADE if key[0] == layer else 1
+            wanted[key] *= DECAY if key[0] == layer else 1
         for key in keys:
             policy.use(key)
             wanted[key] += 1
-    assert all(abs(policy.worth(key) - worth) < 1e-9 for key, worth in wanted.items())
+    assert all(abs(policy.score(key) - worth) < 1e-9 for key, worth in wanted.items())
 
 
 def hit_rate(weights, slots, passes=60):
@@ -114,6 +114,6 @@ def test_an_expert_that_is_forgotten_has_no_slot():
     policy = SlotPolicy(2, LAYERS)
     step(policy, 0, [(0, 1), (0, 2)])
     policy.pin((0, 1))
-    policy.forget((0, 1))
-    assert policy.slot((0, 1)) is None and set(policy.held) == {(0, 2)}
-    assert policy.take((0, 3)) is not None and len(policy.held) == 2
+    policy.evict((0, 1))
+    assert policy.slot((0, 1)) is None and set(policy.cached) == {(0, 2)}
+    assert policy.allocate((0, 3)) is not None and len(policy.cached) == 2

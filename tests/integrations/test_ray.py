@@ -155,7 +155,7 @@ def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(word
     assert process.poll() is None, process.stderr.read()
     children = started.children(recursive=True)
     (folder,) = {Path(each.cmdline()[-1]) for each in children
-                 if "ray_guard" in str(each.cmdline())}
+                 if "ray_cluster" in str(each.cmdline())}
     assert folder.is_dir()
     process.kill()
     assert process.stderr.read() == ""  # nothing of Ray's is told
@@ -265,17 +265,17 @@ def test_a_replica_gets_the_cpus_that_all_of_them_leave_each_other():
 
 
 def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):
-    found = clusters.pool(ray, 3)
+    found = clusters._replica_pool(ray, 3)
     assert found["compute"].max_size == 3 and found["max_restarts"] > 0
-    assert clusters.pool(ray, (1, 3))["compute"].min_size == 1
+    assert clusters._replica_pool(ray, (1, 3))["compute"].min_size == 1
 
     class Dataset:
         def map_batches(self, fn, *, concurrency=None, **ray_remote_args):
             """As versions had it that knew no strategy."""
 
     monkeypatch.setattr(ray.data, "Dataset", Dataset)
-    assert clusters.pool(ray, (1, 3))["concurrency"] == (1, 3)
-    assert clusters.pool(ray, 2)["concurrency"] == 2
+    assert clusters._replica_pool(ray, (1, 3))["concurrency"] == (1, 3)
+    assert clusters._replica_pool(ray, 2)["concurrency"] == 2
 
 
 @pytest.mark.parametrize(("more", "words"), [

@@ -35,7 +35,7 @@ from flexgen_h2o.commands.batch.preparation import (
 from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.weight_layout import AUTO
-from flexgen_h2o.distributed.replicas import WindowQueue
+from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.line_file import SettingsBeside
@@ -98,8 +98,8 @@ def _answer(options: BatchOptions, pipeline: Pipeline | None) -> int:
 
 def _share(options: BatchOptions) -> int:
     """Answer windows of a job as a replica of several, or as a rank of a replica's pipeline."""
-    place = data_parallel.seat(options.run.pipeline_parallel)
-    with (data_parallel.joined(place) if place.leads else nullcontext() as queue,
+    place = ReplicaRank.of_this_process(options.run.pipeline_parallel)
+    with (WindowQueue.joined(place) if place.leads else nullcontext() as queue,
           joined(options.run, "flexgen_h2o.batch", replica=place.replica) as pipeline):
         if queue is not None:
             return (_follow if place.replica else _lead)(options, place, queue, pipeline)
@@ -108,7 +108,7 @@ def _share(options: BatchOptions) -> int:
         return 0
 
 
-def _lead(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
+def _lead(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
           pipeline: Pipeline | None) -> int:
     """Share the job with the replicas that follow, and put the results together."""
     said = False
@@ -130,7 +130,7 @@ def _lead(options: BatchOptions, place: data_parallel.ReplicaRank, queue: Window
         raise
 
 
-def _follow(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
+def _follow(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
             pipeline: Pipeline | None) -> int:
     """Answer windows of the job that replica 0 shares."""
     with _source(options) as source:
@@ -142,7 +142,7 @@ def _follow(options: BatchOptions, place: data_parallel.ReplicaRank, queue: Wind
     return 0
 
 
-def _work(options: BatchOptions, place: data_parallel.ReplicaRank, queue: WindowQueue,
+def _work(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
           windows: tuple[np.ndarray, int], *, pipeline: Pipeline | None, source: JobInput,
           progress: JobProgress, files: tuple[ResultsFile, ResultsFile]) -> None:
     """Answer windows of the job, as the first rank of a replica."""

@@ -1,8 +1,8 @@
 """A job on several processes that a launcher has started: each answers windows of the same input.
 
-Replica 0 writes the results file, each other one a file of its own beside it, OUTPUT.rank1 and so
-on. Replica 0 adds these to the results at the end, and whatever of them a killed job has left at
-the next start, with or without several processes.
+Replica 0 writes the results file. Every other replica writes a file of its own beside it
+(OUTPUT.rank1 and so on). Replica 0 merges these files at the end. The next start, with or without
+several processes, merges what a killed job has left.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,7 @@ from flexgen_h2o.commands.batch.flags import BatchOptions
 from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.results import ResultsFile, key_of
-from flexgen_h2o.config.launch import Launch, launched
-from flexgen_h2o.distributed.heartbeat import TimeoutStore, call_with_timeout
-from flexgen_h2o.distributed.replicas import WindowQueue
+from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue, window_size
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import writing
 from flexgen_h2o.storage.free_memory import free_memory
@@ -38,15 +35,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.distributed.pipeline import Pipeline
     from flexgen_h2o.llm import LLM
 
-PATIENCE = 20.0
-"""Seconds without a sign of life after which a replica's window goes to another one. torchrun ends
-all processes when one has died, and kills those that are still there 30 seconds later."""
-
-_START = timedelta(seconds=300)
-"""How long a launcher may take from the first process to the last."""
-_SHARES = 4
-"""Windows of each replica at least, so that none waits long for the last one."""
-_LINES = 1024  # of a replica's file that are in memory at a time
+_LINES = 1024  # lines of a replica's file that are in memory at a time
 
 
 class _Usage(msgspec.Struct):
@@ -66,9 +55,20 @@ class _Answer(msgspec.Struct):
     response: _Response | None
 
 
-class _Words(msgspec.Struct):
-    """The words of replica 0 on a job: an error, or the places that are left, in bits, of an input
-    with these keys, and how many make a window."""
+class _SharedJob(msgspec.Struct):
+    """Description of a job that replica 0 publishes.
+
+    Attributes
+    ----------
+    error : str
+        Why there is no job.
+    keys : bytes
+        Digest of the input's keys.
+    left : bytes
+        Bit mask of the requests without an answer.
+    window : int
+        Requests of a window.
+    """
 
     error: str = ""
     keys: bytes = b""
@@ -79,96 +79,49 @@ class _Words(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-@dataclass(frozen=True)
-class ReplicaRank:
-    """The replica that a process belongs to, of `replicas`, and its place among the processes of
-    its host. The first rank of a replica leads it: it takes the windows."""
-
-    replica: int
-    replicas: int
-    local: int
-    leads: bool = True
-
-    @classmethod
-    def of(cls, launch: Launch, ranks_of_each: int = 1) -> ReplicaRank:
-        """The seat of a rank where each replica has so many ranks, one after the other."""
-        ranks = launch.within(ranks_of_each)
-        return cls(launch.rank // ranks_of_each, launch.ranks // ranks_of_each, launch.local_rank,
-                   ranks.rank == 0)
-
-
-def seat(ranks_of_each: int) -> ReplicaRank:
-    """The seat of this process, where each replica has so many ranks. Raises `UserError` if no
-    launcher has started it."""
-    if "RANK" not in os.environ:
-        raise UserError("--data-parallel is for several processes, and a launcher has to start "
-                        "them: torchrun --nproc-per-node 2 -m flexgen_h2o.batch --data-parallel "
-                        "... (any that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT)")
-    return ReplicaRank.of(launched(), ranks_of_each)
-
-
-@contextmanager
-def joined(place: ReplicaRank) -> Iterator[WindowQueue]:
-    """The queue that the replicas of this job share, with this one's signs of life in it.
-
-    Raises `UserError` if there is no replica 0.
-    """
-    # A store that goes with a process that is killed is told here, in a line, and not by PyTorch.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    import torch.distributed
-
-    try:
-        found = torch.distributed.rendezvous("env://", timeout=_START)
-        store, _, _ = call_with_timeout(next, found, seconds=_START.total_seconds() + PATIENCE)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise UserError("the processes of --data-parallel do not find each other at MASTER_ADDR "
-                        f"{os.environ.get('MASTER_ADDR')}: {str(error).splitlines()[0]}") from None
-    # torchrun keeps its store, with what is in it, when it starts all processes again.
-    store = torch.distributed.PrefixStore(
-        "start " + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    queue = WindowQueue(TimeoutStore(store, PATIENCE), place.replica, place.replicas,
-                        patience=PATIENCE)
-    with queue.beating():
-        yield queue
-
-
 def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, left: np.ndarray) -> int:
-    """Say what is left, as replica 0. Returns the requests of a window."""
+    """Publish the requests that are left, as replica 0. Return the requests of a window."""
     config = options.run
-    block = config.resolved_gpu_batch_size * config.resolved_num_gpu_batches
-    size = min(options.window, max(block, -(-len(left) // (_SHARES * queue.replicas))))
-    waiting = np.zeros(len(source), bool)
-    waiting[left] = True
-    queue.publish(msgspec.json.encode(_Words(
-        keys=_digest(source), left=np.packbits(waiting).tobytes(), window=size)).decode())
+    size = window_size(len(left), queue.replicas, limit=options.window,
+                       block=config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
+    mask = np.zeros(len(source), bool)
+    mask[left] = True
+    queue.publish(msgspec.json.encode(_SharedJob(
+        keys=_digest(source), left=np.packbits(mask).tobytes(), window=size)).decode())
     return size
 
 
 def refuse(queue: WindowQueue, error: str) -> None:
-    """Have the others end with this error, as replica 0, before the job begins."""
-    queue.publish(msgspec.json.encode(_Words(error=error)).decode())
+    """End the other replicas with an error, as replica 0, before the job begins."""
+    queue.publish(msgspec.json.encode(_SharedJob(error=error)).decode())
 
 
 def follow(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
-    """The places that are left, and the requests of a window, as replica 0 says.
+    """Return the places of the requests that are left, and the requests of a window.
 
-    Raises `UserError` if it has refused the job, or has another input.
+    Raises
+    ------
+    UserError
+        Replica 0 has stopped, or reads another input.
     """
-    words = msgspec.json.decode(queue.job(), type=_Words)
-    if words.error:
-        raise UserError(f"replica 0 has stopped: {words.error}")
-    if words.keys != _digest(source):
+    job = msgspec.json.decode(queue.wait_for_job(), type=_SharedJob)
+    if job.error:
+        raise UserError(f"replica 0 has stopped: {job.error}")
+    if job.keys != _digest(source):
         raise UserError(f"--input {source.path} is not what replica 0 reads: give all processes "
                         "the same file")
-    bits = np.unpackbits(np.frombuffer(words.left, np.uint8), count=len(source))
-    return np.flatnonzero(bits), words.window
+    mask = np.unpackbits(np.frombuffer(job.left, np.uint8), count=len(source))
+    return np.flatnonzero(mask), job.window
 
 
 def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
          should_end: Callable[[], bool]) -> None:
-    """Answer windows until all are answered by some replica, or the job is to end.
+    """Answer windows of `size` requests until all are answered, or the job is to end.
 
-    Raises `UserError` as `Job.run`, and if replica 0 has gone.
+    Raises
+    ------
+    UserError
+        As `Job.run`, or replica 0 is gone.
     """
     with closing(queue.windows(-(-len(left) // size))) as windows:
         for window in windows:
@@ -177,16 +130,16 @@ def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
             job.run(left[window * size:(window + 1) * size])
             if should_end():
                 break
-    queue.check()  # that there is no queue any more is a reason to end, too
+    queue.check()  # a lost queue also makes `should_end` true
 
 
 def own_file(options: BatchOptions, place: ReplicaRank) -> ResultsFile:
-    """The file of the results of a replica that is not the first."""
+    """Return the results file of a replica other than replica 0."""
     return ResultsFile("--output", f"{options.output}.rank{place.replica}")
 
 
 def open_replica(config: RunConfig, place: ReplicaRank, pipeline: Pipeline | None) -> LLM:
-    """The `LLM` of a replica: on GPUs of its own, or with its share of the host's memory.
+    """Open the `LLM` of a replica, on its own GPU or with its share of the host's memory.
 
     The ranks of a pipeline choose their GPUs themselves.
     """
@@ -202,33 +155,30 @@ def open_replica(config: RunConfig, place: ReplicaRank, pipeline: Pipeline | Non
     return open_on_ranks(config, pipeline, progress=False)
 
 
-# --- files of replicas
-
-
 def rank_files(output: str) -> list[str]:
-    """The files that replicas have left beside a results file."""
+    """Return the files of replicas beside a results file."""
     return sorted(path for path in glob.glob(f"{glob.escape(output)}.rank*")
                   if re.fullmatch(r"\.rank\d+", path[len(output):]))
 
 
 def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> dict[str, int]:
-    """Add the lines of replicas' files to the results, each request's once, and remove the files.
+    """Merge the replicas' files into the results, one answer for each request, and remove them.
 
     Parameters
     ----------
     source : JobInput
     results, errors : ResultsFile
-        They may be the same.
+        May be the same file.
 
     Returns
     -------
     dict of str to int
-        The counts of what is added, as `JobProgress.add` takes them.
+        Counts of the new lines: the arguments of `JobProgress.add`.
 
     Raises
     ------
     UserError
-        A file is still being written, or has a line that is none of this job's results.
+        A file is being written, or has a line that is no result of this job.
     """
     counts = dict.fromkeys(("answered", "failed", "prompt_tokens", "generated_tokens"), 0)
     paths = rank_files(results.path)
@@ -237,10 +187,10 @@ def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> di
         answered[file.answered(source)[0]] = True
     for path in paths:
         with ResultsFile("--output", path) as file:
-            file.answered(source)  # which refuses a file of another job
+            file.answered(source)  # checks that the file is of this job
             with writing("--output", path), open(path, "rb") as lines:
-                while some := list(islice(lines, _LINES)):
-                    _add_new(some, answered, source, counts, {True: results, False: errors})
+                while part := list(islice(lines, _LINES)):
+                    _add_new(part, answered, source, counts, {True: results, False: errors})
             with writing("--output", path):
                 os.unlink(path)
     return counts
@@ -248,26 +198,23 @@ def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> di
 
 def _add_new(lines: Sequence[bytes], answered: np.ndarray, source: JobInput,
              counts: dict[str, int], files: Mapping[bool, ResultsFile]) -> None:
-    """Add those of a file's lines that answer what has no answer yet."""
-    found: dict[bool, list[bytes]] = {True: [], False: []}
-    keys, fine = zip(*map(key_of, lines), strict=True)
-    for line, place, good in zip(lines, source.find(np.array(keys, np.uint64)), fine, strict=True):
+    """Add the lines of requests without an answer to the file of successes or of failures."""
+    new: dict[bool, list[bytes]] = {True: [], False: []}
+    keys, successes = zip(*map(key_of, lines), strict=True)
+    places = source.find(np.array(keys, np.uint64))
+    for line, place, success in zip(lines, places, successes, strict=True):
         if place < 0 or not answered[place]:
-            found[good].append(line.rstrip(b"\n"))
+            new[success].append(line.rstrip(b"\n"))
         if place >= 0 and not answered[place]:
             answered[place] = True
-            _count(counts, line, good)
-    for good, new in found.items():
-        files[good].add(new)
-
-
-def _count(counts: dict[str, int], line: bytes, fine: bool) -> None:
-    counts["answered"] += 1
-    counts["failed"] += not fine
-    response = _ANSWER.decode(line).response
-    if response is not None and response.body.usage is not None:
-        counts["prompt_tokens"] += response.body.usage.prompt_tokens
-        counts["generated_tokens"] += response.body.usage.completion_tokens
+            counts["answered"] += 1
+            counts["failed"] += not success
+            response = _ANSWER.decode(line).response
+            if response is not None and response.body.usage is not None:
+                counts["prompt_tokens"] += response.body.usage.prompt_tokens
+                counts["generated_tokens"] += response.body.usage.completion_tokens
+    for success, new_lines in new.items():
+        files[success].add(new_lines)
 
 
 def _digest(source: JobInput) -> bytes:

@@ -1,11 +1,9 @@
 """A job on Ray Data: replicas of a model take windows of its requests, on one machine or many.
 
-The process that runs the command reads the input and writes the results, so that nothing but the
-model has to be on the other machines. Resume is by the results file, as without Ray. Ray's own
-checkpoint (``CheckpointConfig``) is not used here: it keeps the ids of rows that a write of Ray's
-has written, in files of its own beside that write's, where this job's lines are written in order
-into one file by this process; with a second record of what is answered, the two could disagree
-after a crash, and a job could not be gone on with without Ray.
+The process of the command reads the input and writes the results: other machines need only the
+model. A job resumes from its results file, with or without Ray. Ray's checkpoints
+(``CheckpointConfig``) are not used: they would be a second record of what is answered, which could
+contradict the results file after a crash.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import io
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,34 +27,32 @@ from flexgen_h2o.commands.batch.preparation import count, encoder_of, largest_bl
 from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.results import ResultsFile, key_of
 from flexgen_h2o.distributed.ray_cluster import (
+    Replica,
     machines,
-    map_batches,
-    one_reader_here,
-    pool,
+    map_here,
+    map_replicas,
     ray_cluster,
 )
+from flexgen_h2o.distributed.replicas import window_size
 from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
     import pyarrow
 
-_NOWHERE = -1
-"""The place of a line that is the message of a `UserError`: of one that is raised there, Ray tells
-here the text alone, in a trace."""
-
-_SHARES = 4
-"""Windows of each replica at least, so that none waits long for the last one."""
+_ERROR = -1
+"""Place of a row whose line is the message of a `UserError`. Ray reports an exception of a replica
+only as the text of a trace."""
 
 
 class RayJob:
-    """A job's requests on their way through replicas.
+    """Runs a job's requests on replicas.
 
     Parameters
     ----------
     source : JobInput
     options : BatchOptions
     results, errors : ResultsFile
-        For lines of answers, and of requests that failed; they may be the same.
+        Files for answers and for failures; may be the same.
     progress : JobProgress
     """
 
@@ -65,56 +62,64 @@ class RayJob:
         self._results, self._errors, self._progress = results, errors, progress
 
     def run(self, left: np.ndarray, should_end: Callable[[], bool]) -> None:
-        """Answer the requests of these places in the input; asks after each window if it is to end.
+        """Answer the requests at these places of the input.
+
+        Parameters
+        ----------
+        left : int array
+        should_end : callable
+            Is called after each window.
 
         Raises
         ------
         UserError
-            Ray is not there or has too little room, a replica cannot run, or dies again and again.
+            Ray is missing or too small, or a replica cannot run or dies repeatedly.
         """
         options = self._options
-        asked = _memory(options, self._source)
-        with ExitStack() as unheard, ray_cluster(options.ray_address) as ray:
+        resources = _memory(options, self._source)
+        with ExitStack() as muted, ray_cluster(options.ray_address) as ray:
             gpus = _gpus(options.run, ray)
-            resources = replace(asked, num_gpus=gpus).fitted(machines(ray), options.replicas)
+            resources = replace(resources, num_gpus=gpus).fitted(machines(ray), options.replicas)
             try:
                 with closing(self._answers(ray, left, resources)) as tables:
                     try:
                         self._collect(tables, left, should_end)
-                    finally:  # Ray prints that the windows under way have failed
-                        unheard.enter_context(redirect_stdout(io.StringIO()))
+                    finally:  # Ray prints that running windows have failed
+                        muted.enter_context(redirect_stdout(io.StringIO()))
             except ray.exceptions.RayTaskError:
-                raise  # a fault of the code there
+                raise  # a bug in the replica
             except ray.exceptions.RayError as error:
                 raise UserError(f"Ray has given up ({type(error).__name__}): "
                                 f"{str(error).strip()[:600]}") from None
 
     def _answers(self, ray: Any, left: np.ndarray, resources: ReplicaResources
                  ) -> Generator[pyarrow.Table, None, None]:
-        """Tables of lines, as they come."""
+        """Yield tables of result lines as replicas return them."""
         options, context = self._options, ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
-        size = _window(options, len(left))
-        # The lines of a window are read when a replica is about to want them, on this machine.
-        lines = map_batches(
-            ray.data.from_arrow(list(_windows(self._source, left, size))), _read, batch_size=None,
-            batch_format="pyarrow", fn_kwargs={"path": self._source.path}, **one_reader_here(ray))
-        run = replace(options.run, memory_limit=resources.planned_bytes)
-        answered = map_batches(
-            lines, JobReplica, batch_size=size, batch_format="pyarrow",
+        config = options.run
+        size = window_size(len(left), options.replicas, limit=options.window,
+                           block=config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
+        # The lines of a window are read shortly before a replica needs them.
+        lines = map_here(
+            ray, ray.data.from_arrow(list(_windows(self._source, left, size))), _read,
+            batch_size=None, batch_format="pyarrow", fn_kwargs={"path": self._source.path})
+        run = replace(config, memory_limit=resources.planned_bytes)
+        answered = map_replicas(
+            ray, lines, JobReplica, options.replicas, batch_size=size, batch_format="pyarrow",
             fn_constructor_kwargs={"options": options, "run": run, "path": self._source.path,
                                    "threads": resources.num_cpus},
-            **pool(ray, options.replicas), **resources.arguments())
+            **resources.arguments())
         yield from answered.iter_batches(batch_size=None, batch_format="pyarrow",
                                          prefetch_batches=0)
 
     def _collect(self, tables: Iterable[pyarrow.Table], left: np.ndarray,
                  should_end: Callable[[], bool]) -> None:
-        """Write the lines, each request's once: a window that is done again may come again."""
+        """Write the lines, one for each request: a repeated window may return its lines twice."""
         waiting = np.zeros(len(self._source), bool)
         waiting[left] = True
         for table in tables:
-            if table["place"][0].as_py() == _NOWHERE:
+            if table["place"][0].as_py() == _ERROR:
                 raise UserError(table["line"][0].as_py().decode())
             rows = [row for row in table.to_pylist() if waiting[row["place"]]]
             waiting[[row["place"] for row in rows]] = False
@@ -131,8 +136,8 @@ class RayJob:
 
 
 def _memory(options: BatchOptions, source: JobInput) -> ReplicaResources:
-    """The host memory of a replica: ``--memory-limit``, or what the longest requests take by the
-    memory plan, for which all of them are counted."""
+    """Return the host memory of a replica: ``--memory-limit``, or the memory plan's for the longest
+    requests."""
     config = options.run
     if config.memory_limit is not None:
         return ReplicaResources(config.memory_limit + PROCESS_BYTES)
@@ -143,23 +148,15 @@ def _memory(options: BatchOptions, source: JobInput) -> ReplicaResources:
 
 
 def _gpus(config: RunConfig, ray: Any) -> int:
-    """GPUs of a replica: one if it is to compute there, or where the cluster has any."""
+    """Return the GPUs of a replica, 0 or 1; with ``--device auto`` 1 if the cluster has any."""
     if config.device == "auto":
         return int(any(node.get("GPU", 0) >= 1 for node in machines(ray)))
     return int(config.device.startswith("cuda"))
 
 
-def _window(options: BatchOptions, left: int) -> int:
-    """Requests of a window: ``--window``, but so few that each replica gets some windows, and no
-    fewer than a block takes."""
-    config = options.run
-    block = config.resolved_gpu_batch_size * config.resolved_num_gpu_batches
-    return min(options.window, max(block, -(-left // (_SHARES * options.replicas))))
-
-
 def _windows(source: JobInput, left: np.ndarray, size: int) -> Iterator[pyarrow.Table]:
-    """The index of each window's lines."""
-    import pyarrow  # only now: Ray brings it
+    """Yield an index table of each window's lines."""
+    import pyarrow  # installed with Ray
 
     for start in range(0, len(left), size):
         places = left[start:start + size]
@@ -170,69 +167,59 @@ def _windows(source: JobInput, left: np.ndarray, size: int) -> Iterator[pyarrow.
 
 
 def _read(table: pyarrow.Table, path: str) -> pyarrow.Table:
-    """Add the lines of a window to its index."""
+    """Return the index table of a window with a column of lines."""
     import pyarrow
 
     try:
         with reading(path), open(path, "rb") as file:
             lines = [read_line(file, offset, path) for offset in table["offset"].to_pylist()]
     except UserError as error:
-        return _message(error)
+        return _error_table(error)
     return table.append_column("line", pyarrow.array(lines, pyarrow.large_binary()))
 
 
-def _message(error: UserError) -> pyarrow.Table:
-    """A table of a line that ends the job."""
+def _error_table(error: UserError) -> pyarrow.Table:
+    """Return a table that ends the job with an error."""
     import pyarrow
 
-    return pyarrow.table({"place": [_NOWHERE],
+    return pyarrow.table({"place": [_ERROR],
                           "line": pyarrow.array([str(error).encode()], pyarrow.large_binary())})
 
 
-class JobReplica:
-    """A copy of the model that answers windows of requests, as Ray Data's ``map_batches`` calls it.
+class JobReplica(Replica):
+    """Replica that answers windows of requests.
 
     Parameters
     ----------
     options : BatchOptions
     run : RunConfig
-        How the model runs here.
+        Configuration of the replica's model.
     path : str
-        The input's, for messages.
+        Path of the input, for messages.
     threads : int
         Threads that compute.
     """
 
     def __init__(self, options: BatchOptions, run: RunConfig, path: str, threads: int):
-        import torch
-
-        torch.set_num_threads(threads)
+        super().__init__(partial(open_llm, run, progress=False), threads)
         self._options, self._path = options, path
-        self._refused: UserError | None = None
-        try:
-            self._llm = open_llm(run, progress=False)
-        except UserError as error:
-            # Ray would start it again and again. As the answer to a window it reaches the user.
-            self._refused = error
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
-        """Lines of answers and of failures: columns place, line, failed, and the tokens of the
-        prompts and those generated, which stand in the first row."""
-        if table["place"][0].as_py() == _NOWHERE:
+        """Return result lines: columns place, line, failed, and in the first row the sums
+        prompt_tokens and generated_tokens."""
+        if table["place"][0].as_py() == _ERROR:
             return table
         try:
-            return self._answered(table)
+            return self._answer(table)
         except UserError as error:
-            return _message(error)
+            return _error_table(error)
 
-    def _answered(self, table: pyarrow.Table) -> pyarrow.Table:
+    def _answer(self, table: pyarrow.Table) -> pyarrow.Table:
         import pyarrow
 
-        if self._refused is not None:
-            raise self._refused
         window = _Window(table, self._path)
         results, errors, counts = _Collected(), _Collected(), _Counted()
-        Job(self._llm, window, self._options, results=results, errors=errors, progress=counts,
+        Job(self.model, window, self._options, results=results, errors=errors, progress=counts,
             should_end=lambda: False).run(range(len(window.keys)))
         lines = errors.lines + results.lines
         zeros = [0] * (len(lines) - 1)
@@ -246,7 +233,7 @@ class JobReplica:
 
 
 class _Window:
-    """The lines of a window by their places in it; `places` has those in the input by key."""
+    """The lines of a window, in place of a `JobInput`. `places` are those in the input, by key."""
 
     def __init__(self, table: pyarrow.Table, path: str):
         self.keys, self.numbers, self.kinds = (
@@ -255,31 +242,31 @@ class _Window:
         self._lines, self._path = table["line"], path
 
     def line(self, place: int) -> bytes:
-        """The bytes of a line. Raises `UserError` if the input has been changed."""
+        """Return a line. Raises `UserError` if the input has changed."""
         line = self._lines[place].as_py()
         check_line(line, self, place, self._path)
         return line
 
 
 class _Collected:
-    """Lines of results, kept."""
+    """A `ResultsFile` in memory."""
 
     def __init__(self) -> None:
         self.lines: list[bytes] = []
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Keep lines."""
+        """Append lines."""
         self.lines += lines
 
 
 class _Counted:
-    """Tokens of a window, counted."""
+    """A `JobProgress` that sums the tokens of a window."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.generated_tokens = 0
 
     def add(self, *, answered: int, failed: int = 0, prompt_tokens: int = 0,
             generated_tokens: int = 0, device_bytes: int = 0) -> None:
-        """Count tokens."""
+        """Add to the sums."""
         self.prompt_tokens += prompt_tokens
         self.generated_tokens += generated_tokens

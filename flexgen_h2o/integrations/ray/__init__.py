@@ -1,7 +1,7 @@
-"""A step of a Ray Data pipeline that generates text: replicas of an `LLM` behind ``map_batches``.
+"""A step of a Ray Data pipeline that generates text with replicas of an `LLM`.
 
-`build_processor` makes the step from a `ProcessorConfig`, as ``ray.data.llm`` does for its engines;
-`BatchGenerator` is the class whose copies do the work, for a ``map_batches`` of one's own.
+`build_processor` returns the step for a `ProcessorConfig`, as in ``ray.data.llm``. `BatchGenerator`
+is the class of its replicas, for a ``map_batches`` of your own.
 """
 
 from flexgen_h2o.integrations.ray.generator import BatchGenerator

@@ -1,4 +1,4 @@
-"""A processor, as ``ray.data.llm`` has for its engines: a dataset in, one with answers out."""
+"""A processor as in ``ray.data.llm``: it maps a dataset of prompts to one with generated text."""
 
 from __future__ import annotations
 
@@ -8,48 +8,49 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
 from flexgen_h2o.config.validation import Text, check_bool, check_int, validated
-from flexgen_h2o.distributed.ray_cluster import map_batches, pool, ray_module
+from flexgen_h2o.distributed.ray_cluster import map_replicas, ray_module
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.integrations.ray.generator import BatchGenerator, Row
 
 if TYPE_CHECKING:
     import ray.data
 
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessorConfig:
-    """The configuration of a processor. Names are ``ray.data.llm``'s where they mean the same.
+    """Configuration of a processor, with the names of ``ray.data.llm`` where they mean the same.
 
     Parameters
     ----------
     model_source : str
-        A name that `LLM` takes. Each machine loads it: from a folder that all see, or its own.
+        The model, as `LLM` takes it. Each machine loads it, from a shared folder or its own.
     engine_kwargs : mapping
-        More arguments of `LLM`: policy, h2o, dtype, ... Its `workload`, the longest prompts and
-        answers to come, is what the memory plan is made for.
+        Other arguments of `LLM`: policy, h2o, dtype, ... Its `workload` is the longest prompts and
+        answers to expect, for the memory plan.
     batch_size : int
-        Rows that a replica gets together. It should be some blocks of the policy's.
+        Rows of a replica's batch: best a few blocks of the policy.
     concurrency : int or (int, int)
-        Replicas: so many, or from so many to so many.
+        Number of replicas, or its lower and upper limit.
     should_continue_on_error : bool
-        A row that cannot run gets its error in ``__inference_error__`` and passes by `postprocess`.
+        Report the error of a row in ``__inference_error__``, without `postprocess`.
     accelerator_type : str, optional
-        A kind of GPU, as Ray names it. A replica computes on one then.
+        A kind of GPU, as Ray names it; a replica computes on one.
     num_cpus : int
         CPU threads of a replica.
     num_gpus : int, optional
-        0 or 1. Default: 1 with `accelerator_type`, or where `engine_kwargs` say ``device="cuda"``.
+        0 or 1. Default: 1 with `accelerator_type`, or with ``device="cuda"`` in `engine_kwargs`.
     memory : int, optional
-        Bytes of host memory to ask for. Default: what the memory plan for `workload` sums, or
-        `memory_limit` of `engine_kwargs`, and the process itself.
+        Bytes of host memory of a replica. Default: the sum of the memory plan for `workload`, or
+        `memory_limit` of `engine_kwargs`, plus the process itself.
     runtime_env : mapping, optional
-        Ray's, of the replicas.
+        Ray's runtime environment of the replicas.
     seed : int
-        With its prompt, the seed of a row that names none.
+        Seeds rows without a seed of their own, together with the prompt.
 
     Raises
     ------
     UserError
-        A value is of a wrong type or out of range, or nothing says how much memory a replica takes.
+        A value is of a wrong type or out of range, or the memory of a replica is unknown.
     """
 
     model_source: str
@@ -82,9 +83,9 @@ class ProcessorConfig:
             raise UserError(f"num_gpus must be 0 or 1, got {shown(self.num_gpus)}")
         if self.accelerator_type is not None:
             validated(Text, self.accelerator_type, "accelerator_type")
-        few, many = self._range
-        if not 1 <= few <= many:
-            raise UserError(f"concurrency must be from 1 up, got {few} to {many}")
+        low, high = self._range
+        if not 1 <= low <= high:
+            raise UserError(f"concurrency must be from 1 up, got {low} to {high}")
         for name in ("model", "progress"):
             if name in self.engine_kwargs:
                 raise UserError(f"engine_kwargs must not have {name}"
@@ -106,7 +107,7 @@ class ProcessorConfig:
         return ends[0], ends[1]
 
     def resources(self) -> ReplicaResources:
-        """The resources of a replica. Loads torch; raises `UserError` if there is no such model."""
+        """Return the resources of a replica. Raises `UserError` for an unknown model."""
         gpus = self.num_gpus
         if gpus is None:
             gpus = int(self.accelerator_type is not None
@@ -120,50 +121,50 @@ class ProcessorConfig:
             memory = limit + PROCESS_BYTES
         return ReplicaResources(memory, self.num_cpus, gpus, self.accelerator_type)
 
-    def for_llm(self, resources: ReplicaResources) -> dict[str, Any]:
-        """Arguments of a replica's `LLM` by name, which keep it within its memory."""
+    def llm_arguments(self, resources: ReplicaResources) -> dict[str, Any]:
+        """Return the arguments of a replica's `LLM`, which keep it within its memory."""
         return {"memory_limit": resources.planned_bytes, **self.engine_kwargs,
                 "model": self.model_source, "progress": False}
 
 
 class Processor:
-    """A step of a pipeline: call it with a dataset, as ``ray.data.llm``'s.
+    """A step of a pipeline, called with a dataset, as in ``ray.data.llm``.
 
     Parameters
     ----------
     config : ProcessorConfig
     preprocess, postprocess : callable (dict) -> dict, optional
-        Of a row, before and after. What `preprocess` returns comes beside the row's own columns, or
-        in their place; what `postprocess` returns is the row. One with an error passes it by.
+        See `BatchGenerator`.
     """
 
     def __init__(self, config: ProcessorConfig, preprocess: Callable[[Row], Row] | None = None,
                  postprocess: Callable[[Row], Row] | None = None):
         self.config = config
-        self._before, self._after = preprocess, postprocess
+        self._preprocess, self._postprocess = preprocess, postprocess
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """The dataset with answers; nothing runs before it is consumed. Raises `UserError`."""
+        """Return the dataset with generated text, which runs when it is consumed."""
         config, ray = self.config, ray_module()
         resources = config.resources()
-        more = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
-        # `preprocess` and `postprocess` run in the replica: as steps of their own each would want a
-        # CPU, and wait without end where replicas have them all.
-        return map_batches(
-            dataset, BatchGenerator, batch_size=config.batch_size, batch_format="numpy",
-            fn_constructor_kwargs={
-                "llm": config.for_llm(resources), "threads": config.num_cpus, "seed": config.seed,
+        others = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
+        # Preprocessing runs in the replica: a step of its own would need a CPU, and never run if
+        # the replicas have all of them.
+        return map_replicas(
+            ray, dataset, BatchGenerator, config._range, batch_size=config.batch_size,
+            batch_format="numpy", fn_constructor_kwargs={
+                "llm": config.llm_arguments(resources), "threads": config.num_cpus,
+                "seed": config.seed,
                 "should_continue_on_error": config.should_continue_on_error,
-                "preprocess": self._before, "postprocess": self._after},
-            **pool(ray, config._range), **resources.arguments(), **more)
+                "preprocess": self._preprocess, "postprocess": self._postprocess},
+            **resources.arguments(), **others)
 
 
 def build_processor(config: ProcessorConfig, preprocess: Callable[[Row], Row] | None = None,
                     postprocess: Callable[[Row], Row] | None = None) -> Processor:
-    """Make a processor, as ``ray.data.llm.build_processor``; parameters as of `Processor`.
+    """Return a `Processor`, as ``ray.data.llm.build_processor``.
 
-    Ray's own checkpoint serves it: where ``DataContext.checkpoint_config`` names an `id_column`,
-    which passes through, and the pipeline ends in a write, what is written is not run again.
+    Ray's checkpoints work with it: if ``DataContext.checkpoint_config`` names an `id_column` of the
+    dataset and the pipeline ends in a write, rows that are written are not run again.
 
     Examples
     --------
