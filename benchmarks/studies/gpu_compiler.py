@@ -23,7 +23,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from flexgen_h2o.config.cache_layout import GroupLayout
-from flexgen_h2o.kernels.gpus import GPU, assume_gpu
+from flexgen_h2o.kernels.dispatch import GPU, assume_gpu
 
 KIB = 1 << 10
 REGISTERS = 64 * KIB

@@ -31,7 +31,7 @@ from flexgen_h2o.config.weight_layout import (
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
-from flexgen_h2o.kernels.gpus import gpu_of, has_tensor_cores
+from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint

@@ -1,10 +1,9 @@
-"""Dispatch: one table of the choices that depend on a CPU's instruction set, one of a GPU's.
+"""Dispatch tables: which implementation of an operation runs on which CPU or GPU.
 
-Elsewhere nothing asks what the CPU has, but for what its caches are told (cpu/prefetch.h), which no
-result depends on. `FLEXGEN_H2O_ISA` makes every choice (and the C++ kernels) that of another
-instruction set, so that each can be run and tested on a machine that would choose otherwise. Where
-calibration has timed the implementations on this machine, a run may go by what was measured
-(`use_autotune_table`); else the table decides.
+Nothing else depends on a CPU's instruction set, except cache hints (cpu/prefetch.h), which affect
+no result. With ``FLEXGEN_H2O_ISA`` in the environment every choice, and the C++ kernels, are those
+of another instruction set, so that a machine can test them. An autotune table, if calibration has
+timed the implementations on this machine, overrides the table of CPUs.
 """
 
 from __future__ import annotations
@@ -15,18 +14,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from flexgen_h2o.config.limits import SKINNY_ROWS
 from flexgen_h2o.kernels.cpu import library as cpu_library
-from flexgen_h2o.kernels.gpus import GPU, has_tensor_cores
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
 
 
 @dataclass(frozen=True)
 class TableLine:
-    """A line of the table: on these instruction sets, up to or from so many rows, use this."""
+    """A line of a table: the implementation for some instruction sets and numbers of rows.
+
+    Attributes
+    ----------
+    operation : str
+    sets : tuple of str
+        Instruction sets of `cpu_library.SETS`, or of `ARCHITECTURES`.
+    implementation : str
+    why : str
+        The measurement that decided.
+    least_rows, most_rows : float
+        Range of rows, inclusive.
+    dtype : torch.dtype
+        Of inputs and 16-bit weights; ignored in `GPU_TABLE`.
+    """
 
     operation: str
     sets: tuple[str, ...]
@@ -68,17 +81,17 @@ TABLE = (
                   "long at 192, 256, 512, 1,024 and 2,048 rows, and adds biases and residuals "
                   "apart (benchmarks/results/xeon-amx)."),
 )
-"""The first line that matches decides. Times are of bfloat16, where nothing else is said, on two
-cores."""
+"""The first line that matches decides. Times are for bfloat16 on two cores, unless a line says
+else."""
 
 ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
-"""Sets of `GPU_TABLE`: what a GPU has, up to the next one; float32 is alike on all of them."""
+"""Values of `sets` in `GPU_TABLE`: the first architecture of a range, or float32 on any GPU."""
 _NO_UNITS = ("float32", "sm_75")
 _UNITS = ("sm_80", "sm_90")
 GPU_TABLE = (
     TableLine("scored_prefill", _NO_UNITS, "matmul",
-              why="Triton has no matrix units there: its blocks go through fused multiply-adds (a "
-                  "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS has "
+              why="Triton uses no tensor cores there: its blocks run as fused multiply-adds (a "
+                  "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS uses "
                   "them (65 TFLOP/s); the logits between two products cost some 24 bytes each."),
     TableLine("scored_prefill", _UNITS, "blocks",
               why="Logits stay in registers, and no block spills (benchmarks/results/"
@@ -97,28 +110,28 @@ GPU_TABLE = (
                   "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
                   "(data sheet)."),
     TableLine("linear_quantized", _NO_UNITS, "unpacked",
-              why="Blocks of codes spill without matrix units; cuBLAS has them on sm_75."),
+              why="Blocks of quantized values spill without tensor cores, which cuBLAS uses on "
+                  "sm_75."),
     TableLine("linear_quantized", _UNITS, "matrix units", most_rows=64,
               why="H200, 4096 x 16384: in 4 bits 18, 19, 22, 28 and 47 us at 1, 8, 16, 32 and 64 "
                   "rows, in 8 bits 26, 27, 26, 32 and 51; cuBLAS in float16 36, 36, 37, 37 and 41, "
                   "and the vectors of 4 bits 25 and 34 at 1 and 2."),
     TableLine("linear_quantized", _UNITS, "unpacked",
-              why="Codes would be unpacked again for each block of rows; cuBLAS reads them once."),
+              why="Weights would be dequantized for each block of rows; cuBLAS reads them once."),
     TableLine("linear_short_floats", ARCHITECTURES, "vectors", most_rows=8,
               why="H200, 4096 x 16384 in 12 bits: 38 and 57 us at 1 and 4 rows, each row about 6, "
                   "unpacked 107 at 16; cuBLAS in float16 36."),
     TableLine("linear_short_floats", ARCHITECTURES, "unpacked",
-              why="Sums of more rows do not stay in registers; cuBLAS has matrix units."),
+              why="Sums of more rows do not stay in registers; cuBLAS has tensor cores."),
 )
-"""The same on a GPU: the first line that matches. What names no GPU that was timed is an estimate.
-"""
+"""The table of GPUs: the first line that matches decides. Lines that name no GPU are estimates."""
 
 _autotune_table: ContextVar[AutotuneTable | None] = ContextVar("autotune_table", default=None)
 
 
 @contextmanager
 def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
-    """Within it, `choice` goes by these; None: by the table."""
+    """Have `choice` follow an autotune table within the context; None: follow `TABLE`."""
     token = _autotune_table.set(table)
     try:
         yield
@@ -127,7 +140,7 @@ def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
 
 
 def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """The `IMPLEMENTATIONS` of an operation that can do so many rows of `dtype` here.
+    """Return the `IMPLEMENTATIONS` of an operation that support this machine, rows and dtype.
 
     Raises
     ------
@@ -138,7 +151,7 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
     if cpu_library.missing():
         return names[:1]
     if operation == "linear":
-        # What multiplies bfloat16 itself gains nothing from floats.
+        # Float32 arithmetic gains nothing where the CPU multiplies bfloat16 itself.
         sets = cpu_library.SETS
         widens = sets.index(cpu_library.instruction_set()) < sets.index("avx512bf16")
         short = dtype == torch.bfloat16
@@ -146,52 +159,101 @@ def available(operation: str, rows: int, dtype: torch.dtype) -> tuple[str, ...]:
                "tiled": short and rows > SKINNY_ROWS and cpu_library.has_tiles(),
                "float32": dtype == torch.float16 or dtype == torch.bfloat16 and widens}
         return tuple(name for name in names if can[name])
-    return names if dtype == torch.bfloat16 else names[:1]  # no other dtype was timed
+    return names if dtype == torch.bfloat16 else names[:1]  # other dtypes were not timed
 
 
 def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str:
-    """Name of the implementation that is used, one of `available`.
+    """Return the implementation of an operation to use, one of `available`.
 
     Parameters
     ----------
     operation : str
         A key of `IMPLEMENTATIONS`.
     rows : int
-        That are multiplied together; of prefill attention, tokens.
+        Rows of the matmul; tokens of prefill attention.
     dtype : torch.dtype
         Of the inputs.
     bits : int
-        Of the weights: 16, 12, 8 or 4.
+        Bit width of the weights: 16, 12, 8 or 4.
     """
     possible = available(operation, rows, dtype)
     if len(possible) == 1:
         return possible[0]
     table = (_autotune_table.get() or {}).get(operation, {}).get(bits)
     if table:
-        # The winner at the fewest rows measured that are no fewer; beyond, at the most.
-        found = table[min((count for count in table if count >= rows), default=max(table))]
-        if found in possible:
-            return found
+        # The entry of the next larger number of rows that was timed, or else of the largest.
+        fastest = table[min((count for count in table if count >= rows), default=max(table))]
+        if fastest in possible:
+            return fastest
     chosen = cpu_library.instruction_set().removesuffix("_emulated")
     return next((line.implementation for line in TABLE
                  if line.operation == operation and chosen in line.sets and line.dtype == dtype
                  and line.least_rows <= rows <= line.most_rows), possible[0])
 
 
+class GPU(NamedTuple):
+    """The properties of a GPU that choices depend on.
+
+    Attributes
+    ----------
+    architecture : int
+        Compute capability without its point: 75 for a T4, 80 for an A100, 90 for an H100.
+    multiprocessors : int
+    """
+
+    architecture: int
+    multiprocessors: int
+
+
+_assumed_gpu: ContextVar[GPU | None] = ContextVar("assumed_gpu", default=None)
+
+
+@contextmanager
+def assume_gpu(gpu: GPU | None) -> Iterator[None]:
+    """Treat every device as this GPU within the context, to test its choices without one.
+
+    None: treat each device as what it is.
+    """
+    token = _assumed_gpu.set(gpu)
+    try:
+        yield
+    finally:
+        _assumed_gpu.reset(token)
+
+
+def gpu_of(device: torch.device) -> GPU | None:
+    """Return the GPU of a device; None for other devices."""
+    return _assumed_gpu.get() or (_properties(device) if device.type == "cuda" else None)
+
+
+@functools.lru_cache(maxsize=16)
+def _properties(device: torch.device) -> GPU:
+    properties = torch.cuda.get_device_properties(device)
+    return GPU(10 * properties.major + properties.minor, properties.multi_processor_count)
+
+
+def has_tensor_cores(gpu: GPU | None, dtype: torch.dtype) -> bool:
+    """Return True if Triton multiplies blocks of `dtype` on tensor cores; None: its interpreter.
+
+    It does not for float32, whose full precision the kernels need, nor before Ampere.
+    """
+    return dtype.itemsize == 2 and (gpu is None or gpu.architecture >= 80)
+
+
 @functools.lru_cache(maxsize=1024)
 def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -> str:
-    """Name of the implementation that a GPU uses, by `GPU_TABLE`.
+    """Return the implementation of an operation to use on a GPU, by `GPU_TABLE`.
 
     Parameters
     ----------
     operation : str
         A key of `GPU_IMPLEMENTATIONS`.
     rows : int
-        That are multiplied together; of attention it decides nothing.
+        Rows of the matmul; attention ignores them.
     dtype : torch.dtype
         Of the inputs.
     gpu : GPU or None
-        None, in Triton's interpreter: as on the newest.
+        None, in Triton's interpreter: the newest architecture.
     """
     newest = gpu is None or gpu.architecture >= 90
     chosen = "float32" if dtype == torch.float32 else (

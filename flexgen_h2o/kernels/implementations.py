@@ -5,28 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    # A product with weights of 16 or 32 bits: torch.mm, or ours for few rows of bfloat16, ours for
-    # many of them in AMX tiles, or ours that multiplies weights of 16 bits as float32.
+    # Matmul with a 16-bit weight: torch.mm; kernels for few rows, for many rows with AMX tiles, and
+    # for any rows with float32 arithmetic.
     "linear": ("pytorch", "skinny", "tiled", "float32"),
-    # With quantized weights: ours on the codes, or PyTorch's on slices that are unpacked to
-    # bfloat16 first.
+    # Matmul with a quantized weight: a kernel that reads the quantized values, or torch.mm with
+    # slices of the weight that are dequantized to bfloat16.
     "linear_quantized": ("codes", "unpacked"),
-    # Causal attention of whole prompts without scores: ours, or PyTorch's SDPA.
+    # Causal attention of whole prompts without scores: a blockwise kernel, or PyTorch's SDPA.
     "prefill_attention": ("blocks", "sdpa"),
 }
-"""By operation; the first is used where nothing speaks for another."""
+"""Implementations on a CPU by operation. The first is the default."""
 
 GPU_IMPLEMENTATIONS: Mapping[str, tuple[str, ...]] = {
-    # Causal attention of prompts with scores: our blocks on matrix units, or torch.matmul's.
+    # Causal attention of prompts with scores: a blockwise kernel, or torch.matmul.
     "scored_prefill": ("blocks", "matmul"),
-    # The query heads of a KV head in a decode step: together on matrix units, or one by one.
+    # The query heads of a KV head in a decode step: together on tensor cores, or one by one.
     "decode_attention": ("matrix units", "vectors"),
-    # A product with quantized weights: ours on the codes, or cuBLAS's on slices that are unpacked.
+    # Matmul with a quantized weight: kernels with and without tensor cores, or cuBLAS with slices
+    # of the weight that are dequantized.
     "linear_quantized": ("matrix units", "vectors", "unpacked"),
-    # The same where weights are MXFP4 or of 12 bits.
+    # The same for MXFP4 and 12-bit weights.
     "linear_short_floats": ("vectors", "unpacked"),
 }
-"""The same on a GPU, where nothing is measured: `dispatch.GPU_TABLE` decides."""
+"""Implementations on a GPU by operation. `dispatch.GPU_TABLE` chooses; nothing is timed."""
 
 AutotuneTable = Mapping[str, Mapping[int, Mapping[int, str]]]
-"""The fastest implementation by operation, bits of the weights and rows, as it was measured."""
+"""The fastest implementation by operation, bit width of the weights, and rows, as timed."""

@@ -1,6 +1,7 @@
-"""Rotary position embeddings (arXiv 2104.09864): turning the leading dimensions of each head.
+"""Rotary position embeddings (RoPE, arXiv 2104.09864, section 3.2), in the GPT-NeoX layout.
 
-Dimension i turns with dimension i + rotary_dim / 2; those past rotary_dim stay.
+Dimension i of a head is rotated with dimension i + rotary_dim / 2. Dimensions from rotary_dim on
+are not rotated.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x : Tensor [rows, heads, head_dim]
         Any strides.
     cos, sin : Tensor [rows, rotary_dim / 2]
-        Of x's dtype, in which each product is rounded then; or wider, and the result is, once.
+        In x's dtype, products are rounded to it; in a wider dtype, only the result is rounded.
 
     Returns
     -------
@@ -39,7 +40,7 @@ def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A rotated copy of x.
+    """Return a rotated copy of x.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns
     -------
     Tensor [..., head_dim]
-        In x's dtype; computed in that of the tables if it is wider.
+        In x's dtype; computed in the tables' dtype if that is wider.
     """
     wide = torch.promote_types(x.dtype, cos.dtype)
     return rotate_(x.to(wide, copy=True), cos, sin).to(x.dtype)
@@ -58,7 +59,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tensor, Tensor] | None]
                ) -> Tensor:
-    """x rotated to positions; x itself where there are no rotations.
+    """Return x rotated to positions; x itself if `rope` returns None.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ def rotated_to(x: Tensor, positions: Tensor, rope: Callable[[Tensor], tuple[Tens
 
 
 def rotate_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Like `rotated`, in place; x is returned."""
+    """Rotate x in place, as `rotated` does, and return it."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     before = first.clone()

@@ -15,7 +15,7 @@ from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixtur
 
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, torch_ops
-from flexgen_h2o.kernels.gpus import GPU, assume_gpu, gpu_of
+from flexgen_h2o.kernels.dispatch import GPU, assume_gpu, gpu_of
 from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.triton import prefill as triton_prefill
@@ -88,7 +88,7 @@ def test_prefill_through_products(monkeypatch, dtype, group, decay, rows, tokens
     monkeypatch.setattr(torch_ops, "BLOCK_BYTES", block * 4 * kv_heads * group * max(tokens))
     taken = []
     plain = torch_ops.blockwise_prefill_attention
-    monkeypatch.setattr(torch_ops, "prefill_attention",
+    monkeypatch.setattr(torch_ops, "blockwise_prefill_attention",
                         lambda *args: taken.append(1) or plain(*args))
     torch.default_generator.manual_seed(0)
     q = torch.randn(sum(rows), kv_heads * group, dim + 4).to(dtype)[..., :dim]

@@ -27,7 +27,7 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noq
 from flexgen_h2o.config.cache_layout import GroupLayout  # noqa: E402
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
-from flexgen_h2o.kernels.gpus import assume_gpu  # noqa: E402
+from flexgen_h2o.kernels.dispatch import assume_gpu  # noqa: E402
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import finish as triton_finish

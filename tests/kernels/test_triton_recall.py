@@ -17,7 +17,7 @@ from flexgen_h2o.config.h2o import INDEX_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
-from flexgen_h2o.kernels.gpus import assume_gpu
+from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import hot_set as triton_hot_set

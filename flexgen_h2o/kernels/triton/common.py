@@ -18,7 +18,7 @@ import triton.language as tl
 from flexgen_h2o.config import limits
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments
-from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.dispatch import gpu_of
 
 EMPTY = tl.constexpr(limits.EMPTY)
 FEWEST = 16

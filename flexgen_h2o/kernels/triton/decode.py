@@ -24,7 +24,7 @@ from flexgen_h2o.kernels.arguments import (
     EvictionArguments,
     FormArguments,
 )
-from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.codes import EXACT, LOG2_E, LOWEST, read_codes, reads_codes
 from flexgen_h2o.kernels.triton.common import (
     FEWEST,

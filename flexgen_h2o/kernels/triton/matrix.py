@@ -22,7 +22,7 @@ from torch import Tensor
 from flexgen_h2o.config.limits import MATRIX_TILE, UNPACKED_BYTES
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch
-from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.triton import floats as triton_floats
 from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units

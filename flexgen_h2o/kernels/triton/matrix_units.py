@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
     ceil_div,
     configs,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexgen_h2o.kernels import dispatch, torch_ops
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
-from flexgen_h2o.kernels.gpus import gpu_of
+from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
     FEWEST,
     ceil_div,
