@@ -69,7 +69,7 @@ class HotSet:
     Attributes
     ----------
     log_weights : int32 Tensor [heads, tokens]
-        The running means. `ops.choose_keys` updates them: see `reference_recall.note_weights`.
+        The running means. `ops.choose_keys` updates them: `reference.recall.update_log_weights`.
     """
 
     def __init__(self, heads: int, tokens: int, slots: int, newest: int, *,

@@ -1,9 +1,9 @@
-"""The C ABI of the CPU kernels: one table, from which both sides are made.
+"""The C ABI of the CPU kernels: one table, from which both sides are generated.
 
-setup.py writes `header` for the C++ sources, `structs` are ctypes' mirrors for `cpu_library`, and
-`FINGERPRINT` tells whether a library was built from the same table and sizes: a field that was
-moved, renamed or retyped changes it, and so does another size in config/limits.py. The module
-imports nothing of the package, since setup.py runs it by its path.
+setup.py writes `header` for the C++ sources; `structs` returns the ctypes structures for
+`kernels.cpu.library`. `FINGERPRINT` identifies the table: a field that is moved, renamed or retyped
+changes it, and so does a size in config/limits.py, so a library of other sources is rejected. The
+module imports nothing of the package, since setup.py runs it by its path.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from pathlib import Path
 from types import MappingProxyType
 
 STRUCTS = MappingProxyType({
-    # A record of config/cache_layout.py (GroupLayout); bits is 16 for plain vectors.
+    # GroupLayout of config/cache_layout.py; bits is 16 for plain vectors.
     "Layout": "int64_t: bits groups group code_bytes nbytes",
-    # A matrix of config/weight_layout.py (MatrixLayout); group is 0 for MXFP4, and for 16 bits;
-    # activation_bits is 8 where products round what they multiply it with, else 16.
+    # MatrixLayout of config/weight_layout.py; group is 0 for MXFP4 and for 16 bits, and negative
+    # for compact scales; activation_bits is 8 if matmuls quantize activations, else 16.
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
     # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
-    # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Of a window decode attention reads
-    # nothing: see Decode.
+    # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores the window,
+    # see Decode.
     "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
-    # reference.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
+    # reference.attention.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
     "Prefill": """const void*: q k v; void*: out; float*: scores;
         const int64_t*: lengths key_lengths;
         int64_t: dtype sequences heads kv_heads head_dim
                  q_row q_head k_row k_head v_row v_head scores_head threads;
         double: decay; Form: form""",
-    # reference.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores [kv_heads, rows] or
-    # null, cuts [sequences, 3], slots of config/cache_layout.py (CacheLayout), whose values begin
-    # slots_kind elements behind their keys; kept_scores, positions and ranks [sequences, kv_heads,
-    # num_slots] are contiguous.
+    # reference.attention.select_heavy_hitters: k and v [rows, kv_heads, head_dim], scores
+    # [kv_heads, rows] or null, cuts [sequences, 3], slots as CacheLayout of config/cache_layout.py,
+    # with values slots_kind elements after their keys; kept_scores, positions and ranks [sequences,
+    # kv_heads, num_slots] are contiguous.
     "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;
         float*: kept_scores; int32_t*: positions ranks; Layout: key_layout value_layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
                  k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
-    # reference.decode_attention: q [sequences, heads, head_dim], k and v [sequences, kv_heads,
-    # head_dim], out contiguous as q, metadata [4, sequences] contiguous; attention score and
+    # reference.attention.decode_attention: q [sequences, heads, head_dim], k and v [sequences,
+    # kv_heads, head_dim], out like q, contiguous, metadata [4, sequences], contiguous; scores and
     # positions both or neither null; cos and sin [rope_rows, half_rotary]; a window other than 0
-    # hides what is cached at positions outside of it; factor and shift [kv_heads, head_dim] with
-    # ranks, of the keys' smoothing, or null.
+    # masks cached positions outside of it; factor and shift [kv_heads, head_dim] of smoothed keys,
+    # with ranks, or null.
     "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
         int32_t*: positions ranks; const float*: cos sin factor shift; int64_t*: taken;
         Layout: key_layout value_layout;
@@ -52,87 +52,88 @@ STRUCTS = MappingProxyType({
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
         double: decay; Form: form""",
-    # reference_recall.index_keys: keys [sequences, kv_heads, num_keys, width], index [sequences,
+    # reference.recall.index_keys: keys [sequences, kv_heads, num_keys, width], index [sequences,
     # kv_heads, num_tiles, tile_bytes] in tiles of `IndexLayout`, spans [3, sequences] contiguous.
     "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans; Layout: layout;
         int64_t: dtype sequences kv_heads head_dim bits groups num_keys num_tiles
                  keys_sequence keys_head keys_slot index_sequence index_head threads""",
-    # reference_recall.choose_keys: metadata [2, sequences], chosen [sequences, kv_heads, most] and
+    # reference.recall.choose_keys: metadata [2, sequences], chosen [sequences, kv_heads, most] and
     # log_weights [sequences, kv_heads, tokens] or null, all contiguous.
     "Choose": """const void*: q k index; const int32_t*: metadata; int32_t*: chosen log_weights;
         int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles most tokens
                  q_row q_head k_row k_head index_sequence index_head threads;
         Form: form""",
-    # reference_recall.attend_recalled: as Decode, and chosen as of Choose.
+    # reference.recall.attend_recalled: as Decode; chosen as in Choose.
     "Recalled": """const void*: q k v; void*: out slots; const int32_t*: chosen metadata;
         int64_t*: taken; Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots most
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
         Form: form""",
-    # reference_recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of and
+    # reference.recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of and
     # log_weights [heads, tokens] and token_of [heads, num_slots], of all heads of all sequences;
     # missing [3, heads * most], of which the first counts[0] of each row are written, and counts
     # [2].
     "TakeSlots": """const int32_t*: chosen firsts log_weights; int32_t*: slots slot_of token_of;
         int64_t*: missing counts;
         int64_t: sequences kv_heads most tokens num_slots newest threads""",
-    # reference_recall.fetch_tokens: missing [3, count], slots [heads, num_slots] of token_bytes
-    # each, counts [2]; runs of at most `most` records.
+    # reference.recall.fetch_tokens: missing [3, count], slots [heads, num_slots] of token_bytes
+    # each, counts [2]; reads of at most `most` pages.
     "FetchTokens": """const int64_t*: missing; void*: slots landing; int64_t*: counts;
         int64_t: file direct offset missing_row count heads rows tokens token_bytes record_bytes
                  num_slots landing_bytes gap most threads""",
-    # reference.quantize_groups and its inverse: x [rows, length] and records [rows, nbytes]; x is
-    # float32 where it is the output.
+    # reference.attention.quantize_groups and its inverse: x [rows, length] and records [rows,
+    # nbytes]; x is float32 if it is the output.
     "Groups": """void*: x records; Layout: layout;
         int64_t: dtype rows length x_row record_row threads""",
-    # reference.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs] or null,
-    # out [rows, outputs]; next: another product of the same x, or null.
+    # reference.attention.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs]
+    # or null, out [rows, outputs]; next: another matmul of the same x, or null.
     "Linear": """const void*: x weight bias; void*: out; const Linear*: next;
         int64_t: dtype rows inputs outputs x_row weight_row out_row add threads""",
-    # reference_matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
-    # outputs]; next: another product of the same x, its matrix of as many bits, groups and inputs.
+    # reference.matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
+    # outputs]; next: another matmul of the same x, with a matrix of equal bits, group and inputs.
     "Product": """const void*: x bias; void*: out; Matrix: matrix; const Product*: next;
         int64_t: dtype rows x_row out_row add threads""",
-    # reference_matrix.unpack_rows: rows [count], out [count, inputs].
+    # reference.matrix.unpack_rows: rows [count], out [count, inputs].
     "Rows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
-    # reference_matrix.quantize_matrix: weight [outputs, inputs], importance [inputs] or null.
+    # reference.matrix.quantize_matrix: weight [outputs, inputs], importance [inputs] or null.
     "Quantize": """const void*: weight; const float*: importance; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
-    # reference_blocks.repack: blocks [.., row_bytes] of a GGUF type's number `kind`; rows [outputs]
-    # are their places there, or null where they come in order; broken: counts what is not finite.
+    # reference.blocks.repack: blocks [.., row_bytes] of GGUF type `kind`; rows [outputs] are
+    # indices of blocks, or null for all in order; broken: the number of non-finite scales and zero
+    # points.
     "Repack": """const void*: blocks; const int64_t*: rows; Matrix: matrix; int64_t*: broken;
         int64_t: kind row_bytes threads""",
-    # reference_layer.norm: x and out [rows, width], which may be the same, weight and bias [width]
-    # or null; not centred: the root mean square alone.
+    # reference.layers.norm: x and out [rows, width], which may be the same, weight and bias [width]
+    # or null; not centred: RMSNorm.
     "Norm": """const void*: x weight bias; void*: out;
         int64_t: dtype rows width x_row out_row centred threads; double: eps""",
-    # reference_layer.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
-    # where half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
+    # reference.layers.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
+    # if half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
     # null; offsets [rows, heads] with mean.
     "Rotate": """void*: x; const float*: cos sin factor shift mean; float*: offsets;
         int64_t: dtype rows heads kv_heads head_dim half x_row x_head threads""",
-    # reference_layer.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
+    # reference.layers.activate: x [rows, width], factor like x or null; function by `ACTIVATIONS`.
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
-    # reference_experts.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
+    # reference.layers.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
     # and shares [rows, each] contiguous.
     "Route": """const void*: x router bias; int64_t*: ids; float*: shares;
         int64_t: rows hidden count each x_row router_row normalise threads""",
-    # An expert's matrices: of 16 bits, whose rows follow each other, or quantized; data is null
-    # where it is not there. Biases [outputs] or null.
+    # An expert's weights: of 16 bits, contiguous, or quantized; gate.data is null for a missing
+    # expert. Biases [outputs] or null.
     "Expert": "Matrix: gate up down; const void*: gate_bias up_bias down_bias",
-    # reference_experts.experts: x [rows, hidden], ids and shares [rows, each] contiguous, experts
-    # [count], sums [rows, hidden]; limit: 0 where `function` is what counts.
+    # reference.layers.experts: x [rows, hidden], ids and shares [rows, each] contiguous, experts
+    # [count], sums [rows, hidden]; limit: 0 to use `function`.
     "Experts": """const void*: x; const int64_t*: ids; const float*: shares; float*: sums;
         const Expert*: experts;
         int64_t: rows each count most function x_row sums_row threads; double: slope limit""",
-    # One of `OPERATIONS` and its struct above, and a list of such.
+    # A captured call: the number of one of `OPERATIONS`, and its struct. And a list of calls.
     "Step": "int64_t: operation; const void*: arguments",
     "Program": "const Step*: steps; int64_t: count",
 })
-"""Fields of each struct by C type. Tensors of several dimensions come with strides in elements,
-named by the dimension that they step along; the last dimension is contiguous."""
+"""Fields of each struct by C type. Strides are in elements, and named after the dimension that they
+step along; the last dimension is contiguous."""
 
 OPERATIONS = MappingProxyType({
     "norm": "Norm", "rotate": "Rotate", "activate": "Activate", "decode_attention": "Decode",
@@ -140,22 +141,22 @@ OPERATIONS = MappingProxyType({
     "linear_skinny": "Linear", "linear_tiled": "Linear", "linear_float32": "Linear",
     "linear_quantized": "Product",
 })
-"""Operations that a program may have, each with its struct; numbered in this order."""
+"""Operations that can be captured, with their structs; numbered in this order."""
 
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
-"""Functions of `activate`, numbered in this order."""
+"""Functions of `activate`; numbered in this order."""
 
 _CTYPES = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 
 
 def fields(struct: str) -> list[tuple[str, str]]:
-    """(C type, name) of each field of one of `STRUCTS`, in order."""
+    """Return (C type, name) of each field of a struct, in order."""
     return [(kind.strip(), name) for part in STRUCTS[struct].split(";")
             for kind, _, names in [part.partition(":")] for name in names.split()]
 
 
 def _sizes() -> dict[str, int]:
-    """The sizes that config/limits.py has for the kernels, by name."""
+    """Return the sizes in config/limits.py that the C++ sources use, by name."""
     limits = runpy.run_path(str(Path(__file__).parents[1] / "config" / "limits.py"))
     return {name: limits[name] for name in limits["KERNELS"]}
 
@@ -167,7 +168,7 @@ FINGERPRINT = hashlib.sha256(repr(([(name, fields(name)) for name in STRUCTS], S
 
 
 def header() -> str:
-    """The C++ header `abi.h` of the build."""
+    """Return the text of the C++ header `abi.h`."""
     lines = ["// Written by setup.py from kernels/abi.py and config/limits.py.", "#pragma once",
              "#include <cstdint>", f'#define H2O_ABI "{FINGERPRINT}"',
              *(f"constexpr int {name} = {size};" for name, size in SIZES.items()),
@@ -180,7 +181,7 @@ def header() -> str:
 
 
 def structs() -> dict[str, type[ctypes.Structure]]:
-    """ctypes' mirror of each of `STRUCTS`, by name."""
+    """Return a ctypes structure for each of `STRUCTS`, by name."""
     made: dict[str, type[ctypes.Structure]] = {}
     for struct in STRUCTS:
         known = _CTYPES | made

@@ -21,7 +21,7 @@ class QuantizedMatrix:
     layout : MatrixLayout
     activation_bits : int
         Bit width of the activations in matmuls: 16 to leave them as they are, 8 to quantize them
-        (`reference.matrix.rounded_activations`).
+        (`reference.matrix.quantize_activations`).
     """
 
     data: Tensor

@@ -12,7 +12,7 @@ from flexgen_h2o.kernels import dispatch, ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
-from flexgen_h2o.kernels.reference.matrix import assembled_mxfp4
+from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -32,7 +32,7 @@ def case(outputs, inputs, *, low, high, seed=0):
     codes = torch.stack((blocks % 16, blocks // 16), dim=-1).flatten(2)
     values = torch.tensor(NUMBERS, dtype=torch.float64)[codes]
     values = (values * 2.0 ** (exponents.double() - 127)[..., None]).flatten(1)[:, :inputs]
-    data = assembled_mxfp4(blocks.to(torch.uint8), exponents.to(torch.uint8), layout)
+    data = pack_mxfp4(blocks.to(torch.uint8), exponents.to(torch.uint8), layout)
     return QuantizedMatrix(data, layout), values
 
 

@@ -48,7 +48,7 @@ def by_hand(x, group):
 def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator) * 2.0**exponent
-    rounded = reference_matrix.rounded_activations(x, group)
+    rounded = reference_matrix.quantize_activations(x, group)
     torch.testing.assert_close(rounded.double(), by_hand(x, group), rtol=1e-6, atol=0)
     for part, found in zip(x.split(group, dim=1), rounded.split(group, dim=1), strict=True):
         step = part.abs().amax(dim=1, keepdim=True) / 127

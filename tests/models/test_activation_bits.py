@@ -12,7 +12,7 @@ from models.test_weight_bits import LENGTHS, NEW, Rounded
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.engine import source
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels.reference.matrix import rounded_activations
+from flexgen_h2o.kernels.reference.matrix import quantize_activations
 
 
 def tokens(folder, prompts, *, bits=4, h2o=None, **policy):
@@ -30,7 +30,7 @@ def rounding(tiny, bits):
             group = rounded.groups[id(module.weight)]
             module.register_forward_pre_hook(
                 lambda _, given, group=group: (
-                    rounded_activations(given[0].flatten(0, -2), group).view(given[0].shape),))
+                    quantize_activations(given[0].flatten(0, -2), group).view(given[0].shape),))
     return rounded
 
 

@@ -1,6 +1,7 @@
-"""The specification of every operation, in plain PyTorch: slow, obvious, exact.
+"""Specification of attention with eviction and of quantized caches, in plain PyTorch.
 
-Everything is computed in float32 whatever the inputs' dtype; outputs have the inputs' dtype.
+The package `kernels.reference` is the definition that tests compare every kernel with: slow,
+obvious, exact. Everything is computed in float32; outputs have the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -17,36 +18,37 @@ from flexgen_h2o.kernels.rotary import rotated
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 QUERIES = 256
-"""Queries that `prefill_attention` treats together: memory stays linear in the tokens."""
+"""Queries per block of `prefill_attention`, which keeps memory linear in the tokens."""
 
 
 def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=1.0,
                       form=DEFAULT_FORM, sinks=None):
-    """Causal attention within each of several packed sequences, with the attention score that each
-    key receives.
+    """Compute causal attention of packed sequences, and add to the attention score of each key.
 
-    A sequence may come in chunks: its queries are then the last of its tokens, and the keys are
-    all up to there. Query row r of n stands at position key_length - n + r and sees the keys up to
-    there. Query head h belongs to KV head h // group. A sequence that comes in chunks gives the
-    same attention score as one that comes whole.
+    The attention score of H2O (arXiv 2306.14048, section 4.1) is the sum of the attention weights
+    that a key receives. With chunked prefill, the queries are the last tokens of a sequence and the
+    keys are all tokens so far: query row r of n has position key_length - n + r, and attends to
+    keys up to that position. Query head h belongs to KV head h // group. Scores do not depend on
+    how a sequence is split into chunks.
 
     Parameters
     ----------
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [key_rows, kv_heads, head_dim]
-        Rows of all sequences one after the other; heads is a multiple of kv_heads. May be strided.
+        Rows of all sequences, concatenated; heads is a multiple of kv_heads. Any strides.
     lengths : list of int
-        Query rows of each sequence; they sum to rows.
+        Query rows of each sequence; their sum is rows.
     key_lengths : list of int, optional
-        Keys of each sequence, at least its rows; they sum to key_rows. None: as `lengths`.
+        Keys of each sequence, at least its rows; their sum is key_rows. None: the same as
+        `lengths`.
     scores : float32 Tensor [kv_heads, key_rows], optional
-        Scores, updated in place: times decay ** n, plus the sum of decay ** (n - 1 - r) times the
-        probability of each key over the sequence's rows r and the query heads of the group.
+        Updated in place: multiplied by decay ** n, plus the sum over rows r and the query heads of
+        the group of decay ** (n - 1 - r) times the attention weight.
     decay : float
-        1: the plain sum (arXiv 2306.14048).
+        1 is the plain sum of H2O.
     form : AttentionForm
     sinks : Tensor [heads] or None
-        The logits that `form.sinks` asks for.
+        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
 
     Returns
     -------
@@ -62,7 +64,7 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
 
 
 def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
-    """`prefill_attention` of one sequence."""
+    """Compute `prefill_attention` of one sequence."""
     rows, tokens, kv_heads = len(q), len(k), k.shape[1]
     keys, values = k.float(), v.float()
     position = torch.arange(tokens, device=q.device)
@@ -88,27 +90,26 @@ def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
 
 
 def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
-    """Cut prompts to their budgets: put the keys and values that stay into slots, and the eviction
-    state.
+    """Cut prompts to their budgets: write the tokens that stay to slots and to the eviction state.
 
-    Which tokens stay is `state.eviction`'s to say (`Eviction.select`); they stand in the first
-    slots in the order of their positions. Whatever the slots behind them hold stays.
+    `Eviction.select` of `state.eviction` chooses the tokens. They fill the first slots, in the
+    order of their positions. Other slots are not written.
 
     Parameters
     ----------
     k, v : Tensor [rows, kv_heads, head_dim]
-        Of all prompts one after the other. May be strided.
+        Rows of all prompts, concatenated. Any strides.
     scores : float32 Tensor [kv_heads, rows] or None
-        Of every key, all queries done. None: 0, for where no score decides.
+        Attention score of every key. None: all 0, for cuts that do not depend on scores.
     cuts : sequence of Cut
-        One for each prompt; their lengths sum to rows.
+        One per prompt; the sum of their lengths is rows.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
-        Keys and values, of k's dtype, or uint8 records of `layout`; written in place. May be
-        strided, contiguous in the last dimension.
+        Keys and values in k's dtype, or uint8 in the format of `layout`; written in place. Any
+        strides, but contiguous in the last dimension.
     state : EvictionState
-        Of the same sequences and slots; what it says afterwards is all new.
+        Of the same sequences and slots; overwritten.
     layout : CacheLayout, optional
-        Of the records that the slots hold. None: they hold plain vectors.
+        Layout of quantized slots. None: slots hold plain vectors.
     """
     lengths = [cut.length for cut in cuts]
     all_scores = torch.zeros(k.shape[1], len(k), device=k.device) if scores is None else scores
@@ -122,7 +123,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
         vectors = None
         if state.eviction.needs:
             vectors = torch.stack((keys, values)).transpose(1, 2)
-            if state.smoothing is not None:  # a policy is told of the true keys
+            if state.smoothing is not None:  # policies see unsmoothed keys
                 vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
         index = state.eviction.select(of_prompt, cut, vectors=vectors)
         kept = index.shape[1]
@@ -137,43 +138,43 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
 
 def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
                      sinks=None, offsets=None):
-    """Attention of one new token of each sequence over its slots and itself; then it is cached.
+    """Compute attention of one new token per sequence over its cache and itself, and cache it.
 
-    With an eviction state, what each slot received is added to its score, and a new token for which
-    there is no free slot takes its victim's (`Eviction.victims`); without one, and as long as there
-    is room, it takes the next free slot.
+    With an eviction state, the attention weights are added to the scores of the slots, and in a
+    full sequence the new token replaces the victim that `Eviction.victims` chooses. Otherwise it
+    takes the next free slot.
 
     Parameters
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's. With rolling positions (`state.ranks`) q and k come unrotated, and k before
-        the smoothing (`state.smoothing`) of the cached keys; else both after it.
+        Of the new token. With rolling positions (`state.ranks`), q and k are not rotated and k is
+        not smoothed (`state.smoothing`); otherwise they are.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
-        Cached keys and values: head_dim floats of k's dtype, or uint8 records of `layout`; one
-        slot per head is written. May be strided, contiguous in the last dimension.
+        Cached keys and values: head_dim floats of k's dtype, or uint8 in the format of `layout`;
+        one slot per head is written. Any strides, but contiguous in the last dimension.
     metadata : int32 Tensor [4, sequences]
-        Of each sequence: how many slots hold a token (the first ones; whatever is in the others,
-        NaN too, has no effect); all its tokens so far, the new and the evicted ones included; how
-        many of the newest are safe from eviction; 1 if the new one needs a victim, else 0.
+        Rows: the number of slots that hold a token, which are the first ones (the content of the
+        others, NaN included, has no effect); the number of tokens so far, with the new one and the
+        evicted ones; the number of newest tokens that are not evicted; 1 if the new token needs a
+        victim, else 0.
     layout : CacheLayout, optional
-        Of the records that the slots hold. None: they hold plain vectors.
+        Layout of quantized slots. None: slots hold plain vectors.
     state : EvictionState, optional
-        Updated in place. None: nothing is scored and no sequence needs a victim. A token that is
-        not in the window of `state.eviction`, if there is one, is not seen.
+        Updated in place. None: no scores, and no sequence needs a victim. Tokens outside of
+        `state.eviction.window` are masked.
     form : AttentionForm
-        Its window is the cache's to keep: everything that is cached lies in it, but for what the
-        state says.
+        Its window is ignored: the cache holds only tokens inside of it.
     sinks : Tensor [heads] or None
-        The logits that `form.sinks` asks for.
+        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
-        Added to the products of the queries with all keys.
+        Added to the products of queries with all keys.
 
     Returns
     -------
     out : Tensor [sequences, heads, head_dim]
     taken : int64 Tensor [sequences, kv_heads]
-        The slot that each new token got.
+        The slot of each new token.
     """
     cached, tokens, recent, full = metadata.long()
     kv_heads, n = slots.shape[2:4]
@@ -222,10 +223,18 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
 
 
 def _victims(state, metadata, own, held, new):
-    """The slots that new tokens take: own attention score [sequences, kv_heads, 1], held keys and
-    values of the slots, new [2, sequences, kv_heads, head_dim].
+    """Return the slots of the victims, int64 [sequences, kv_heads].
 
-    A policy of a user's is told of the new token too, as it belongs to what is cached.
+    Parameters
+    ----------
+    state : EvictionState
+    metadata : int64 Tensor [4, sequences]
+    own : float32 Tensor [sequences, kv_heads, 1]
+        Attention score of the new token, which a user's policy considers as a candidate.
+    held : pair of Tensor [sequences, kv_heads, slots, head_dim]
+        Cached keys and values.
+    new : Tensor [2, sequences, kv_heads, head_dim]
+        Key and value of the new token.
     """
     cached, tokens, recent, _ = metadata
     if state.eviction.policy is None:
@@ -242,7 +251,7 @@ def _victims(state, metadata, own, held, new):
 
 
 def cache_token(k, v, *, slots, taken, layout):
-    """Put a new token's key and value into the slots that it takes: see `decode_attention`."""
+    """Write the keys and values of new tokens to slots `taken` [sequences, kv_heads]."""
     fresh = pack_slots(torch.stack((k, v)), layout)
     sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
     # Not scatter_, which copies all slots of 16-bit floats.
@@ -250,12 +259,11 @@ def cache_token(k, v, *, slots, taken, layout):
 
 
 def _note(state, metadata, place, own):
-    """Write the new token into the eviction state: place and own attention score are [sequences,
-    kv_heads, 1]."""
+    """Add new tokens to the eviction state: place (slot) and own score [sequences, kv_heads, 1]."""
     cached, tokens, _, full = (x[:, None, None] for x in metadata)
     state.scores.scatter_(-1, place, own)
     if state.ranks is not None:
-        # Close the gap that each victim leaves among the ranks; the new token is the last.
+        # Close the gap that each victim leaves among the ranks. The new token has the last rank.
         gone = state.ranks.gather(-1, place)
         state.ranks.sub_(((state.ranks > gone) & (full == 1)).to(torch.int32))
         state.ranks.scatter_(-1, place, (cached - full).to(torch.int32).expand(place.shape))
@@ -263,49 +271,52 @@ def _note(state, metadata, place, own):
 
 
 def half_below(x):
-    """The largest float16 that is no larger than x.
+    """Return the largest float16 that is at most x.
 
     Parameters
     ----------
-    x : float32 Tensor, within float16's range
+    x : float32 Tensor
+        Within float16's range.
 
     Returns
     -------
-    float16 Tensor, of x's shape
+    float16 Tensor
+        Of x's shape.
     """
     nearest = x.half()
-    # Float16 bits count up with the magnitude: one less is the neighbour towards zero, one more
-    # the neighbour away from it. A negative x rounds to -0.0, never to 0.0.
+    # The bits of a float16, as an integer, increase with its magnitude: minus one is the neighbour
+    # towards zero, plus one the neighbour away from it. A negative x rounds to -0.0, never to 0.0.
     down = (x < 0).to(torch.int16) * 2 - 1
     return (nearest.view(torch.int16) + (nearest.float() > x) * down).view(torch.float16)
 
 
 def quantize_groups(x, layout):
-    """Quantize vectors to records of codes, scales and zero points, group by group.
+    """Quantize vectors to integers, scales and zero points, group by group.
 
     Parameters
     ----------
-    x : Tensor [..., length], any floating dtype
-        Values outside of float16's range are clamped to it.
+    x : Tensor [..., length]
+        Of any floating dtype; values outside of float16's range are clamped to it.
     layout : GroupLayout
 
     Returns
     -------
     uint8 Tensor [..., layout.nbytes]
+        For each vector: its quantized values, a scale per group, a zero point per group.
 
     Notes
     -----
-    The zero point is the group's minimum rounded down to float16. The scale is the distance from
-    there to the maximum over layout.levels, rounded up. So every element lies between the lowest
-    and the highest code, and rounding to the nearest one errs by at most scale / 2.
+    The zero point is the group's minimum, rounded down to float16. The scale is the distance from
+    the zero point to the maximum, divided by layout.levels and rounded up. So every element is
+    within the quantized range, and the error of rounding to nearest is at most scale / 2.
     """
     values = x.float().clamp(-FLOAT16_MAX, FLOAT16_MAX)
     values = values.unflatten(-1, (layout.groups, layout.group))
-    zeros = half_below(values.amin(-1) + 0.0)  # of two zeros the positive one
-    # A tensor on the same device: on a GPU PyTorch multiplies by the reciprocal of a number.
+    zeros = half_below(values.amin(-1) + 0.0)  # of both zeros, the positive one
+    # A tensor, since PyTorch on a GPU divides by a number as a product with its reciprocal.
     levels = values.new_full((), layout.levels)
     scales = half_below((zeros.float() - values.amax(-1)) / levels).abs()  # rounded up
-    # The smallest float16 above 0 in place of 0: then the group is constant and its codes are 0.
+    # A scale of 0 is replaced by the smallest float16: all values of that group quantize to 0.
     steps = scales.float().clamp_min(2.0**-24)
     codes = ((values - zeros.float()[..., None]) / steps[..., None]).round().flatten(-2)
     codes = codes.to(torch.uint8)
@@ -319,7 +330,7 @@ def quantize_groups(x, layout):
 
 
 def dequantize_groups(records, layout):
-    """The vectors of records from `quantize_groups`.
+    """Return the vectors that `quantize_groups` quantized.
 
     Parameters
     ----------
@@ -341,14 +352,14 @@ def dequantize_groups(records, layout):
 
 
 def pack_slots(vectors, layout, *, quantize=quantize_groups):
-    """Turn keys and values into what slots hold.
+    """Convert keys and values to the format of cache slots.
 
     Parameters
     ----------
     vectors : Tensor [2, ..., length]
     layout : CacheLayout or None
     quantize : callable
-        `quantize_groups`, or what does the same.
+        `quantize_groups` or an equivalent kernel.
 
     Returns
     -------
@@ -363,7 +374,7 @@ def pack_slots(vectors, layout, *, quantize=quantize_groups):
 
 
 def unpack_slots(records, layout, *, dequantize=dequantize_groups):
-    """Turn what slots hold into keys and values, [2, ..., length]: see `pack_slots`."""
+    """Convert cache slots to keys and values [2, ..., length], the inverse of `pack_slots`."""
     if layout is None:
         return records
     if not layout.mixed:
@@ -373,7 +384,7 @@ def unpack_slots(records, layout, *, dequantize=dequantize_groups):
 
 
 def linear_skinny(x, weight, bias, out, *, add=False):
-    """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
+    """Compute ``out = x @ weight.T + bias``, plus out if `add`, rounded to out's dtype once.
 
     Parameters
     ----------
@@ -383,7 +394,7 @@ def linear_skinny(x, weight, bias, out, *, add=False):
     out : Tensor [rows, outputs]
         Written in place.
     add : bool
-        Whether what out holds is a summand.
+        Add the result to out, such as a residual.
     """
     result = x.float() @ weight.float().T
     for summand in (bias, out if add else None):

@@ -1,10 +1,9 @@
-"""The specification of GGUF blocks: their values, and their codes as a quantized matrix.
+"""Specification of GGUF blocks: dequantization, and conversion to quantized matrices.
 
-Values are bit for bit those of gguf's own Python reference. Each decoder takes blocks, uint8
-[blocks, bytes]. A block of 256 elements has 8 or 16 groups with a small integer as scale each,
-under one float16 for all.
-Sources: ggml-common.h and ggml-quants.c of llama.cpp, and gguf/quants.py, whose order of float32
-operations is kept.
+Values are bit for bit those of the gguf package's Python reference. Each decoder takes blocks,
+uint8 [blocks, bytes]. A block of 256 elements has 8 or 16 groups; each group has an integer scale,
+and the block a float16 factor for them. Sources: ggml-common.h and ggml-quants.c of llama.cpp, and
+gguf/quants.py, with the same order of float32 operations.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
-from flexgen_h2o.kernels.reference.matrix import assembled, assembled_mxfp4
+from flexgen_h2o.kernels.reference.matrix import pack_matrix, pack_mxfp4
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -33,7 +32,7 @@ class Coded(NamedTuple):
     codes : uint8 Tensor [blocks, elements]
     scales : float32 Tensor [blocks, groups]
     middle : int
-        The code of 0, where blocks have no zero points.
+        The code of the value 0, for types without zero points.
     zeros : float32 Tensor [blocks, groups] or None
     """
 
@@ -66,14 +65,14 @@ def dequantize(packed: Tensor, kind: BlockType) -> Tensor:
 
 
 def repack(packed: Tensor, kind: BlockType, layout: MatrixLayout) -> Tensor | None:
-    """Return rows of blocks as the bytes of a quantized matrix, without a second quantization.
+    """Convert rows of blocks to the bytes of a quantized matrix, without a second quantization.
 
-    Codes stay as they are. A group's scale is rounded to float16, and so is its zero point if its
-    type has one (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K); of the other types the zero point is an exact
-    multiple of the rounded scale. So an element differs from `dequantize` by at most 2^-11 of
-    ``|scale * code| + |zero|``, or of ``|element|`` where there is no zero point, and by 2^-25 for
-    each of ``code`` and 1 where these are below float16's normal numbers. Types of a single float16
-    scale (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL) and MXFP4 come back exactly.
+    Codes do not change. A group's scale is rounded to float16, and so is its zero point if the type
+    has one (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K); for the other types the zero point is an exact multiple
+    of the rounded scale. An element differs from `dequantize` by at most 2^-11 of
+    ``|scale * code| + |zero|``, or of ``|element|`` without a zero point; where scale or zero point
+    are subnormal in float16, by at most 2^-25 * (code + 1). Types with one float16 scale per block
+    (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL) and MXFP4 are exact.
 
     Parameters
     ----------
@@ -86,15 +85,15 @@ def repack(packed: Tensor, kind: BlockType, layout: MatrixLayout) -> Tensor | No
     Returns
     -------
     uint8 Tensor [layout.nbytes] or None
-        None where a scale or a zero point is not finite in float16.
+        None if a scale or a zero point is not finite in float16.
     """
     rows = len(packed)
     blocks = packed.reshape(-1, kind.nbytes)
     if layout.mxfp4:
-        exponents, codes = blocks[:, 0].view(rows, -1), in_pairs(blocks[:, 1:])
+        exponents, codes = blocks[:, 0].view(rows, -1), interleave_nibbles(blocks[:, 1:])
         if bool((exponents == _NOT_A_NUMBER).any()):
             return None
-        return assembled_mxfp4(codes.view(rows, -1, codes.shape[1]), exponents, layout)
+        return pack_mxfp4(codes.view(rows, -1, codes.shape[1]), exponents, layout)
     codes, scales, middle, zeros = _DECODERS[kind.name](blocks)
     scales = scales.half()
     halves = torch.stack((scales, -middle * scales if zeros is None else zeros.half()))
@@ -104,28 +103,29 @@ def repack(packed: Tensor, kind: BlockType, layout: MatrixLayout) -> Tensor | No
     parts[:, :rows] = halves.view(2, rows, -1).repeat_interleave(kind.group // layout.group, -1)
     filled = torch.zeros(layout.tiles * MATRIX_TILE, layout.inputs, dtype=torch.int32)
     filled[:rows] = codes.view(rows, -1)
-    return assembled(filled, *parts, layout)
+    return pack_matrix(filled, *parts, layout)
 
 
-def in_pairs(codes: Tensor) -> Tensor:
-    """Return codes of 4 bits with neighbours in one byte, uint8 [..., 16].
+def interleave_nibbles(codes: Tensor) -> Tensor:
+    """Reorder 4-bit codes so that neighbours share a byte, uint8 [..., 16].
 
-    Byte j of a GGUF's block holds elements j (low) and j + 16; here it is 2j (low) and 2j + 1.
+    Byte j of a GGUF block holds elements j (low half) and j + 16 (high half). Byte j of the result
+    holds elements 2j and 2j + 1.
     """
     elements = torch.cat((codes & 15, codes >> 4), dim=-1)
     return elements[..., 0::2] | elements[..., 1::2] << 4
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of each block, float32 [blocks, 1]."""
+    """Return the float16 at byte `at` of each block, as float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _split(codes: Tensor, *, bits: int, run: int) -> Tensor:
-    """Codes of a few bits, uint8 [blocks, elements].
+    """Unpack codes of a few bits to uint8 [blocks, elements].
 
-    The bytes come in runs of `run`; a run holds that many codes in its lowest bits, then that many
-    in the next ones.
+    A run of `run` bytes holds `run` codes in its lowest bits, then `run` codes in the next bits,
+    and so on.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     runs = codes.reshape(len(codes), -1, 1, run)
@@ -133,7 +133,7 @@ def _split(codes: Tensor, *, bits: int, run: int) -> Tensor:
 
 
 def _five_bits(blocks: Tensor, at: int) -> Tensor:
-    """Codes of Q5_0 and Q5_1: highest bits in 4 bytes at `at`, then the rest."""
+    """Unpack codes of Q5_0 and Q5_1: the highest bits in 4 bytes at `at`, then the others."""
     high = _split(blocks[:, at : at + 4], bits=1, run=1)
     return _split(blocks[:, at + 4 :], bits=4, run=16) | high << 4
 
@@ -168,16 +168,17 @@ def _q2_k(blocks: Tensor) -> Coded:
 def _q3_k(blocks: Tensor) -> Coded:
     packed = blocks[:, 96:108]
     small = _split(packed[:, :8], bits=4, run=8) | _split(packed[:, 8:], bits=2, run=4) << 4
-    high = _split(blocks[:, :32], bits=1, run=32)  # 0: 4 less
+    high = _split(blocks[:, :32], bits=1, run=32)  # 0 subtracts 4
     low = _split(blocks[:, 32:96], bits=2, run=32)
     return Coded(low | high << 2, _half(blocks, 108) * (small.float() - 32), 4)
 
 
 def _small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of 6 bits in 12 bytes, uint8 [blocks, 8] each.
+    """Unpack 6-bit scales and minima from 12 bytes to uint8 [blocks, 8] each.
 
-    Four bytes hold the first four scales, four the first four minima, each with two bits of a later
-    one on top; the last four bytes hold the low halves of the later scales and minima.
+    Bytes 0 to 3 hold scales 0 to 3, and bytes 4 to 7 minima 0 to 3, in their lower 6 bits. Their
+    upper 2 bits are the upper bits of scales and minima 4 to 7, whose lower 4 bits are in bytes 8
+    to 11.
     """
     first, second, last = packed.reshape(len(packed), 3, 4).unbind(1)
     scales = torch.cat((first & 63, (last & 15) | ((first >> 2) & 48)), 1)
@@ -185,7 +186,7 @@ def _small_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_and_zeros(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of Q4_K and Q5_K, float32 [blocks, 8]."""
+    """Return scales and zero points of Q4_K and Q5_K, float32 [blocks, 8]."""
     scales, minima = _small_scales(blocks[:, 4:16])
     return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * minima.float())
 
@@ -208,7 +209,7 @@ def _q6_k(blocks: Tensor) -> Coded:
 
 
 def _looked_up(codes: Tensor) -> Tensor:
-    """The numbers of IQ4 plus 128, uint8."""
+    """Return the values of IQ4 codes plus 128, uint8."""
     return (torch.tensor(_NON_LINEAR) + 128).to(torch.uint8)[codes.int()]
 
 
@@ -224,7 +225,7 @@ def _iq4_xs(blocks: Tensor) -> Coded:
 
 
 def _mxfp4(blocks: Tensor) -> Coded:
-    """Twice the numbers, and half of a power of two, of which the lowest two are subnormal."""
+    """Decode doubled values, with halved powers of two; the lowest two powers are subnormal."""
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
     numbers = (torch.tensor(_FP4) + 12).to(torch.uint8)

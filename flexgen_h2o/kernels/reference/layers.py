@@ -1,6 +1,6 @@
-"""The specification of what stands between the products of a decoder layer, in plain PyTorch.
+"""Specification of norms, rotation, activations and mixtures of experts, in plain PyTorch.
 
-Everything is computed in float32 and rounded once.
+Everything is computed in float32 and rounded once, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ _FUNCTIONS = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu,
 
 
 def norm(x, weight, bias, out, *, eps, centred):
-    """Layer normalisation (arXiv 1607.06450) of each row, or by its root mean square (arXiv
-    1910.07467).
+    """Compute LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467) of each row.
 
     Parameters
     ----------
     x : Tensor [rows, width]
     weight, bias : Tensor [width] or None
-        1 and 0 where there is none.
+        None: 1 and 0.
     out : Tensor [rows, width]
         Written in place; may be x.
     eps : float
         Added to the variance.
     centred : bool
-        Subtract each row's mean.
+        Subtract each row's mean: LayerNorm, otherwise RMSNorm.
     """
     result = x.float()
     if centred:
@@ -50,10 +49,10 @@ def rotate(x, cos, sin, change=None, offsets=None):
     ----------
     x : Tensor [rows, heads, head_dim]
     cos, sin : float32 Tensor [rows, half] or None
-        half is at most head_dim / 2: see `kernels.rotary`. None: no rotation.
+        half is at most head_dim / 2; the layout is that of `kernels.rotary`. None: no rotation.
     change : h2o.key_smoothing.BasisChange or None
     offsets : float32 Tensor [rows, heads] or None
-        Written in place: the products of the rotated heads with `change.mean`.
+        Overwritten with the products of the rotated heads with `change.mean`.
     """
     result = x.float()
     if cos is not None:
@@ -64,13 +63,13 @@ def rotate(x, cos, sin, change=None, offsets=None):
 
 
 def activate(x, function, factor=None):
-    """``x = function(x) * factor``, in place.
+    """Compute ``x = function(x) * factor`` in place.
 
     Parameters
     ----------
     x : Tensor [rows, width]
     function : str
-        One of abi.ACTIVATIONS; gelu_tanh is the approximation by tanh (arXiv 1606.08415).
+        One of abi.ACTIVATIONS; gelu_tanh is the tanh approximation (arXiv 1606.08415, section 2).
     factor : Tensor [rows, width] or None
         None: 1.
     """
@@ -78,26 +77,22 @@ def activate(x, function, factor=None):
     x.copy_(result if factor is None else result * factor.float())
 
 
-# The specification of a mixture of experts of few tokens each, in plain PyTorch.
-#
-# Experts are tables of three matrices, and of their biases if there are any; what is not there is
-# None.
-
-
 def route(x, router, bias=None, *, each, normalise):
-    """Choose the experts of each row, in float32; of equal logits the first.
+    """Return the experts of each row by descending logit, and their shares, in float32.
+
+    Of equal logits, the expert with the lower number is first.
 
     Parameters
     ----------
     x : Tensor [rows, hidden]
-        Normed.
+        After the norm.
     router : Tensor [experts, hidden]
     bias : Tensor [experts], optional
         Added to the logits.
     each : int
-        Experts of a row.
+        Experts per row.
     normalise : bool
-        Each row's shares sum up to 1; else they are parts of all experts' sum.
+        Shares are the softmax over the chosen experts; otherwise over all experts.
 
     Returns
     -------
@@ -111,25 +106,27 @@ def route(x, router, bias=None, *, each, normalise):
 
 
 def experts(x, ids, shares, table, sums, *, function, most):
-    """Add ``share * down(function(gate(x)) * up(x))`` of each expert that a row chose to its sum.
+    """Add ``share * down(function(gate(x)) * up(x))`` of each row's experts to its sum.
 
-    Products are rounded to x's dtype. Experts that are not there are left out, and so are those
-    that more than `most` rows chose.
+    Results of matmuls are rounded to x's dtype. Experts that are missing in the table, or chosen by
+    more than `most` rows, are skipped.
 
     Parameters
     ----------
     x : Tensor [rows, hidden]
     ids : int64 Tensor [rows, each]
     shares : float32 Tensor [rows, each]
-    table : sequence of (gate, up, down), or these and a bias of each, or None
-        Matrices of x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
+    table : sequence of tuple or None
+        For each expert (gate, up, down), optionally followed by their biases; None if missing.
+        Weights in x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
     sums : float32 Tensor [rows, hidden]
         Updated in place.
     function : str or (slope, limit)
-        One of abi.ACTIVATIONS. Or two floats, the limit above 0, for an inside of
-        ``(up(x) + 1) * gate(x) * sigmoid(slope * gate(x))``, of gates of at most the limit and ups
-        within it, rounded once (gpt-oss, arXiv 2508.10925).
+        One of abi.ACTIVATIONS. Or the clamped SwiGLU of gpt-oss (arXiv 2508.10925), rounded once:
+        ``(up(x) + 1) * gate(x) * sigmoid(slope * gate(x))``, with gate(x) clamped to at most limit,
+        which is above 0, and up(x) to [-limit, limit].
     most : int
+        Maximum rows of an expert.
     """
     for number, matrices in enumerate(table):
         rows, places = (ids == number).nonzero(as_tuple=True)

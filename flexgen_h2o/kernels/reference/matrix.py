@@ -1,4 +1,4 @@
-"""The specification of the operations on quantized matrices, in plain PyTorch."""
+"""Specification of quantized weights, in plain PyTorch; `MatrixLayout` describes their bytes."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
 from flexgen_h2o.kernels.reference.attention import FLOAT16_MAX, half_below
 
 STEPS = 10
-"""Scales that `quantize_matrix` tries where it searches."""
+"""Scales that a search of `quantize_matrix` tries."""
 
 REFINEMENTS = 4
-"""Least-squares fits of the best of them, each to the codes of the last."""
+"""Further least-squares fits, each to the quantized values of the best scale so far."""
 
 SMALLEST_VARIANCE = 1e-3
-"""The least variance of a group's codes, times its size squared, that a fit is taken from: below it
-all codes that count are equal."""
+"""Minimum variance of a group's quantized values, times its size squared, for a fit. Below it all
+values with weight are equal."""
 
 SMALLEST = 2.0**-24
-"""The smallest float16 above 0: stands in for a scale of 0, where all codes are 0."""
-
+"""The smallest float16 above 0. It replaces a scale of 0, where all quantized values are 0."""
 
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers that the codes of MXFP4 from 0 to 7 stand for; those from 8 on are their negatives."""
+"""Values of the MXFP4 codes 0 to 7. Codes 8 to 15 are their negatives."""
 
 ACTIVATION_LEVELS = 127
-"""Codes of rounded activations to either side of 0."""
+"""Largest quantized activation."""
 
 _BIAS, _LARGEST = 127, 254  # of MXFP4's exponents
 COMPACT_STEP = 1 / 16
-"""Compact zero points count so much of their scale."""
+"""Unit of compact zero points, as a fraction of their scale."""
 
 COMPACT_MAX = 28.0
-"""The largest magnitude with compact scales: half of 15 times the largest scale."""
+"""Largest magnitude with compact scales: half of 15 times the largest scale."""
 
-_MANTISSA = 19  # where the code of a compact scale stands in a float
+_MANTISSA = 19  # position of a compact scale's code in a float32
 _COMPACT_LOWEST = 127 - 14 << 23 - _MANTISSA  # the exponent of code 0 is -14
 _NIBBLES = 0x0F0F0F0F
 _BYTES = 0x01010101
 
 
 def quantize_matrix(weight, layout, *, search=False, importance=None):
-    """Quantize a matrix.
+    """Quantize a weight.
 
     Parameters
     ----------
-    weight : Tensor [outputs, inputs], any floating dtype
-        Values outside of float16's range are clamped to it, with compact scales to `COMPACT_MAX`.
+    weight : Tensor [outputs, inputs]
+        Of any floating dtype. Values outside of float16's range are clamped to it, with compact
+        scales to `COMPACT_MAX`.
     layout : MatrixLayout
     search : bool
-        Look for the scale and zero point of each group that give the smallest squared error,
-        weighed by `error_weights`, in place of the ones that span from its minimum to its maximum.
+        Search the scale and zero point of each group for the smallest squared error, weighted by
+        `error_weights`. Otherwise they span the group's minimum to its maximum.
     importance : float32 Tensor [inputs], optional
         Weights of the inputs in the error of a search, such as the mean square of each input over a
         calibration text. Default: all equal.
@@ -59,26 +59,25 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     Returns
     -------
     uint8 Tensor [layout.nbytes]
-        Outputs and inputs that fill up tiles and groups are zeros: scale, zero point and codes.
+        Padding of tiles and groups is 0: scales, zero points and quantized values.
 
     Notes
     -----
-    Without search: as `reference.quantize_groups`. An element errs by at most scale / 2, and by
-    what rounding the two to float16 adds.
+    Without search, as `attention.quantize_groups`: the error of an element is at most scale / 2,
+    plus the error of rounding scale and zero point to float16.
 
-    With search (after make_qkx2_quants of llama.cpp): for scales somewhat
-    larger and smaller than the spanning one, round to codes, then take the scale and zero point
-    that fit these codes best (least squares). The best of all, rounded to float16, is kept where
-    it beats the spanning one. It is then refined: round to codes and fit again, as long as the
-    error falls.
+    With search (make_qkx2_quants of llama.cpp): for scales somewhat larger and smaller than the
+    spanning one, round to integers, then fit scale and zero point to these integers by least
+    squares. The best fit, rounded to float16, replaces the spanning one if its error is smaller. It
+    is then refined by rounding and fitting again, while the error decreases.
 
-    MXFP4: as its specification converts (section 6.3), of two numbers equally near to the smaller
-    one. The largest element of a group gets the exponent of 4 or more, and what is beyond 6 becomes
-    6. There is no search.
+    MXFP4 converts as its specification (OCP MX 1.0, section 6.3), and rounds ties to the smaller
+    magnitude. The largest element of a group has an exponent of at least that of 4, and values
+    beyond 6 become 6. There is no search.
 
-    12 bits: the weight in bfloat16 (NaN becomes 0, infinity the largest number). With P the power
-    of two in the largest magnitude of a group, all elements larger than P / 2^15 come back as they
-    are. Others become 0 or 129 / 128 * P / 2^15, whichever is nearer. There is no search.
+    12 bits converts the weight to bfloat16 (NaN to 0, infinity to the largest number). With P the
+    power of two in the largest magnitude of a group, elements larger than P / 2^15 are exact.
+    Others become 0 or 129 / 128 * P / 2^15, whichever is nearer. There is no search.
     """
     if layout.mxfp4:
         return _quantized_mxfp4(weight.float(), layout)
@@ -98,14 +97,14 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
         scales[: layout.outputs, g], zeros[: layout.outputs, g] = scale, zero
         start = g * layout.group
         codes[: layout.outputs, start : start + code.shape[1]] = code
-    return assembled(codes, scales, zeros, layout)
+    return pack_matrix(codes, scales, zeros, layout)
 
 
 def error_weights(x, importance):
-    """Return the weights of a group's elements in the error of a search, of mean 1.
+    """Return the weights of a group's elements in the error of a search; their mean is 1.
 
-    Those of large elements are larger, as in llama.cpp's K-quants: with equal ones a fit makes all
-    elements smaller on average, which costs perplexity.
+    Large elements have larger weights, as in llama.cpp's K-quants. With equal weights a fit makes
+    elements smaller on average, which increases perplexity.
 
     Parameters
     ----------
@@ -115,7 +114,7 @@ def error_weights(x, importance):
     Returns
     -------
     float32 Tensor [rows, size]
-        ``importance * (rms(x) + |x|)`` over its mean; ones where none counts.
+        ``importance * (rms(x) + |x|)`` divided by its mean; 1 if all of it is 0.
     """
     if not importance.any():
         importance = torch.ones_like(importance)
@@ -136,7 +135,7 @@ def compact_zeros(scales, codes):
 
 
 def _compact(scale, zero, *, up):
-    """Return a compact scale of at least or at most this one, and the nearest zero point."""
+    """Return the next compact scale up or down, and the nearest zero point for it."""
     bits = scale.float().view(torch.int32) + (2**_MANTISSA - 1 if up else 0)
     scale = compact_scales(((bits >> _MANTISSA) - _COMPACT_LOWEST).clamp(0, 255))
     return scale, compact_zeros(scale, _zero_codes(scale, zero))
@@ -147,21 +146,23 @@ def _zero_codes(scale, zero):
 
 
 def _quantized(x, layout, search, importance):
-    """Scales and zero points [rows], in float16 or as compact ones in float32, and codes [rows,
-    size] of one group of each row."""
+    """Quantize one group of each row to scales and zero points [rows] and integers [rows, size].
+
+    Scales and zero points are float16, or float32 if they are compact.
+    """
     levels, low, high = layout.levels, x.amin(-1), x.amax(-1)
     if layout.compact:
         zero = low.clamp(max=0)
         scale, zero = _compact((high.clamp(min=0) - zero) / levels, zero, up=True)
     else:
-        zero = half_below(low + 0.0)  # of two zeros the positive one
+        zero = half_below(low + 0.0)  # of both zeros, the positive one
         scale = half_below((zero.float() - high) / levels).abs()  # rounded up
     best = (scale, zero, _codes(x, scale, zero, levels))
     if not search:
         return best
     weights = error_weights(x, importance)
     least = _error(x, *best, weights)
-    # From one level less than there are to one level more, then by the best scale so far.
+    # Scales from one level fewer to one level more than there are, then the best scale so far.
     for step in range(STEPS + REFINEMENTS):
         start, inverse = low, (levels - 1.0 + 0.2 * step) / (high - low).clamp_min(SMALLEST)
         if step >= STEPS:
@@ -189,14 +190,14 @@ def _quantized(x, layout, search, importance):
 def _quantized_mxfp4(x, layout):
     filled = torch.nn.functional.pad(x, (0, layout.groups * MXFP4_GROUP - layout.inputs))
     groups = filled.view(layout.outputs, layout.groups, MXFP4_GROUP)
-    _, exponents = groups.abs().amax(-1).frexp()  # of what is from 0.5 to 1
+    _, exponents = groups.abs().amax(-1).frexp()  # of mantissas from 0.5 to 1
     exponents = (exponents - 3 + _BIAS).clamp(0, _LARGEST)
     scales = torch.ldexp(torch.ones(exponents.shape), exponents - _BIAS)
     sizes = groups.abs() / scales[..., None]
     numbers = torch.tensor(NUMBERS)
     codes = torch.bucketize(sizes, (numbers[1:] + numbers[:-1]) / 2) + 8 * (groups < 0)
     blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
-    return assembled_mxfp4(blocks, exponents.to(torch.uint8), layout)
+    return pack_mxfp4(blocks, exponents.to(torch.uint8), layout)
 
 
 def _shortened(x, layout):
@@ -207,7 +208,7 @@ def _shortened(x, layout):
     groups = size.view(layout.outputs, layout.groups, layout.group)
     exponents = groups.amax(-1) >> 7
     code = groups - (exponents[..., None] - 15 << 7)
-    # What is nearer to 0 than to the smallest number is 0, and so is what has no exponent.
+    # Values nearer to 0 than to the smallest number become 0, and so do subnormal ones.
     code = torch.where((code > -127) & (groups > 127), code.clamp(min=1), 0).flatten(1) | sign
     filled = torch.zeros(layout.tiles * MATRIX_TILE, code.shape[1], dtype=torch.int32)
     filled[: layout.outputs] = code
@@ -222,11 +223,11 @@ def _shortened(x, layout):
 
 
 def _lengthened(words, exponents):
-    """Values of the words [..., 3 words of each eight inputs] of 12 bits, by groups' exponents."""
+    """Return the values of 12-bit words [..., 3 words per 8 inputs], with the groups' exponents."""
     w0, w1, w2 = words.unflatten(-1, (-1, 3)).unbind(-1)
     p3 = (w0 >> 4 & 0x07800780) | (w1 >> 7 & 0x00700070) | (w2 >> 11 & 0x000F000F)
     pairs = torch.stack((w0, w1, w2, p3 | (w1 & 0x40004000) << 1), dim=-1)
-    codes = torch.stack((pairs << 16, pairs), dim=-1).flatten(-3)  # in the upper halves
+    codes = torch.stack((pairs << 16, pairs), dim=-1).flatten(-3)  # in the upper half of a word
     some = codes & 0x07FF0000 != 0
     codes &= ~0x7800FFFF  # the sign and the eleven bits
     codes |= 0x38000000  # 2 ** -15 for an exponent of 0
@@ -234,7 +235,7 @@ def _lengthened(words, exponents):
 
 
 def _neighbours(scale, layout):
-    """Return the scales that are tried for a fit: in float16, or the compact ones next to it."""
+    """Return the scales to try for a fit: rounded to float16, or the compact ones next to it."""
     if not layout.compact:
         return [scale.half()]
     return [_compact(scale, torch.zeros_like(scale), up=up)[0] for up in (False, True)]
@@ -250,14 +251,14 @@ def _error(x, scale, zero, code, weights):
     return (weights * off.square()).sum(-1)
 
 
-def assembled(codes, scales, zeros, layout):
-    """The bytes of a matrix from its parts.
+def pack_matrix(codes, scales, zeros, layout):
+    """Return the bytes of a matrix, given its quantized values, scales and zero points.
 
     Parameters
     ----------
     codes : int32 Tensor [tiles * MATRIX_TILE, groups * group]
     scales, zeros : float16 Tensor [tiles * MATRIX_TILE, groups]
-        In float32 for compact scales, which they are.
+        With compact scales: float32, with representable values.
     layout : MatrixLayout
 
     Returns
@@ -281,15 +282,15 @@ def assembled(codes, scales, zeros, layout):
     return _joined(halves.contiguous().view(torch.uint8), words)
 
 
-def assembled_mxfp4(blocks, exponents, layout):
-    """The bytes of a matrix of MXFP4.
+def pack_mxfp4(blocks, exponents, layout):
+    """Return the bytes of an MXFP4 matrix.
 
     Parameters
     ----------
     blocks : uint8 Tensor [outputs, groups, 16]
         Element 2 * i of a group in the low half of byte i, and 2 * i + 1 in its high half.
     exponents : uint8 Tensor [outputs, groups]
-        With 127 added.
+        With a bias of 127.
     layout : MatrixLayout
 
     Returns
@@ -306,38 +307,38 @@ def assembled_mxfp4(blocks, exponents, layout):
 
 
 def _narrowed(words):
-    """The low half of each byte, without what is between them."""
+    """Pack the low halves of the bytes of words next to each other."""
     words = (words | words >> 4) & 0x00FF00FF
     return (words | words >> 8) & 0xFFFF
 
 
 def _joined(heads, words):
-    """Blocks of uint8 `heads` [tiles, groups, ...] and int32 `words` [tiles, TILE, groups, words]
-    as bytes."""
+    """Return the bytes of blocks: uint8 `heads` [tiles, groups, ...], then int32 `words` [tiles,
+    MATRIX_TILE, groups, words]."""
     codes = words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
     return torch.cat((heads.flatten(2), codes), dim=-1).view(-1)
 
 
 def unpack_rows(data, layout, rows, dtype):
-    """Rows of a quantized matrix.
+    """Dequantize rows of a matrix.
 
     Parameters
     ----------
     data : uint8 Tensor [layout.nbytes]
     layout : MatrixLayout
     rows : int64 Tensor [count]
-        Any outputs, in any order, on data's device.
+        Outputs in any order, on data's device.
     dtype : torch.dtype
 
     Returns
     -------
-    Tensor [count, inputs] of dtype
-        Computed in float32 and rounded once.
+    Tensor [count, inputs]
+        Of `dtype`; computed in float32 and rounded once.
     """
     tile, lane = rows // MATRIX_TILE, rows % MATRIX_TILE
 
     def of_rows(width, first, end):
-        """Elements [rows, groups, n] of a width, from the bytes `first` to `end` of blocks."""
+        """Return elements [rows, groups, n] of a dtype from bytes `first` to `end` of blocks."""
         blocks = data.view(width).view(layout.tiles, layout.groups, -1)
         part = blocks[..., first // width.itemsize : end // width.itemsize]
         return part.unflatten(-1, (-1, MATRIX_TILE))[tile, :, :, lane]
@@ -370,14 +371,14 @@ def unpack_rows(data, layout, rows, dtype):
     return values.flatten(1)[:, : layout.inputs].to(dtype)
 
 
-def rounded_activations(x, group):
-    """x as products multiply it that round activations to 8 bits: codes from -127 to 127 by a step.
+def quantize_activations(x, group):
+    """Return x after quantization to 8 bits: integers from -127 to 127, times a scale per group.
 
     Parameters
     ----------
     x : Tensor [rows, inputs]
     group : int
-        Inputs that share a step: those that share a scale of the matrix.
+        Inputs that share a scale: the groups of the weight.
 
     Returns
     -------
@@ -385,8 +386,8 @@ def rounded_activations(x, group):
 
     Notes
     -----
-    A step is the largest magnitude of its group over 127, and an element errs by half of it at
-    most, as in llama.cpp's Q8_0. NaN or infinity makes all of its group NaN.
+    A scale is the largest magnitude of its group divided by 127, as in llama.cpp's Q8_0. The error
+    of an element is at most scale / 2. NaN or infinity makes all of its group NaN.
     """
     parts = F.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     largest = parts.abs().amax(-1, keepdim=True)
@@ -397,22 +398,22 @@ def rounded_activations(x, group):
 
 
 def linear_quantized(x, matrix, bias, out, *, add=False):
-    """``out = x @ weight.T + bias``, or added to out; rounded to out's dtype once.
+    """Compute ``out = x @ weight.T + bias``, plus out if `add`, rounded to out's dtype once.
 
     Parameters
     ----------
     x : Tensor [rows, inputs]
     matrix : QuantizedMatrix
-        The weight; with 8 `activation_bits` it multiplies `rounded_activations`.
+        The weight. With `activation_bits` of 8, x is quantized by `quantize_activations`.
     bias : Tensor [outputs] or None
     out : Tensor [rows, outputs]
         Written in place; must not overlap x.
     add : bool
-        Whether what out holds is a summand.
+        Add the result to out, such as a residual.
     """
     data, layout = matrix.data, matrix.layout
     every = torch.arange(layout.outputs, device=data.device)
-    x = x.float() if matrix.activation_bits == 16 else rounded_activations(x, layout.group)
+    x = x.float() if matrix.activation_bits == 16 else quantize_activations(x, layout.group)
     result = x @ unpack_rows(data, layout, every, torch.float32).T
     for summand in (bias, out if add else None):
         if summand is not None:

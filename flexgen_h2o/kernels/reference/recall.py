@@ -1,6 +1,6 @@
-"""The specification of recall's operations, in plain PyTorch: slow, obvious, exact.
+"""Specification of recall (KV retrieval), in plain PyTorch: its key index, and its hot set.
 
-`h2o.recall` says what is chosen, `config.cache_layout` how the index lies in memory.
+`h2o.recall` defines which tokens are chosen, `config.cache_layout` the memory layout of the index.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_grou
 
 
 def index_keys(keys, index, spans, *, layout, records=None):
-    """Bring the index up to date with some of the keys that are cached.
+    """Quantize cached keys into the index.
 
     Parameters
     ----------
     keys : Tensor [sequences, kv_heads, n, width]
-        Floats, or uint8 records; contiguous in the last dimension, else strided.
+        Floats, or uint8 in the format of `records`. Any strides, but contiguous in the last
+        dimension.
     index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
         Written in place.
     spans : int32 Tensor [3, sequences]
-        Of each sequence: the first of `keys` to be indexed, the token that it is, and how many are.
+        Rows: the first of `keys` to index, its token number, and the number of keys to index.
     layout : IndexLayout
     records : GroupLayout, optional
-        Of keys that are records.
+        Layout of quantized keys. None: keys are floats.
     """
     codes_end = layout.code_rows * INDEX_TILE
     scales_end = codes_end + 2 * INDEX_TILE * layout.groups
@@ -49,12 +50,12 @@ def index_keys(keys, index, spans, *, layout, records=None):
                 (to[..., scales_end:], torch.float16)))
         for rows, x in ((code_rows, packed.to(torch.uint8)), (scale_rows, scales),
                         (zero_rows, zeros)):
-            # Two tensors of indices that are apart: their dimension comes first.
+            # Indexed dimensions that are not adjacent come first.
             rows[:, tiles, :, lanes] = x.transpose(0, 1)
 
 
 def indexed_keys(index, layout):
-    """The keys of an index [..., tiles, tile_bytes]: float32 [..., tiles * INDEX_TILE, head_dim]"""
+    """Dequantize an index [..., tiles, tile_bytes] to keys [..., tiles * INDEX_TILE, head_dim]."""
     codes_end = layout.code_rows * INDEX_TILE
     rows = index[..., :codes_end].unflatten(-1, (-1, 1, INDEX_TILE)).int()
     shifts = layout.bits * torch.arange(layout.per_byte, device=index.device)
@@ -74,61 +75,61 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
     ----------
     q : Tensor [sequences, heads, head_dim]
     k : Tensor [sequences, kv_heads, head_dim]
-        The new token's.
+        Of the new token.
     index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
         Contiguous in the last two dimensions.
     metadata : int32 Tensor [2, sequences]
-        Of each sequence: how many tokens are indexed, the first ones; how many to choose, at most
-        as many.
+        Rows: the number of indexed tokens, which are the first ones; the number of tokens to
+        choose, at most as many.
     layout : IndexLayout
     most : int
-        No sequence chooses more.
+        Maximum number of tokens to choose per sequence.
     log_weights : int32 Tensor [sequences, kv_heads, tokens], optional
-        Running means of the logarithms of tokens' weights, brought up to date (`note_weights`).
+        Running means of the logarithms of tokens' weights, updated in place (`update_log_weights`).
     form : AttentionForm
         Without a window.
     sinks : Tensor [heads] or None
-        The logits that `form.sinks` asks for.
+        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
-        As of `reference.decode_attention`.
+        Added to the products of queries with all keys.
 
     Returns
     -------
     int32 Tensor [sequences, kv_heads, most]
-        The numbers of the tokens, ascending, and -1 behind the last.
+        Token numbers in ascending order, padded with -1.
     """
     cached, counts = metadata.long()
     kv_heads = k.shape[1]
     keys = indexed_keys(index, layout)
     place = torch.arange(keys.shape[2], device=q.device)
     filled = (place < cached[:, None])[:, None]
-    keys = keys.where(filled[..., None], 0)  # NaN too, has no effect
+    keys = keys.where(filled[..., None], 0)  # other content, NaN included, has no effect
     weights = index_weights(
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
     chosen = select_tokens(weights, counts, cached=cached)
     if log_weights is not None:
-        note_weights(weights, log_weights, cached)
+        update_log_weights(weights, log_weights, cached)
     order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
     order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])
     return order.where(order < keys.shape[2], -1).int()
 
 
-def note_weights(weights, log_weights, cached):
-    """Bring running means of the logarithms of weights up to date.
+def update_log_weights(weights, log_weights, cached):
+    """Update running means of the logarithms of attention weights.
 
-    The bits of a float that is not negative, as a whole number, are 2^23 times its logarithm to
-    base 2 and a constant, to within 0.09 of a unit of it. A mean that is 0 has seen no weight yet.
+    The bits of a non-negative float, as an integer, approximate 2^23 times its logarithm to base 2,
+    plus a constant, with an error below 0.09 * 2^23. A mean of 0 has had no weight yet.
 
     Parameters
     ----------
     weights : float32 Tensor [sequences, kv_heads, n]
-        Those of the first `cached` tokens count.
+        Only those of the first `cached` tokens are used.
     log_weights : int32 Tensor [sequences, kv_heads, tokens]
         Written in place.
     cached : int Tensor [sequences]
-        How many tokens there are, the first ones.
+        Number of tokens of each sequence, which are the first ones.
     """
     bits = weights[..., : log_weights.shape[-1]].contiguous().view(torch.int32)
     bits = torch.nn.functional.pad(bits, (0, log_weights.shape[-1] - bits.shape[-1]))
@@ -139,33 +140,33 @@ def note_weights(weights, log_weights, cached):
 
 def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
                     sinks=None, offsets=None):
-    """Attention of one new token of each sequence over chosen slots and itself; then it is cached.
+    """Compute attention of one new token per sequence over chosen slots and itself, and cache it.
 
     Parameters
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's.
+        Of the new token.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
-        As of `reference.decode_attention`; one slot per head is written.
+        See `attention.decode_attention`; one slot per head is written.
     chosen : int32 Tensor [sequences, kv_heads, most]
-        Slots, the first of each sequence's number of them.
+        Slots to attend to; of each sequence only the first ones are used, see `metadata`.
     metadata : int32 Tensor [2, sequences]
-        Of each sequence: the slot that its new token takes; how many slots are chosen.
+        Rows: the slot that the new token takes; the number of chosen slots.
     layout : CacheLayout, optional
-        Of the records that the slots hold. None: they hold plain vectors.
+        Layout of quantized slots. None: slots hold plain vectors.
     form : AttentionForm
         Without a window.
     sinks : Tensor [heads] or None
-        The logits that `form.sinks` asks for.
+        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
-        As of `reference.decode_attention`.
+        Added to the products of queries with all keys.
 
     Returns
     -------
     out : Tensor [sequences, heads, head_dim]
     taken : int64 Tensor [sequences, kv_heads]
-        The slot that each new token got.
+        The slot of each new token.
     """
     place, counts = metadata.long()
     kv_heads, most = chosen.shape[1:]
@@ -189,38 +190,41 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
 
 
 def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
-    """Give chosen tokens the slots of fast memory in which they lie, or will lie.
+    """Return the slots of chosen tokens in the hot set, and assign slots to those without one.
 
-    A head of `heads` is one KV head of one sequence. Those that have no slot take, in their order
-    and in that of slots, the slots whose tokens have had the least weights, of those that are not
-    chosen; of equals the first.
+    `heads` counts every KV head of every sequence. Tokens without a slot replace those tokens that
+    are not chosen and have the lowest weights; of equal weights, the one in the first slot. Tokens
+    and replaced slots are matched in ascending order.
 
     Parameters
     ----------
     chosen : int32 Tensor [sequences, kv_heads, n]
-        Different tokens of each head; -1 for none.
+        Distinct tokens per head; -1 for padding.
     firsts : int32 Tensor [sequences]
-        From here on tokens are among the `newest`: they lie behind the slots, each in place token
-        % newest.
+        Tokens from this one on are the newest ones. They are kept behind the hot set, in slot
+        num_slots + token % newest.
     slot_of : int32 Tensor [heads, tokens]
-        The slot of each token, or -1. Written in place, as the next one.
+        The slot of each token, or -1. Updated in place.
     token_of : int32 Tensor [heads, slots]
-        The token of each slot, or -1, which is as one of weight 0.
+        The token of each slot, or -1 for an empty slot, which has weight 0. Updated in place.
     log_weights : int32 Tensor [heads, tokens]
-        What tells tokens of little weight from others (`note_weights`). Not negative, and less
-        than the largest int32.
+        Weights of tokens (`update_log_weights`): at least 0, and less than the largest int32.
     newest : int
+        Number of slots for the newest tokens.
 
     Returns
     -------
     slots : int32 Tensor like chosen
-        -1 for none.
+        -1 for padding.
     missing : int64 Tensor [3, m]
-        Head, token and slot of those that had none: what lies there is another's.
+        Rows: head, token and slot of tokens that had no slot. Their content has to be loaded.
     held : int
-        How many had one.
+        Number of tokens that had a slot.
 
-    Raises ValueError for more tokens than slots, and for one that the cache cannot have.
+    Raises
+    ------
+    ValueError
+        More tokens than slots are chosen, or a token is out of range.
     """
     heads, num_slots = chosen.flatten(0, 1), token_of.shape[1]
     old = (heads >= 0) & (heads < firsts.repeat_interleave(chosen.shape[1])[:, None])
@@ -246,22 +250,22 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
 
 
 def claim_slots(chosen, *, slot_of, token_of, log_weights):
-    """Give chosen tokens slots of fast memory, as `take_slots` does, where no host waits for it.
+    """Assign slots of the hot set as `take_slots` does, without synchronization with the host.
 
     Parameters
     ----------
     chosen : int32 Tensor [sequences, kv_heads, n]
-        Different tokens of each head; -1 for none. No more than there are slots.
+        Distinct tokens per head, at most the number of slots; -1 for padding.
     slot_of, token_of, log_weights : int32 Tensors [heads, tokens], [heads, slots], [heads, tokens]
-        As of `take_slots`, contiguous; the first two are written in place.
+        See `take_slots`; contiguous. The first two are updated in place.
 
     Returns
     -------
     slots : int32 Tensor like chosen
-        -1 for none.
+        -1 for padding.
     moves : int32 Tensor [2, sequences, kv_heads, n]
-        Of each head the tokens that had no slot, and the slots that they have now: the first
-        `counts`, behind which anything may be.
+        Tokens that had no slot, and their new slots; only the first `counts` of each head are
+        defined.
     counts : int32 Tensor [sequences, kv_heads]
     """
     slots, missing, _ = take_slots(
@@ -277,14 +281,14 @@ def claim_slots(chosen, *, slot_of, token_of, log_weights):
 
 
 def copy_tokens(source, target, moves, counts):
-    """Copy keys and values of some slots into others.
+    """Copy keys and values between slots.
 
     Parameters
     ----------
     source, target : Tensors [kinds, sequences, kv_heads, slots, width]
-        Of one dtype, their last two dimensions contiguous; `target` is written in place.
-    moves : int32 Tensor [2, sequences, kv_heads, n], contiguous
-        Of each head, slots of the source and where they go: the first `counts`.
+        Of one dtype, contiguous in the last two dimensions; `target` is written in place.
+    moves : int32 Tensor [2, sequences, kv_heads, n]
+        Slots of the source, and of the target; only the first `counts` of each head. Contiguous.
     counts : int32 Tensor [sequences, kv_heads]
     """
     for sequence in range(counts.shape[0]):
@@ -294,34 +298,39 @@ def copy_tokens(source, target, moves, counts):
 
 
 def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
-    """Read tokens that lie in records of a file, and put them into their slots.
+    """Read tokens from a file into their slots.
+
+    Of each head the file has pages of `layout.tokens` tokens each (`PageLayout`).
 
     Parameters
     ----------
     missing : int64 Tensor [3, n]
-        Head, token and slot of each. Neighbours in the file should be neighbours here: they come
-        by one read.
-    slots : Tensor [..., slots, kinds, width], contiguous
-        Those of all heads, of `layout.token_bytes` each. Written in place.
+        Rows: head, token and slot. Tokens that are adjacent in the file should be adjacent here,
+        so that one read loads them.
+    slots : Tensor [..., slots, kinds, width]
+        Slots of all heads, each of `layout.token_bytes`. Contiguous; written in place.
     file : int
-        The descriptor of an open file.
+        Descriptor of an open file.
     direct : bool
-        Whether it was opened with O_DIRECT. The reference reads one part after the other.
+        The file was opened with O_DIRECT. The reference ignores it, and reads sequentially.
     offset : int
-        Where its records [heads, layout.rows] begin.
+        Byte offset of the pages [heads, layout.rows].
     layout : PageLayout
     landing : uint8 Tensor
-        What is read comes here first: room for a record at least, and aligned to pages. Written.
+        Read buffer of at least one page, aligned to memory pages. Overwritten.
 
     Returns
     -------
     done : int
-        How many tokens, of the first ones, are in their slots. Those from there on may be, or be
-        not: a read failed.
+        Number of the first tokens that are in their slots. If it is less than n, a read failed, and
+        the slots of the others are undefined.
     nbytes : int
-        What was read for them.
+        Bytes read.
 
-    Raises ValueError for a head, token or slot that is not there.
+    Raises
+    ------
+    ValueError
+        A head, token or slot is out of range.
     """
     num_slots = slots.shape[-3]
     lines = slots.view(torch.uint8).view(-1, num_slots, layout.token_bytes)
@@ -349,24 +358,23 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
 
 
 def runs_of(records, *, gap, most):
-    """The runs of neighbours to read for some records.
+    """Group pages into contiguous reads.
 
     Parameters
     ----------
     records : sequence of int
-        Their numbers, of which one may come more than once. Where one is less than the first of its
-        run, another run begins.
+        Page numbers, with repetitions. A number below the first of its run starts a new run.
     gap : int
-        Records between two that are read with them, at most.
+        Maximum number of unneeded pages to read between two needed ones.
     most : int
-        Records of a run, at most.
+        Maximum number of pages in a run.
 
     Yields
     ------
     range
-        Places of the list.
+        Indices of `records`.
     range
-        The records that are read for them.
+        The pages to read for them.
     """
     first, run = 0, range(0)
     for place, record in enumerate(records):

@@ -1,8 +1,8 @@
-"""The specification of sparse attention, in plain PyTorch, which is its only backend.
+"""Specification of FlexGen's sparse attention (arXiv 2303.06865, section 5), its only backend.
 
-Every key decides who matters, and only the values of those that do are read: FlexGen's sparse
-attention (arXiv 2303.06865, section 5). It is in two steps, for the values may have to be brought
-from elsewhere between them. Everything is computed in float32.
+All keys are read, and only the values with the largest attention weights. There are two operations
+because the values may have to be loaded from another tier in between. Everything is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -17,47 +17,46 @@ from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_grou
 
 def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
                   offsets=None):
-    """Whose values one new token of each sequence reads, and with what weights.
+    """Return the slots whose values one new token per sequence attends to, and their weights.
 
-    The weights are those of attention over everything that is cached and the new token itself. Of
-    its `cached` tokens a KV head then chooses max(1, int(sparsity * cached)): those of the largest
-    weight, summed over the query heads of its group; of equal ones the newer. What the others had
-    is lost: weights are not scaled up again.
+    Weights are those of attention over the whole cache and the new token. Of `cached` tokens, each
+    KV head selects the max(1, int(sparsity * cached)) with the largest weight, summed over the
+    query heads of its group; of equal weights, the newer token. Weights are not renormalized.
 
     Parameters
     ----------
     q : Tensor [sequences, heads, head_dim]
     k : Tensor [sequences, kv_heads, head_dim]
-        The new token's.
+        Of the new token.
     keys : Tensor [sequences, kv_heads, slots, width]
-        Cached ones: head_dim floats of k's dtype, or uint8 records of `layout`. Slot i holds token
-        i. May be strided, contiguous in the last dimension.
+        Cached keys: head_dim floats of k's dtype, or uint8 in the format of `layout`. Slot i holds
+        token i. Any strides, but contiguous in the last dimension.
     metadata : int32 Tensor [4, sequences]
-        As of `reference.decode_attention`; each sequence has at least one cached token, and none
+        See `attention.decode_attention`. Each sequence has at least one cached token, and none
         needs a victim.
     sparsity : float
-        Over 0, at most 1.
+        Fraction of the values to read: above 0, at most 1.
     layout : CacheLayout, optional
-        Of the records that the slots hold. None: they hold plain vectors.
+        Layout of quantized slots. None: slots hold plain vectors.
     form : AttentionForm
-        Without a window that is shorter than what is cached.
+        A window must not be shorter than the cache.
     sinks : Tensor [heads] or None
-        The logits that `form.sinks` asks for.
+        Learned attention sinks, if `form.sinks`: logits in the softmax's denominator.
     offsets : float32 Tensor [sequences, heads] or None
-        As of `reference.decode_attention`.
+        Added to the products of queries with all keys.
 
     Returns
     -------
     index : int32 Tensor [sequences, kv_heads, most]
-        Slots, those of the largest weight first; most is max(1, int(sparsity * slots)). A sequence
-        that chooses fewer fills up with slot 0.
+        Slots by descending weight; most is max(1, int(sparsity * slots)). Sequences that select
+        fewer are padded with slot 0.
     weights : float32 Tensor [sequences, heads, most + 1]
-        Of these slots, 0 where `index` is filled up; the last is the new token's own.
+        Attention weights of these slots, 0 for padding, and last of the new token.
     """
     cached = metadata[0].long()
     kv_heads, slots = keys.shape[1:3]
     number = torch.arange(slots, device=q.device)
-    filled = (number < cached[:, None])[:, None]  # of every head
+    filled = (number < cached[:, None])[:, None]  # the same for every head
     query = q.float().unflatten(1, (kv_heads, -1))
     keys = keys if layout is None else dequantize_groups(keys, layout.keys)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
@@ -69,7 +68,7 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
         products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     weights, own = weights.split([slots, 1], dim=-1)
-    # Floats that are not negative are in the order of their bits. Of equal ones the slot decides.
+    # Non-negative floats are ordered like their bits. Equal weights are ordered by slot.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number
     most = max(1, int(sparsity * slots))
     index = order.masked_fill(~filled, -1).topk(most).indices
@@ -82,28 +81,28 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
 
 
 def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
-    """Attention of one new token of each sequence over chosen values; then it is cached.
+    """Compute attention of one new token per sequence over chosen values, and cache the token.
 
     Parameters
     ----------
     k, v : Tensor [sequences, kv_heads, head_dim]
-        The new token's.
+        Of the new token.
     slots : Tensor [2, sequences, kv_heads, slots, width]
-        As of `reference.decode_attention`; one slot per head is written, and nothing is read.
+        See `attention.decode_attention`; one slot per head is written, none is read.
     values : Tensor [sequences, kv_heads, most, width]
-        Records of the values in the slots that `choose_values` gave.
+        Content of the value slots that `choose_values` returned.
     weights : float32 Tensor [sequences, heads, most + 1]
         From `choose_values`.
     metadata : int32 Tensor [4, sequences]
-        As of `choose_values`.
+        See `choose_values`.
     layout : CacheLayout, optional
-        Of the records. None: they are plain vectors of v's dtype.
+        Layout of quantized slots. None: plain vectors of v's dtype.
 
     Returns
     -------
     out : Tensor [sequences, heads, head_dim], of v's dtype
     taken : int64 Tensor [sequences, kv_heads]
-        The slot that each new token got: the next free one.
+        The slot of each new token: the next free one.
     """
     kv_heads = v.shape[1]
     values = values if layout is None else dequantize_groups(values, layout.values)

@@ -13,7 +13,7 @@ from torch import Tensor
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import CODED_BITS, MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels.reference.matrix import assembled
+from flexgen_h2o.kernels.reference.matrix import pack_matrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -70,7 +70,7 @@ class Codes:
         codes[:rows, :columns] = self.codes
         parts = torch.zeros(2, len(codes), layout.groups, dtype=torch.float16)
         parts[0, :rows], parts[1, :rows] = halves[:, first], zeros[:, first]
-        return assembled(codes, *parts, layout)
+        return pack_matrix(codes, *parts, layout)
 
 
 class RowReader:

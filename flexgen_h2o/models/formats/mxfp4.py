@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels.reference.matrix import assembled_mxfp4
+from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.formats.base import (
     Codes,
@@ -48,7 +48,7 @@ class _Blocks(QuantizedTensor, RowReader):
         if not layout.mxfp4:
             return super().repack(rows, layout)
         blocks, exponents = self._parts(rows[0], rows[-1] + 1)
-        return assembled_mxfp4(blocks[:: rows.step], exponents[:: rows.step], layout)
+        return pack_mxfp4(blocks[:: rows.step], exponents[:: rows.step], layout)
 
     def codes(self, first: int, stop: int) -> Codes:
         packed, exponents = self._parts(first, stop)

@@ -19,7 +19,7 @@ import torch
 from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.reference.blocks import dequantize, in_pairs
+from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.gguf.architectures import FUSED_EXPERTS, ROPE_TENSORS, Architecture
 from flexgen_h2o.models.gguf.config import architecture_of, kv_heads
@@ -166,7 +166,7 @@ class FusedExperts:
         if self.form == "values":
             return dequantize(rows, part.kind)
         blocks = rows.view(outputs, inputs[0] // _MXFP4_BLOCK, 17)
-        return blocks[..., 0] if self.form == "scales" else in_pairs(blocks[..., 1:])
+        return blocks[..., 0] if self.form == "scales" else interleave_nibbles(blocks[..., 1:])
 
 
 def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
