@@ -1,7 +1,7 @@
-"""The flags of the cache together: what they contradict, and the `H2OConfig` they make. No torch.
+"""Checks of the cache's flags together, and the `H2OConfig` that they describe. No torch.
 
-How much stays cached is said by ratios of the prompt or by counts of tokens, and `--eviction`
-says of which tokens. A window has as many as heavy hitters and recent ones together.
+The budget is given as ratios of the prompt or as counts of tokens; `--eviction` says which tokens
+fill it. A window has as many tokens as heavy hitters and recent tokens together.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _COUNTS = ("num_heavy_hitter_tokens", "num_window_length")
 
 
 def h2o_config(flags: RunFlags) -> H2OConfig | None:
-    """The H2O configuration of flags, each of them checked before; None for the full cache.
+    """Return the H2O configuration of checked flags; None for the full cache.
 
-    Raises `UserError` for flags that contradict each other and for one that would do nothing.
+    Raises `UserError` for flags that contradict each other or have no effect.
     """
     if flags.score != "decay" and flags.score_decay != H2OConfig.decay:
-        raise UserError(f"{flags.called('score_decay')} has no effect: add "
-                        f"{flags.called('score')} decay")
+        raise UserError(f"{flags.label('score_decay')} has no effect: add "
+                        f"{flags.label('score')} decay")
     if flags.index_bits != H2OConfig.index_bits and not flags.recall:
-        raise UserError(f"{flags.called('index_bits')} has no effect: add {flags.called('recall')}")
+        raise UserError(f"{flags.label('index_bits')} has no effect: add {flags.label('recall')}")
     if flags.fetch_chosen and not flags.recall:
-        raise UserError(f"{flags.called('fetch_chosen')} has no effect: add "
-                        f"{flags.called('recall')}")
+        raise UserError(f"{flags.label('fetch_chosen')} has no effect: add "
+                        f"{flags.label('recall')}")
     if flags.fast_set is not None and not flags.fetch_chosen:
-        raise UserError(f"{flags.called('fast_set')} has no effect: add "
-                        f"{flags.called('fetch_chosen')}")
+        raise UserError(f"{flags.label('fast_set')} has no effect: add "
+                        f"{flags.label('fetch_chosen')}")
     given = _sized_by(flags)
     if not given:
         _check_full(flags)
@@ -55,15 +55,15 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
 
 
 def _sized_by(flags: RunFlags) -> list[str]:
-    """Names of the given flags that say how much stays cached; none for the full cache."""
+    """Return the names of the given flags that set the budget; none for the full cache."""
     names = [name for name in ("recent_ratio", *_COUNTS) if getattr(flags, name) is not None]
     ratios = flags.hh_ratio if isinstance(flags.hh_ratio, tuple) else (flags.hh_ratio,)
     return names if all(ratio == 1 for ratio in ratios) else ["hh_ratio", *names]
 
 
 def _check_sized(flags: RunFlags, given: list[str]) -> None:
-    """Refuse what contradicts these flags that say how much stays cached."""
-    flag = flags.called
+    """Refuse flags that contradict the given flags of the budget."""
+    flag = flags.label
     ratios, counts = ([flag(name) for name in names if name in given]
                       for names in (_RATIOS, _COUNTS))
     if flags.eviction == "full":
@@ -97,8 +97,8 @@ def _check_sized(flags: RunFlags, given: list[str]) -> None:
 
 
 def _check_recall(flags: RunFlags) -> None:
-    """Refuse what says what is to be evicted, as nothing is."""
-    flag = flags.called
+    """Refuse flags of eviction beside `--recall`, which evicts nothing."""
+    flag = flags.label
     idle = {
         f"{flag('eviction')} {flags.eviction}": flags.eviction != "h2o",
         flag("score"): flags.score != "sum",
@@ -114,8 +114,8 @@ def _check_recall(flags: RunFlags) -> None:
 
 
 def _check_full(flags: RunFlags) -> None:
-    """Refuse what would do nothing, as nothing is evicted."""
-    flag = flags.called
+    """Refuse flags of eviction beside a full cache."""
+    flag = flags.label
     idle = {
         f"{flag('eviction')} {flags.eviction}": flags.eviction in _WINDOWS,
         flag("score"): flags.score != "sum",
@@ -140,7 +140,7 @@ def _sinks(flags: RunFlags) -> int:
 
 
 def _ratios(flags: RunFlags, given: list[str]) -> dict[str, Any]:
-    """The sizes of `H2OConfig` by ratios."""
+    """Return the budget as ratios: keywords of `H2OConfig`."""
     recent = flags.hh_ratio if flags.recent_ratio is None else flags.recent_ratio
     pairs = _by_layer(flags, flags.hh_ratio, recent)
     if flags.eviction == "h2o":
@@ -153,10 +153,10 @@ def _ratios(flags: RunFlags, given: list[str]) -> dict[str, Any]:
 
 
 def _by_layer(flags: RunFlags, *ratios: float | tuple[float, ...]) -> list[tuple[float, ...]]:
-    """The two ratios of each layer; of the one there is, if neither is given by layer."""
+    """Return the ratios of each layer; a single tuple if none is given by layer."""
     lengths = {len(ratio) for ratio in ratios if isinstance(ratio, tuple)}
     if len(lengths) > 1:
-        raise UserError(f"{flags.called('hh_ratio')} and {flags.called('recent_ratio')} list "
+        raise UserError(f"{flags.label('hh_ratio')} and {flags.label('recent_ratio')} list "
                         "different counts of numbers: give one for each decoder layer")
     count = lengths.pop() if lengths else 1
     columns = [ratio if isinstance(ratio, tuple) else (ratio,) * count for ratio in ratios]
@@ -164,7 +164,7 @@ def _by_layer(flags: RunFlags, *ratios: float | tuple[float, ...]) -> list[tuple
 
 
 def _counts(flags: RunFlags) -> dict[str, Any]:
-    """The sizes of `H2OConfig` by counts, in tokens."""
+    """Return the budget in tokens: keywords of `H2OConfig`."""
     total, heavy, sinks = flags.num_window_length, flags.num_heavy_hitter_tokens, _sinks(flags)
     window = flags.eviction in _WINDOWS
     if total is None:
@@ -177,6 +177,6 @@ def _counts(flags: RunFlags) -> dict[str, Any]:
     heavy = 0 if window else heavy
     recent = total - heavy - sinks
     if recent < 1:
-        raise UserError(f"{flags.called(flag)} {given} leaves no recent tokens beside {heavy} "
+        raise UserError(f"{flags.label(flag)} {given} leaves no recent tokens beside {heavy} "
                         f"heavy hitters and {sinks} sinks: raise it")
     return {"heavy_tokens": heavy, "recent_tokens": recent}

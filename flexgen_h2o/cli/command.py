@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: one interrupt that clean-up outlasts, or a request to end soon."""
+"""Entry point of a command: user errors as one line, signals, exit status. No torch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Options = TypeVar("Options")
 
 
 class _Stop(KeyboardInterrupt):
-    """A signal's; unlike its base it can be referred to weakly."""
+    """KeyboardInterrupt of a signal that allows weak references."""
 
 
 class _Signals:
-    """The signals that end a program, as one KeyboardInterrupt.
+    """Turn SIGINT, SIGTERM and SIGHUP into one KeyboardInterrupt.
 
-    While that is on its way up, what cleans up after the work is not to be interrupted in turn. If
-    it gets lost, as in a finalizer, nothing refers to it any more, and the next signal counts.
+    While that exception propagates, further signals are ignored, so that cleanup is not
+    interrupted. If it is swallowed, as in a finalizer, the next signal raises again.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class _Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def listen(self) -> None:
-        """Take the signals over that are not ignored (nohup ignores SIGHUP)."""
+        """Handle the signals that are not ignored (nohup ignores SIGHUP)."""
         if threading.current_thread() is not threading.main_thread():
-            return  # they can't be had there, nor do they come
+            return  # signals arrive in the main thread only
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before = signal.getsignal(number)
             if before not in (None, signal.SIG_IGN):
@@ -47,7 +47,7 @@ class _Signals:
                 signal.signal(number, self._stop)
 
     def restore(self, *, last: bool) -> None:
-        """Hand them back, or if one came before the process ends, ignore them."""
+        """Restore the handlers; if a signal came and the process ends, ignore further ones."""
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if last and self._stopped else before)
 
@@ -60,14 +60,14 @@ class _Signals:
         try:
             raise stop
         finally:
-            del stop  # or this frame, which it refers to, would keep it
+            del stop  # break the cycle of exception and frame
 
 
 class Ending:
-    """The signals that end a program, as a request to end at the next good place.
+    """Turn a first SIGINT, SIGTERM or SIGHUP into a request to stop at the next safe point.
 
-    A second one interrupts, as the first does elsewhere, and the exit status is Ctrl-C's. A context
-    manager; in a thread that is not the main one no signal comes.
+    A second signal interrupts at once, with the exit status of Ctrl-C. A context manager; it has no
+    effect outside of the main thread.
 
     Attributes
     ----------
@@ -101,24 +101,21 @@ class Ending:
             self._tell()
 
 
-# One line for a user's error and an exit status: what every command does alike.
-
-
 class Main(Protocol):
     """The entry of a command."""
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Run the command line `argv`, or the process's. Returns the `exit_status`."""
+        """Run the command line `argv`, or the process's, and return its `exit_status`."""
 
 
 ALL_FAILED = 3
-"""The exit status of a job that has ended, and of which every request has failed."""
+"""Exit status of a job whose requests have all failed."""
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
-    """Let a command's `main` do the work alone: errors and signals become its `exit_status`.
+    """Wrap the `main` of a command: errors and signals become its `exit_status`.
 
-    With no `argv` it is the process's last work.
+    Without `argv`, the process ends after it.
     """
     @functools.wraps(main)
     def entry(argv: Sequence[str] | None = None) -> int:
@@ -144,20 +141,21 @@ def entry_point(parse_args: Callable[[Sequence[str] | None], Options],
 
 
 def _leave_what_waits(status: object) -> None:
-    """Flush, and end the process now if a thread of it waits for a rank that is gone or hangs:
-    before 3.14 Python aborts if such a thread wakes up while it ends."""
+    """Flush, and end the process at once if a thread waits for a rank that is lost or hangs.
+
+    Before 3.14, Python aborts if such a thread wakes up during shutdown.
+    """
     flush_streams()
     if any(thread.name == MESSAGES for thread in threading.enumerate()):
         os._exit(status if isinstance(status, int) else 1)
 
 
 def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
-    """Do the work of a command line: what it returns (None is 0), 2 for a user's error, 128 and a
-    signal's number if stopped.
+    """Run the work of a command line and return its exit status.
 
-    Ctrl-C, SIGTERM and SIGHUP end the work alike. However many of them come, what the work has to
-    leave behind it tidy gets done: 130, 143 or 129 is by the first. `last`: the process does
-    nothing more but end, and after one signal no other disturbs that either.
+    The status is what the work returns (None is 0), 2 after a `UserError`, and 128 plus the number
+    of the first signal (130, 143 or 129) if it was stopped. Cleanup runs to its end however many
+    signals come. With `last`, signals are also ignored while the process ends.
     """
     signals = _Signals()
     try:
@@ -181,6 +179,6 @@ def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
 
 
 def _refused(message: object) -> int:
-    """Tell a user's error in its line. Returns the exit status."""
+    """Print the line of a user error and return the exit status."""
     tell(f"error: {message}")
     return 2

@@ -1,8 +1,7 @@
-"""The commands of ``flexgen-h2o``, and of ``python -m flexgen_h2o``, which is the same.
+"""The launcher ``flexgen-h2o COMMAND``, which is also ``python -m flexgen_h2o COMMAND``.
 
-A command is a module of `commands` with `parser`, `parse_args` and `run`. Each is found by its name
-when it is called, so that this module need not stand above all of them, and one command does not
-wait for the imports of the others.
+A command is a module of `commands` with `parser`, `parse_args`, `run` and `main`. It is imported by
+name when it is called, so that it does not wait for the imports of the others.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.terminal import show
 
 COMMANDS = {
-    "generate": "generate text: the command where none is named",
-    "batch": "run a file of requests, as OpenAI's Batch API has them, and go on where it stopped",
-    "plan": "choose a policy for this machine or another, or predict what one does",
-    "bench": "throughput and latency of one configuration, beside its roofline",
-    "summarize": "summaries of articles, and their ROUGE",
-    "stream": "conversations without end through one cache of fixed size",
-    "doctor": "what this machine has, and what would be slow on it and why",
+    "generate": "generate text (the default command)",
+    "batch": "run a file of requests in the format of OpenAI's Batch API, with resume",
+    "plan": "choose a policy for this machine or another, or predict its speed",
+    "bench": "measure throughput and latency of one configuration, beside its roofline",
+    "summarize": "summarize articles and compute ROUGE",
+    "stream": "run endless conversations through a cache of fixed size",
+    "doctor": "show what this machine has, what would be slow on it, and why",
 }
-"""What each command is for, in the order of ``--help``."""
+"""The help of each command, in the order of ``--help``."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 _OWN = ("-h", "--help", "--help-all", "--version", "--print-completion")
-"""Flags of the program itself. Any other begins those of `generate`."""
+"""Flags of the program itself. Any other first flag belongs to `generate`."""
 
 
 def command_module(name: str) -> ModuleType:
-    """The module of a command."""
+    """Import the module of a command."""
     return importlib.import_module(f"{PACKAGE}.commands.{name}")
 
 
 def parser() -> Parser:
-    """The parser of the program's own flags."""
+    """Return the parser of the program's own flags."""
     names = "\n".join(f"  {name:<{max(map(len, COMMANDS))}}  {text}"
                       for name, text in COMMANDS.items())
     found = Parser(
         prog=program(), usage="%(prog)s COMMAND [flags]",
-        description="Generate text with a model larger than memory, and what belongs to it.\n"
-        "COMMAND --help tells the flags of a command.",
+        description="Generate text with models that are larger than memory.\n"
+        "See COMMAND --help for the flags of a command.",
         epilog=f"commands:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--print-completion", metavar="|".join(SHELLS),
@@ -57,9 +56,9 @@ def parser() -> Parser:
 
 
 def split(words: Sequence[str]) -> tuple[str, list[str]]:
-    """A command's name and its flags; the name is empty for the program's own flags.
+    """Return the name of a command and its flags; an empty name for the program's own flags.
 
-    Raises `UserError` for a name that is none.
+    Raises `UserError` for an unknown command.
     """
     first, rest = (words[0], [*words[1:]]) if words else ("--help", [])
     if first in COMMANDS:
@@ -72,10 +71,7 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def run(words: Sequence[str]) -> int | None:
-    """Run the command that these words call. Returns its exit status; None is 0.
-
-    Raises `UserError`.
-    """
+    """Run a command line and return its exit status; None is 0. Raises `UserError`."""
     name, flags = split(words)
     if name:
         module = command_module(name)
@@ -87,8 +83,8 @@ def run(words: Sequence[str]) -> int | None:
 
 
 def completion(shell: str) -> str:
-    """The script that completes commands, flags, files and values in one of `SHELLS`."""
-    import shtab  # only now: nothing else needs it
+    """Return the script that completes commands, flags, files and values in a shell."""
+    import shtab  # slow to import, and nothing else needs it
 
     # By the name of the script: a shell completes the words after that.
     whole = Parser(prog=SCRIPT, own_flags=False, parents=[parser()], add_help=False)

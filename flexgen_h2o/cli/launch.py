@@ -1,4 +1,4 @@
-"""From a run's configuration to the `LLM` that it describes, for every command alike."""
+"""Open the `LLM` of a configuration, alone or on the ranks of a pipeline; prompts and warm-up."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ _ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sp
 
 
 def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:
-    """The arguments of `LLM` by name, with `others` in place of those of the config or beside
-    them."""
+    """Return the keywords of `LLM` for a configuration; `others` override or extend them."""
     return {
         **{name: getattr(config, name) for name in _ALIKE},
         "policy": config.policy(),
@@ -43,40 +42,34 @@ def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:
 
 
 def open_llm(config: RunConfig, **others: Any) -> LLM:
-    """The `LLM` of `llm_arguments`. Loads torch; raises `UserError`."""
-    from flexgen_h2o.llm import LLM  # only now: bad flags answer at once
+    """Open the `LLM` of a configuration. Imports torch; raises `UserError`."""
+    from flexgen_h2o.llm import LLM  # imports torch: bad flags are refused before
 
     return LLM(**llm_arguments(config, **others))
 
 
-# The warm-up: what a run generates before it is measured.
-
-
 _TOKENS = 2
-"""Of each sequence: the prefill gives one, a decode step the other."""
+"""New tokens of a warm-up on a CPU: one by the prefill, one by a decode step."""
 
 
 def warm_up(llm: LLM, prompts: Sequence[str | Sequence[int]], config: RunConfig) -> None:
-    """Generate from the first GPU batch, and forget it.
+    """Generate from the first GPU batch and drop the outputs.
 
-    On a GPU as many tokens as will be measured: Triton compiles and tunes its kernels for the
-    lengths that they meet, which takes seconds, so that two tokens leave some to be compiled.
+    On a GPU it generates as many tokens as will be measured, because Triton compiles and autotunes
+    its kernels per shape, which takes seconds.
     """
     tokens = config.cut_gen_len or config.gen_len
     if llm.device.type == "cpu":
         tokens = min(tokens, _TOKENS)
-    # With --cut-gen-len, the run to come makes room for so many tokens only.
+    # With --cut-gen-len, the measured run allocates for this many tokens only.
     llm.generate(prompts[: config.policy().gpu_batch_size], max_new_tokens=tokens,
                  eos_token_id=-1)
 
 
-# Prompts of a run: from files, or random tokens.
-
-
 def read_prompts(path: str) -> list[str]:
-    """Read prompts: ``.txt`` one a line, ``.jsonl`` the key `prompt` of each line.
+    """Read prompts: a line each of a ``.txt`` file, the key `prompt` of each line of ``.jsonl``.
 
-    Blank lines are skipped. Raises `UserError` (with the line number, for .jsonl) when the file
+    Blank lines are skipped. Raises `UserError` (with the line number, for .jsonl) if the file
     is missing, empty, not UTF-8, or a line is not JSON or has no `prompt`.
     """
     if_empty = "holds no prompts: write one a line"
@@ -86,7 +79,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
-    """Random token ids for each sequence, of one block by default; the same for the same seed."""
+    """Return random token ids, by default for one block; equal for equal seeds."""
     draw = random.Random(config.seed)
     count = config.num_prompts or (
         config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
@@ -94,9 +87,9 @@ def synthetic_prompts(config: RunConfig, vocab_size: int) -> list[list[int]]:
 
 
 def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
-    """The workload, for a memory plan before there is a tokenizer.
+    """Estimate the workload for a memory plan before the tokenizer is loaded.
 
-    A token has about four bytes of text; three leave some room. `LLM` plans again when it knows.
+    A token has about four bytes of text; three are a safe bound. `LLM` plans again with counts.
     """
     prompt_len, count = config.prompt_len, len(texts) or config.num_prompts
     batch, batches = config.resolved_gpu_batch_size, config.resolved_num_gpu_batches
@@ -108,30 +101,27 @@ def workload(config: RunConfig, texts: Sequence[str]) -> Workload:
     return Workload(prompt_len, config.gen_len, gpu_batch_size=batch, num_gpu_batches=batches)
 
 
-# A command on the ranks of a pipeline: the first does the work, the others run what it runs.
-
-
 @contextmanager
 def joined(config: RunConfig, command: str, *, replica: int | None = None
            ) -> Iterator[Pipeline | None]:
-    """The ranks over which a command runs; None for the only one.
+    """Join the ranks of a pipeline; None if there is only one rank.
 
-    The first does the work within the ``with`` statement, where it opens its model with
-    `open_on_ranks`, or none; the others `follow`.
+    The first rank works inside the ``with`` statement and opens its model with `open_on_ranks`; the
+    others call `follow`.
 
     Parameters
     ----------
     config : RunConfig
     command : str
-        The module that torchrun starts, for errors.
+        Module that torchrun starts, for error messages.
     replica : int, optional
-        Which of several replicas this process belongs to, each of which has its own pipeline.
+        Replica of this process; each replica has a pipeline of its own.
 
     Raises
     ------
     UserError
-        Not as many ranks have been started as `config` says, or they do not find each other, or
-        this is the one to tell of one that has failed or gone; the others exit with status 2.
+        The number of ranks differs from `config`, or they do not find each other, or a rank has
+        failed or is lost. One rank reports the failure; the others exit with status 2.
     """
     launch = launched()
     if replica is not None:
@@ -140,9 +130,9 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
     if launch.ranks == 1:
         yield None
         return
-    # Where a rank is gone, torch would show its own stack beside the line that says so.
+    # Keep torch from printing a stack trace beside the one line about a lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from flexgen_h2o.distributed.pipeline import Pipeline  # only now: it loads torch
+    from flexgen_h2o.distributed.pipeline import Pipeline  # imports torch
 
     with Pipeline.join(launch, rank_timeout=config.rank_timeout,
                        name=f"pipeline {replica or 0}") as pipeline:
@@ -158,26 +148,26 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
 
 def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
                   bounds: Sequence[int] | None = None, **others: Any) -> LLM:
-    """The `LLM` of `open_llm`; the other ranks open theirs."""
+    """Open the `LLM` of a configuration on the first rank, and tell the others to open theirs."""
     if pipeline is None:
         return open_llm(config, **others)
-    # As it was planned here: others may not see the files that it came from.
+    # Send the resolved configuration: other ranks may not see the files that it came from.
     pipeline.broadcast(msgspec.json.encode(config.to_dict()))
     return open_llm(config, pipeline=pipeline, bounds=bounds, **others)
 
 
 def follow(pipeline: Pipeline) -> None:
-    """On a rank that is not the first: run what that one runs, until it has no more.
+    """Run the first rank's work on another rank, until it ends.
 
-    Nothing is read, written or printed but errors that are its own.
+    This rank reads, writes and prints nothing, except errors of its own.
     """
-    with Ending(lambda: None):  # signals go to all ranks alike: the first one decides
+    with Ending(lambda: None):  # all ranks get the signals; the first one decides
         found = pipeline.receive_broadcast()
         if not found:
             return
         given: Mapping[str, Any] = msgspec.json.decode(found)
         config = RunConfig.from_mapping(given)
-        # Files are the first rank's.
+        # The first rank reads and writes the files.
         quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None,
                         count_experts=None)
         with open_llm(quiet, pipeline=pipeline, progress=False) as llm:

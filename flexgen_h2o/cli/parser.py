@@ -1,4 +1,4 @@
-"""argparse parsers made of the table of flags."""
+"""argparse parsers built from the table of flags. No torch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MODULES = ("flex_opt", "batch")
 _KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
-"""Flags of which one says in another way what the others say, and what they replace."""
+"""Alternative flags: those of a key, when given, replace the values in a config file."""
 _GEN_LEN_ELSEWHERE = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max_tokens")
-"""What transformers, vLLM and OpenAI call `--gen-len`."""
+"""Names of `--gen-len` in transformers, vLLM and OpenAI."""
 
 
 class _HelpAll(argparse.Action):
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-        """Parse as argparse does, and name the nearest flag for an unknown one."""
+        """Parse like argparse; for an unknown flag, name the nearest one."""
         found, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _parse_bool(text: str) -> bool:
-    """A flag's optional value, with the words that FlexGen takes."""
+    """Return the value of a boolean flag, in the spellings that FlexGen takes."""
     words = {"true": True, "yes": True, "t": True, "y": True, "1": True,
              "false": False, "no": False, "f": False, "n": False, "0": False}
     try:
@@ -109,7 +109,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def arguments(spec: Field[Any]) -> dict[str, Any]:
-    """argparse's keywords for one field."""
+    """Return the keywords of `add_argument` for one field."""
     rules, kind = spec.metadata, spec.metadata["kind"]
     default: Any = spec.default
     shown = rules.get("shown", " ".join(map(str, default)) if isinstance(default, tuple)
@@ -188,15 +188,14 @@ def build_parser(
 
 
 def parse_args(argv: Sequence[str] | None = None, parser: Parser | None = None) -> RunConfig:
-    """Flags, of `flex_opt` by default, as a checked `RunConfig`. Raises `UserError`."""
+    """Parse flags, by default `generate`'s, into a checked `RunConfig`. Raises `UserError`."""
     return RunConfig.from_mapping(given_flags(parser or build_parser(), argv))
 
 
 def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Values of the flags that were given, over those of ``--config``. Raises `UserError`."""
+    """Return the values of the given flags, over those of ``--config``. Raises `UserError`."""
     given = vars(parser.parse_args(argv))
     values = load_yaml(given["config"]) if "config" in given else {}
-    # The command line's replace the file's, in whichever way each gives them.
     for flags, replaced in _ALTERNATIVES.items():
         if not given.keys().isdisjoint(flags):
             values = {k: v for k, v in values.items() if k not in replaced}
@@ -206,9 +205,9 @@ def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
           "weight_cache", "no_weight_cache", "calibration", "cache_bits", "key_bits", "value_bits",
           "offload_dir", "verify", "memory_limit", "device_memory_limit")
-"""Flags of `flex_opt` that say how a model runs, beside its name."""
+"""Flags of `generate` that say how a model runs, besides its name."""
 
-# Where what `flex_opt` says of a flag is not so here.
+# Help texts that differ from `generate`'s.
 _HELP = {
     "percent": "percent of weights on gpu, cpu; of cache on gpu, cpu; of activations on gpu, cpu "
     "(100 0 if left out); the rest is on disk",
@@ -216,17 +215,17 @@ _HELP = {
 }
 _SHOWN = {"weight_bits": AUTO, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
           "num_gpu_batches": Policy.num_gpu_batches}
-# What the H2O repository calls them.
+# Aliases from the H2O repository.
 _ALSO = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
 
 
 def own_fields(options: type) -> list[Field]:
-    """The fields of a task's options that are flags."""
+    """Return the fields of a dataclass of options that are flags."""
     return [spec for spec in fields(options) if "kind" in spec.metadata]
 
 
 def check_own(options: object) -> None:
-    """Check every flag of a frozen dataclass of options, and put its value into one form.
+    """Check and normalize every flag of a frozen dataclass of options.
 
     Raises `UserError`.
     """
@@ -267,10 +266,10 @@ def command_parser(options: type, shared: Collection[str], *, prog: str, descrip
 
 def parse(argv: Sequence[str] | None, parser: Parser, options: type
           ) -> tuple[dict[str, object], dict[str, object]]:
-    """The flags that were given: values of the options' own fields, and of `RunConfig`'s.
+    """Return the values of the given flags: of the options' own fields, and of `RunConfig`'s.
 
-    `argv` None is the process's; `parser` is that of `options`. Raises `UserError` for a flag that
-    is unknown, lacks its value or has one of a wrong type.
+    `argv` None is the process's. Raises `UserError` for an unknown flag, a missing value or a value
+    of a wrong type.
     """
     given = vars(parser.parse_args(argv))
     own = {spec.name for spec in own_fields(options)} & given.keys()
@@ -280,7 +279,7 @@ def parse(argv: Sequence[str] | None, parser: Parser, options: type
 
 def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mapping[str, str]
                       ) -> dict[str, Any]:
-    """argparse's keywords for a field of `RunConfig`, with what is said of it here."""
+    """Return the keywords of `add_argument` for a field of `RunConfig`, with its help here."""
     words = arguments(spec)
     text, _, shown = words["help"].rpartition(" (default: ")
     text = helps.get(spec.name, text)
@@ -290,16 +289,16 @@ def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mappin
 
 
 def _spellings(spec: Field) -> list[str]:
-    """Its names, with dashes, and with underscores where that differs."""
+    """Return the names of a flag, with dashes and with underscores."""
     names = [flag_name(spec.name), *([_ALSO[spec.name]] if spec.name in _ALSO else [])]
     return list(dict.fromkeys(
         each for name in names for each in (name, "--" + name[2:].replace("-", "_"))))
 
 
 def check_from_csv(given: Collection[str]) -> None:
-    """Raise `UserError` when ``--from-csv``, which runs nothing, is given beside flags of a run.
+    """Raise `UserError` if flags of a run are given beside ``--from-csv``, which runs nothing.
 
-    Only ``--plot`` goes with it.
+    Only ``--plot`` is allowed with it.
     """
     if "from_csv" in given:
         refuse(given, {*given} - {"from_csv", "plot"},
@@ -307,23 +306,23 @@ def check_from_csv(given: Collection[str]) -> None:
 
 
 def refuse(given: Iterable[str], names: Collection[str], why: str) -> None:
-    """Raise `UserError` when one of `names` is among the flags that were given."""
+    """Raise `UserError` if one of `names` is among the given flags."""
     for name in given:
         if name in names:
             raise UserError(f"{flag_name(name)} {why}")
 
 
 def check_placed(config: RunConfig) -> None:
-    """Raise `UserError` for ``--percent auto``: a plan is for batches, and a task is not one."""
+    """Raise `UserError` for ``--percent auto``, which plans only for batches of prompts."""
     if config.percent == AUTO:
         raise UserError("--percent auto plans for batches of prompts: give percentages here")
 
 
 def check_files(options: object, names: Iterable[str],
                 others: Iterable[tuple[str, str]] = ()) -> None:
-    """Raise `UserError` when two of these fields name the same file.
+    """Raise `UserError` if two fields name the same file.
 
-    `others` are names of fields and of more files that come of them.
+    `others` has more (field, file) pairs, for files that are derived from a field.
     """
     seen: dict[str, str] = {}
     for name, path in (*((name, getattr(options, name)) for name in names), *others):

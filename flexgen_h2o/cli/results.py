@@ -1,4 +1,4 @@
-"""A run as a row of a CSV file that many runs and machines share."""
+"""Files of results: CSV row, log, JSON lines and trace of a run, and their names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files import writing as atomic
 from flexgen_h2o.files.rows import append_row, check_header, csv_cell, one_line
-from flexgen_h2o.files.writing import check_writable, is_stream, writing
+from flexgen_h2o.files.writing import check_writable, is_stream, open_atomic, writing
 from flexgen_h2o.metrics import run_stats
 from flexgen_h2o.metrics.provenance import package_version, source_commit
 from flexgen_h2o.metrics.run_stats import RATES, RunStats, ratio
@@ -32,14 +31,14 @@ _TIERED = tuple(f"{kind}_{tier}" for kind in ("weights", "cache", "activations")
 EVICTION = ("eviction", "hh_ratio", "recent_ratio", "num_heavy_hitter_tokens",
             "num_window_length", "hh_all", "evict_while_prefilling", "score", "score_decay",
             "sink_tokens", "enable_position_rolling")
-"""Columns of what stays cached."""
+"""Columns of the eviction policy."""
 _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast_set",
              "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
              "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
              "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
              "expert_counts")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
-"""Columns of what is run, but for lengths and batches."""
+"""Columns of the configuration, without lengths and batch sizes."""
 CSV_COLUMNS = (
     "date", "version", "commit", "host", "device", "torch", "model", "parameters", "dtype",
     *_TIERED, *_SWITCHES,
@@ -56,7 +55,7 @@ CSV_COLUMNS = (
 
 
 def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
-    """One row of results by column name: where and when, the whole policy, the figures."""
+    """Return a row of results by column name: machine, date, policy and figures."""
     policy = config.policy()
     row: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -73,7 +72,7 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
         kind, tier = column.split("_")
         row[column] = getattr(getattr(policy, kind), tier)
     row |= {name: getattr(config, name) for name in _SWITCHES} | _resolved(config)
-    row["weight_bits"] = stats.weight_bits  # what auto has come to
+    row["weight_bits"] = stats.weight_bits  # resolves auto
     for link in LINKS:
         nbytes, seconds = stats.links.get(link, (0, 0.0))
         name = link.replace("->", "_to_")
@@ -84,10 +83,8 @@ def csv_row(stats: RunStats, config: RunConfig) -> dict[str, object]:
 
 
 def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
-    """Notes of a trace about its run: as `csv_row`, the processor and threads, and how many decode
-    steps were measured.
-    """
-    import torch  # a run has loaded it by now
+    """Return the metadata of a trace: `csv_row`, CPU, threads, and the measured decode steps."""
+    import torch  # loaded by the run
 
     from flexgen_h2o.metrics.provenance import cpu_model
 
@@ -96,7 +93,7 @@ def about_run(stats: RunStats, config: RunConfig) -> dict[str, object]:
 
 
 def _resolved(config: RunConfig) -> dict[str, object]:
-    """Resolved values of the flags of weights and cache, where they differ from what was typed."""
+    """Return the values of flags of weights and cache that are resolved from others."""
     h2o = config.h2o()
     full = h2o is None or h2o.is_full
     cache = config.cache()
@@ -112,16 +109,13 @@ def _resolved(config: RunConfig) -> dict[str, object]:
 
 
 def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
-    """Append a row of `CSV_COLUMNS`, as `shared_csv.append_row` does."""
+    """Append a row of `CSV_COLUMNS` to a file that other processes may append to."""
     row = {name: csv_cell(value) for name, value in csv_row(stats, config).items()}
     append_row(path, CSV_COLUMNS, row, flag="--csv")
 
 
-# The files that a run writes: their names, checks and contents.
-
-
 def result_files(config: RunConfig) -> dict[str, str]:
-    """The files that the run will write, by flag; an automatic log is named after the run."""
+    """Return the files that the run writes, by flag, with the name of an automatic log."""
     files = {name: getattr(config, name) for name in ("output", "csv", "trace", "count_experts")}
     if not config.no_log:
         files["log_file"] = config.log_file
@@ -139,8 +133,7 @@ def result_files(config: RunConfig) -> dict[str, str]:
 
 
 def _weight_suffix(config: RunConfig) -> str:
-    """The weights' quantization as part of a file name: ``-w4``, or ``-w4a8`` with that of
-    activations; empty if they are not quantized."""
+    """Return the quantization as part of a file name: ``-w4``, ``-w4a8`` or empty."""
     bits = config.resolved_weight_bits
     if bits == 16 or bits == AUTO and config.activation_bits == 16:
         return ""
@@ -148,7 +141,7 @@ def _weight_suffix(config: RunConfig) -> str:
 
 
 def _cache_suffix(config: RunConfig) -> str:
-    """The cache's settings as part of a file name: ``-h2o-hh0.1-kv4``; empty if nothing is."""
+    """Return the cache's settings as part of a file name, such as ``-h2o-hh0.1-kv4``; or empty."""
     parts: list[str] = []
     h2o = config.h2o()
     if h2o is not None and not h2o.is_full:
@@ -157,7 +150,7 @@ def _cache_suffix(config: RunConfig) -> str:
                  "heavy": config.num_heavy_hitter_tokens,
                  "window": config.num_window_length,
                  "sinks": h2o.sink_tokens or None}
-        # Ratios of every layer would be too long for a file's name.
+        # A ratio per layer would make the file name too long.
         parts += [config.eviction, *(
             f"{name}-by-layer" if isinstance(size, tuple) else f"{name}{size:g}"
             for name, size in sizes.items() if size is not None)]
@@ -182,9 +175,9 @@ def _cache_suffix(config: RunConfig) -> str:
 
 
 def check_results(files: dict[str, str]) -> None:
-    """Raise `UserError` for a result that could not be written, before anything is computed."""
+    """Raise `UserError` for a file that cannot be written, before anything is computed."""
     for name, path in files.items():
-        if name == "output" and is_stream(path):  # nothing is put beside it
+        if name == "output" and is_stream(path):  # there is no configuration beside it
             continue
         check_writable(flag_name(name), path, beside=(f"{path}.config.yaml",),
                        hint=": give --log-file or --no-log" if name == "log_file" else "")
@@ -194,9 +187,9 @@ def check_results(files: dict[str, str]) -> None:
 
 def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Output], *,
                   stats: run_stats.RunStats, summary: str, trace: Trace) -> None:
-    """Write every file that was asked for, and the resolved config beside the results.
+    """Write the files of results, and the resolved configuration beside each.
 
-    One that cannot be written keeps no other from it: `UserError` for those comes at the end.
+    If some cannot be written, the others are; then it raises `UserError`.
     """
     failures = []
     for name, path in files.items():
@@ -224,9 +217,9 @@ def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Ou
 
 
 def write_outputs(path: str, outputs: Sequence[Output]) -> None:
-    """Write a JSON line for each prompt, in order. OSError if it cannot."""
+    """Write a JSON line per prompt, in order. Raises OSError."""
     with open(path, "a", encoding="utf-8", errors="backslashreplace") if is_stream(path) else (
-            atomic.open_atomic(path)) as file:
+            open_atomic(path)) as file:
         for out in outputs:
             record = {
                 "prompt": out.prompt,

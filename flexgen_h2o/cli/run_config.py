@@ -1,4 +1,8 @@
-"""The file that says which experts of a mixture tokens chose: written, read and checked."""
+"""The configuration of a run: all flags, checked together, and the objects they describe.
+
+`generate` builds argparse from the table in `flags`. YAML keys are checked against the same names,
+and the resolved values are saved beside results. No torch.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +68,12 @@ class _Counts(Entries, frozen=True):
 
 
 def read_expert_counts(path: str) -> ExpertChoices:
-    """The choices in a file of `write_expert_counts`.
+    """Read a file of `write_expert_counts`.
 
     Raises
     ------
     UserError
-        The file cannot be read, or does not hold such counts.
+        The file cannot be read, or its contents are not expert counts.
     """
     text = read_text("--expert-counts", path, if_empty="is empty: count a run again")
     what = f"--expert-counts {path}"
@@ -79,26 +83,20 @@ def read_expert_counts(path: str) -> ExpertChoices:
 
 
 def check_counting(path: str | None, llm: LLM) -> None:
-    """Raise `UserError` if choices are to be counted (`path` is not None) where none are made."""
+    """Raise `UserError` if counts are wanted (`path` is not None) of a model without experts."""
     if path is not None and llm.model_config.experts is None:
         raise UserError(f"{llm.model_config.name} has no experts: leave --count-experts out")
 
 
 def write_expert_counts(path: str, stats: RunStats) -> None:
-    """Write the choices of a run, a line for each decoder layer. OSError if it cannot."""
+    """Write the expert counts of a run, a line per decoder layer. Raises OSError."""
     found = stats.expert_choices
-    assert found is not None  # `check_counting` has seen to it
+    assert found is not None  # see `check_counting`
     head = {"model": stats.model, "per_token": found.per_token, "texts": found.texts,
             "text_tokens": found.text_tokens, "text_experts": found.text_experts}
     layers = ",\n".join(f" {json.dumps(layer)}" for layer in found.counts)
     with open_atomic(path) as file:
         file.write(f'{json.dumps(head)[:-1]}, "counts": [\n{layers}\n]}}\n')
-
-
-# The flags of a run together: what they contradict, and what the engine takes of them.
-#
-# `flex_opt` builds argparse from the table in `flags`, YAML keys are checked against its names,
-# and the resolved values are what is saved beside results. No torch.
 
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -107,27 +105,27 @@ _Made = TypeVar("_Made", Policy, SamplingParams)
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(RunFlags):
-    """One value for each flag of `flex_opt`, checked. Lengths are tokens, sizes are sequences.
+    """One checked value per flag of `generate`. Lengths are in tokens, batch sizes in sequences.
 
-    Raises `UserError` for a value of a wrong type or range, and for values that contradict each
-    other.
+    Raises `UserError` for a value of a wrong type or out of range, and for values that contradict
+    each other.
     """
 
     def __post_init__(self) -> None:
         ratio_files = {spec.name: ratio_file(getattr(self, spec.name)) for spec in fields(self)
                        if spec.metadata["kind"] == "ratios"}
         for spec in fields(self):
-            value = checked(spec, getattr(self, spec.name), self.called)
+            value = checked(spec, getattr(self, spec.name), self.label)
             object.__setattr__(self, spec.name, value)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise UserError(f"{self.called('device')} must be auto, cpu, cuda or cuda:n, "
+            raise UserError(f"{self.label('device')} must be auto, cpu, cuda or cuda:n, "
                             f"got {self.device!r}")
         self._check_lengths()
         self._check_files(ratio_files)
         self._check_chat()
         self._check_bits()
         self._check_planning()
-        # These check what they are made of.
+        # Their constructors check their values.
         self.policy()
         self.cache()
         for name in _ONLY_WHEN_SAMPLING:
@@ -152,21 +150,21 @@ class RunConfig(RunFlags):
         self.chat_arguments()
 
     def chat_arguments(self) -> dict[str, Any]:
-        """The arguments of the chat template. Raises `UserError`."""
+        """Return the arguments of the chat template. Raises `UserError`."""
         found = json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
         check_arguments("--chat-template-kwargs", found)
         return found
 
     def _check_bits(self) -> None:
-        """Refuse bits that contradict each other, and to keep weights that are not quantized."""
+        """Refuse bit widths that contradict each other, and flags of quantization without it."""
         for kind in ("weight", "cache"):
             compress, bits = f"compress_{kind}", f"{kind}_bits"
             if getattr(self, compress) and getattr(self, bits) in (16, AUTO):
-                raise UserError(f"{self.called(compress)} and {self.called(bits)} "
+                raise UserError(f"{self.label(compress)} and {self.label(bits)} "
                                 f"{getattr(self, bits)} contradict: leave one out")
         if self.weight_cache != "auto" and self.no_weight_cache:
-            raise UserError(f"give {self.called('weight_cache')} or "
-                            f"{self.called('no_weight_cache')}, not both")
+            raise UserError(f"give {self.label('weight_cache')} or "
+                            f"{self.label('no_weight_cache')}, not both")
         quantized: tuple[int | str, ...] = (AUTO, *WEIGHT_BITS[1:])
         takes = {"weight_cache": quantized, "no_weight_cache": quantized,
                  "activation_bits": (AUTO, *CODED_BITS), "calibration": CODED_BITS}
@@ -174,12 +172,12 @@ class RunConfig(RunFlags):
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
             if given and stored not in possible:
-                raise UserError(f"{self.called(name)} has no effect on weights of {stored} bits: "
+                raise UserError(f"{self.label(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
-                                f"{self.called('weight_bits')} 4")
+                                f"{self.label('weight_bits')} 4")
 
     def _check_planning(self) -> None:
-        """Refuse flags of the planner that would do nothing."""
+        """Refuse flags that have no effect in this configuration."""
         for flag, given, reason in self._idle():
             if given:
                 raise UserError(f"{flag} has no effect {reason}")
@@ -187,7 +185,7 @@ class RunConfig(RunFlags):
             raise UserError("--hardware describes another machine: add --plan-only")
 
     def _idle(self) -> Iterator[tuple[str, bool, str]]:
-        """Each flag that may do nothing, whether it is given and does, and why."""
+        """Yield (flag, whether it is given without effect, reason) of all such flags."""
         fixed = self.percent != AUTO
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
         yield ("--allow-compression", fixed and self.allow_compression,
@@ -208,18 +206,18 @@ class RunConfig(RunFlags):
                "with --hardware: that file says how fast the machine is")
         yield ("--device", elsewhere and self.device != "auto",
                "with --hardware: that file says what computes")
-        yield (self.called("device_memory_limit"),
+        yield (self.label("device_memory_limit"),
                self.device_memory_limit is not None and self.device == "cpu",
-               f"on {self.called('device')} cpu: give {self.called('memory_limit')}")
+               f"on {self.label('device')} cpu: give {self.label('memory_limit')}")
         yield ("--rank-timeout",
                self.pipeline_parallel == 1 and self.rank_timeout != RunConfig.rank_timeout,
                "on one rank: add --pipeline-parallel")
-        yield (self.called("verify"),
+        yield (self.label("verify"),
                self.verify and fixed and self.policy().weights.disk == 0,
-               f"on weights in memory: let {self.called('percent')} leave some on disk")
-        yield (self.called("fetch_chosen"),
+               f"on weights in memory: let {self.label('percent')} leave some on disk")
+        yield (self.label("fetch_chosen"),
                self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
-               f"on a cache in memory: let {self.called('percent')} leave some on disk")
+               f"on a cache in memory: let {self.label('percent')} leave some on disk")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
         for name in ("output", "csv", "trace", "debug_mode", "count_experts", "log_file"):
@@ -251,7 +249,7 @@ class RunConfig(RunFlags):
 
     @property
     def synthetic(self) -> bool:
-        """True if prompts are random token ids, as no text is given."""
+        """Whether prompts are random token ids, because no text is given."""
         return not self.prompt and self.prompts is None
 
     @property
@@ -266,20 +264,18 @@ class RunConfig(RunFlags):
 
     @property
     def gives_cache_bits(self) -> bool:
-        """True if a flag says how many bits cached numbers have."""
+        """Whether a flag sets the bit width of the cache."""
         return self.compress_cache or any(
             each is not None for each in (self.cache_bits, self.key_bits, self.value_bits))
 
     @property
     def resolved_cache_bits(self) -> int:
-        """Bits of a cached number, unless `key_bits` or `value_bits` says otherwise: 16 (as `dtype`
-        says), 8 or 4."""
+        """Bit width of the cache without `key_bits` and `value_bits`: 16 (`dtype`), 8 or 4."""
         return self.cache_bits or (4 if self.compress_cache else 16)
 
     @property
     def resolved_weight_bits(self) -> int | str:
-        """Bits of a number in a matrix of weights: 16 (as `dtype` says), 12, 8 or 4; "auto" only
-        for a GGUF file, by its name."""
+        """Bit width of weight matrices: 16 (`dtype`), 12, 8 or 4, or "auto" for a GGUF file."""
         if self.weight_bits not in (None, AUTO):
             return self.weight_bits
         if self.compress_weight:
@@ -288,16 +284,16 @@ class RunConfig(RunFlags):
 
     @property
     def resolved_weight_cache(self) -> str | None:
-        """The folder that keeps quantized weights; "auto" for the usual one, None for none."""
+        """Folder that keeps quantized weights; "auto" for the default one, None for none."""
         return None if self.no_weight_cache else self.weight_cache
 
     def _make(self, cls: type[_Made], **others: object) -> _Made:
-        """A `cls` of `others`; its other fields are the flags of the same names, or left alone."""
+        """Make a `cls` from `others` and from the flags that have names of its fields."""
         names = {spec.name for spec in fields(cls)} & {spec.name for spec in fields(self)}
         return cls(**{name: getattr(self, name) for name in names} | others)
 
     def policy(self) -> Policy:
-        """The placements, batch sizes and overlap of the run; defaults for what is yet to plan."""
+        """Return the policy of the run, with defaults for what is still to be planned."""
         percent = RunConfig.percent if self.percent == AUTO else self.percent
         return self._make(
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
@@ -308,27 +304,29 @@ class RunConfig(RunFlags):
 
     @cached_property
     def _expert_choices(self) -> ExpertChoices | None:
-        """The choices in the file that is named, as it was when it was first asked for."""
+        """Contents of the file of expert counts, which is read once."""
         return None if self.expert_counts is None else read_expert_counts(self.expert_counts)
 
     def cache(self) -> CacheOptions:
-        """The storage options of the cache."""
+        """Return the storage options of the cache."""
         return CacheOptions(self.h2o(), self.resolved_cache_bits, self.attn_sparsity,
                             self.key_bits, self.value_bits)
 
     def h2o(self) -> H2OConfig | None:
-        """The H2O configuration; None for the full cache."""
+        """Return the H2O configuration; None for the full cache."""
         return h2o_config(self)
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters. Synthetic prompts never stop at EOS, as in FlexGen's
-        benchmark."""
+        """Return the sampling parameters.
+
+        Synthetic prompts never stop at EOS, as in FlexGen's benchmark.
+        """
         return self._make(SamplingParams, max_new_tokens=self.gen_len,
                           eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Make a config from names and values. An unknown name raises `UserError`."""
+        """Make a configuration from names and values. Raises `UserError` for an unknown name."""
         known = [spec.name for spec in fields(cls)]
         for name in values:
             if name not in known:
@@ -336,12 +334,12 @@ class RunConfig(RunFlags):
         return cls(**values)
 
     def to_dict(self) -> dict[str, object]:
-        """The resolved values as plain YAML types, without `config`: they include that file."""
+        """Return the values as plain YAML types, without `config`, whose values they include."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         del values["config"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the resolved config as YAML that ``--config`` reads. OSError if it cannot."""
+        """Write the resolved configuration as YAML for ``--config``. Raises OSError."""
         with open_atomic(path) as file:
             yaml.safe_dump(self.to_dict(), file, sort_keys=False, allow_unicode=True)

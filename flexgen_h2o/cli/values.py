@@ -1,7 +1,7 @@
-"""Flags as fields of dataclasses: how they are described, and the check of a value. No torch.
+"""Flags as dataclass fields: their metadata, and the check of one value. No torch.
 
-A value comes from the command line, Python or YAML, and is put into one form. What flags say
-together is for `run_config` and `cache_flags` to check.
+A value comes from the command line, Python or YAML and is normalized to one form. `run_config` and
+`cache_flags` check flags together.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from flexgen_h2o.files.readers import read_yaml
 
 
 def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
-    """A field and the metadata of its flag.
+    """Return a dataclass field with the metadata of its flag.
 
     `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, bits (an
     integer or auto), float or bool. Rules: `choices`, `low`, `above` and `high` (bounds),
-    `metavar`, `const` (the value of the bare flag), `shown` (the default in words) and `short`
-    (another name of one letter, such as ``-i``).
+    `metavar`, `const` (value of the flag without an argument), `shown` (the default as --help
+    shows it) and `short` (a one-letter alias such as ``-i``).
     """
     return field(default=default, metadata={"kind": kind, "help": help, **rules})
 
 
 def flag_name(name: str) -> str:
-    """The flag of a field: ``gen_len`` is ``--gen-len``."""
+    """Return the flag of a field: ``gen_len`` is ``--gen-len``."""
     return "--" + name.replace("_", "-")
 
 
-def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name) -> object:
-    """The value of a field, checked by the metadata of its flag.
+def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name) -> object:
+    """Return a value of a field, checked and normalized by the metadata of its flag.
 
-    Several values become a tuple, a file of ratios what it holds, and a path's ``~`` the home
-    folder. Raises `UserError`, in which the field is what `called` makes of its name.
+    Several values become a tuple, a file of ratios its numbers, and ``~`` in a path the home
+    folder. Raises `UserError`, which names the flag as `label` does.
     """
-    name, rules = called(spec.name), spec.metadata
+    name, rules = label(spec.name), spec.metadata
     if value is None and spec.default is None:
         return None
     match rules["kind"]:
@@ -86,7 +86,7 @@ def checked(spec: Field, value: object, called: Callable[[str], str] = flag_name
 
 
 def _texts(flag: str, value: object) -> tuple[str, ...]:
-    """One or several texts, none of them empty."""
+    """Return one or several texts. Raises `UserError` for an empty one."""
     texts = _several(value)
     names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
     return tuple(validation.validated(validation.Text, *pair)
@@ -94,12 +94,12 @@ def _texts(flag: str, value: object) -> tuple[str, ...]:
 
 
 def _several(value: object) -> tuple:
-    """The values of a list or tuple, or the one."""
+    """Return a value as a tuple: of a list its items."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def parse_size(flag: str, value: object) -> int:
-    """Bytes, from a number of them or a text such as ``6GB``, ``500 MB`` or ``1.5GiB``."""
+    """Return a size in bytes, from a number or a text such as ``6GB``, ``500 MB`` or ``1.5GiB``."""
     if isinstance(value, str):
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B)?", value.strip().upper())
         if found is None:
@@ -112,10 +112,7 @@ def parse_size(flag: str, value: object) -> int:
 
 
 def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
-    """Both forms of ``--percent`` as six numbers, or ``auto`` as it is.
-
-    YAML may give a list or ``0 100 100 0``.
-    """
+    """Return ``--percent`` as six numbers, or ``auto``. YAML may give a list or ``0 100 100 0``."""
     numbers = value.split() if isinstance(value, str) else value
     if not isinstance(numbers, (list, tuple)):
         raise UserError(f"{flag} takes 4 or 6 numbers, got {value!r}")
@@ -126,7 +123,7 @@ def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
 
 
 def _shares(flag: str, value: object) -> tuple[float, ...]:
-    """The shares of gpu, cpu and disk. YAML may give a list or ``0 100 0``."""
+    """Return the percentages of gpu, cpu and disk. YAML may give a list or ``0 100 0``."""
     numbers = value.split() if isinstance(value, str) else value
     placement = parse_shares(_several(numbers), flag)
     shares = (placement.gpu, placement.cpu, placement.disk)
@@ -134,7 +131,7 @@ def _shares(flag: str, value: object) -> tuple[float, ...]:
 
 
 def _ratios(flag: str, value: object) -> float | tuple[float, ...]:
-    """A fraction, or several: as numbers, as their text, or in a YAML file that lists them."""
+    """Return one fraction or several, from numbers, a text, or a YAML file that lists them."""
     path = ratio_file(value)
     if path is not None:
         value = read_yaml(flag, path)
@@ -150,7 +147,7 @@ def _ratios(flag: str, value: object) -> float | tuple[float, ...]:
 
 
 def ratio_file(value: object) -> str | None:
-    """The YAML file that a flag of ratios names in place of numbers, if it does."""
+    """Return the YAML file that a flag of ratios names, or None if it has numbers."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if isinstance(value, str) and value.endswith((".yaml", ".yml")):
@@ -169,7 +166,7 @@ def _ratio(flag: str, value: object) -> float:
 
 
 def load_yaml(path: str | os.PathLike) -> dict[str, object]:
-    """Read a mapping of flags from a YAML file; `RunConfig.from_mapping` checks its keys.
+    """Read flags from a YAML file; `RunConfig.from_mapping` checks its keys.
 
     Raises
     ------

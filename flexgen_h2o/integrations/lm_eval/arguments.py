@@ -42,7 +42,7 @@ class _Flags(RunConfig):
     """Flags of `flex_opt` as model arguments; errors call them by those names."""
 
     @staticmethod
-    def called(name: str) -> str:
+    def label(name: str) -> str:
         """Return the name of the model argument."""
         return _OTHER_NAMES.get(name, name)
 
