@@ -356,8 +356,8 @@ def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
     """The config with a run's policy and bits."""
     policy = run.policy
     bits: dict[str, Any] = {}
-    if run.weights.asked_bits != config.resolved_weight_bits:
-        bits["weight_bits"] = run.weights.asked_bits
+    if run.weights.weight_bits != config.resolved_weight_bits:
+        bits["weight_bits"] = run.weights.weight_bits
     if run.cache.bits != config.cache().bits:  # then no flag says how many
         bits["cache_bits"] = run.cache.bits
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)

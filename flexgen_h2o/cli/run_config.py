@@ -27,7 +27,7 @@ from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, Entries, Text, validated
-from flexgen_h2o.config.weight_layout import AUTO, CODED_BITS, WEIGHT_BITS
+from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.chat_template import check_arguments
 from flexgen_h2o.files.readers import json_object, json_value, read_text
@@ -167,7 +167,7 @@ class RunConfig(RunFlags):
                             f"{self.label('no_weight_cache')}, not both")
         quantized: tuple[int | str, ...] = (AUTO, *WEIGHT_BITS[1:])
         takes = {"weight_cache": quantized, "no_weight_cache": quantized,
-                 "activation_bits": (AUTO, *CODED_BITS), "calibration": CODED_BITS}
+                 "activation_bits": (AUTO, *INTEGER_BITS), "calibration": INTEGER_BITS}
         for name, possible in takes.items():
             given = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits

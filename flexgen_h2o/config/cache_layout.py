@@ -23,10 +23,10 @@ CACHE_BITS = (16, 8, 4)
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The record of one vector: its codes, then a scale and a zero point for each group.
+    """The record of one quantized vector: codes, then a scale and a zero point for each group.
 
-    A record is contiguous, so that storage may move, write and overwrite vectors without
-    knowing that they are quantized. Byte by byte:
+    A record is contiguous, so storage can move and overwrite vectors without knowing that they are
+    quantized. Its bytes are:
 
     ===================================  ===================================================
     ``code_bytes``                       uint8 codes; with 4 bits, element i is the low half
@@ -40,14 +40,14 @@ class GroupLayout:
     Parameters
     ----------
     length : int
-        Elements of a vector; even.
+        Elements of the vector; even.
     bits : int
         4 or 8.
 
     Raises
     ------
     UserError
-        For any other length or number of bits.
+        If the length is odd, or `bits` is not 4 or 8.
     """
 
     length: int
@@ -80,12 +80,12 @@ class GroupLayout:
 
     @property
     def group(self) -> int:
-        """Elements of a group."""
+        """Elements per group."""
         return self.length // self.groups
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes, rounded up so that the float16 part is aligned."""
+        """Bytes of the codes, rounded up to align the float16 part."""
         used = self.length * self.bits // 8
         return used + used % 2
 
@@ -97,11 +97,11 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The records of a compressed cache: those of its keys and those of its values.
+    """The records of keys and values of a quantized cache.
 
-    Records of one layout lie in slots ``[keys and values, ..., slots, width]``, as plain vectors
-    do. Where keys and values differ in bits, a slot holds both in one record, the key's first:
-    ``[1, ..., slots, width]``. So whatever moves slots need not know what is in them.
+    If keys and values have the same layout, slots are ``[2, ..., slots, width]``, as in a cache of
+    plain vectors. Otherwise one record holds both, the key first: ``[1, ..., slots, width]``. Code
+    that moves slots needs no knowledge of their contents.
     """
 
     keys: GroupLayout
@@ -109,8 +109,10 @@ class CacheLayout:
 
     @classmethod
     def of(cls, length: int, key_bits: int, value_bits: int | None = None) -> CacheLayout | None:
-        """Return the layout of vectors of `length` elements, whose values have the keys' bits
-        unless `value_bits` says otherwise; None for 16 bits."""
+        """Return the layout of vectors of `length` elements; None for 16 bits.
+
+        `value_bits` is `key_bits` by default.
+        """
         value_bits = key_bits if value_bits is None else value_bits
         if key_bits == value_bits == 16:
             return None
@@ -118,22 +120,22 @@ class CacheLayout:
 
     @cached_property
     def mixed(self) -> bool:
-        """True if a slot holds key and value in one record."""
+        """Whether a slot holds key and value in one record."""
         return self.keys != self.values
 
     @cached_property
     def kinds(self) -> int:
-        """The leading size of slots."""
+        """The size of the first axis of slots."""
         return 1 if self.mixed else 2
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a record of a slot: the last size of slots."""
+        """Bytes of a record: the size of the last axis of slots."""
         return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
 
 
 def split_slots(slots, layout: CacheLayout | None):
-    """Return views of the keys and of the values in slots; without a layout, of plain vectors."""
+    """Return views of the keys and the values of slots; a layout of None means plain vectors."""
     if layout is None or not layout.mixed:
         return slots[0], slots[1]
     return slots[0][..., : layout.keys.nbytes], slots[0][..., layout.keys.nbytes :]
@@ -148,17 +150,17 @@ class CacheOptions:
     h2o : H2OConfig or None
         None: the full cache.
     bits : int
-        Of keys and values: 16 (the run's dtype), 8 or 4. Where `key_bits` and `value_bits` differ
-        it becomes their mean.
+        Bits of keys and values: 16 (the run's dtype), 8 or 4. If `key_bits` and `value_bits`
+        differ, it becomes their mean.
     attn_sparsity : float
-        The share of the values that a new token reads.
+        The fraction of values that a new token reads.
     key_bits, value_bits : int or None
-        None becomes `bits`.
+        None: `bits`.
 
     Raises
     ------
     UserError
-        For values out of range, and for what cannot go together.
+        If values are out of range, or options cannot be combined.
     """
 
     h2o: H2OConfig | None = None
@@ -197,52 +199,52 @@ class CacheOptions:
 
     @property
     def kind_bits(self) -> tuple[int, int]:
-        """Bits of keys and of values."""
+        """Bits of keys, and bits of values."""
         assert self.key_bits is not None and self.value_bits is not None
         return self.key_bits, self.value_bits
 
     def layout(self, head_dim: int) -> CacheLayout | None:
-        """Return the layout of records; None with 16 bits."""
+        """Return the layout of records; None for 16 bits."""
         return CacheLayout.of(head_dim, *self.kind_bits)
 
     @property
     def evicts(self) -> bool:
-        """True if any token ever goes, if only behind the mask of a simulation."""
+        """Whether tokens are evicted, or masked by the simulation of eviction."""
         return self.h2o is not None and not self.h2o.is_full
 
     @property
     def quantizes_keys(self) -> bool:
-        """True if keys are stored in fewer bits, in the cache or in the index of recall."""
+        """Whether keys are quantized, in the cache or in the index of recall."""
         return self.bits != 16 or self.recalls
 
     @property
     def recalls(self) -> bool:
-        """True if everything stays, and a new token attends to what it chooses of it."""
+        """Whether nothing is evicted, and a new token attends to selected tokens."""
         return self.h2o is not None and self.h2o.recall
 
     @property
     def evicts_chunks(self) -> bool:
-        """True if prompts that come in chunks are evicted from after each of them."""
+        """Whether chunked prefill evicts after each chunk."""
         return self.h2o is not None and self.h2o.evicts_chunks(
             compressed=self.bits != 16)
 
     @property
     def simulated(self) -> bool:
-        """True if eviction, or recall, masks a full cache."""
+        """Whether eviction or recall is simulated by a mask over a full cache."""
         return (self.evicts or self.recalls) and self.h2o.simulate
 
     @property
     def plain(self) -> bool:
-        """True if it holds every token just as attention computed it."""
+        """Whether the cache holds all tokens, unquantized."""
         return not self.evicts and self.bits == 16
 
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """The layout of an index: tiles of `INDEX_TILE` neighbouring tokens of a KV head.
+    """The layout of the quantized key index of recall: tiles of `INDEX_TILE` tokens of a KV head.
 
-    In a tile the numbers of all tokens lie side by side, so that a query meets as many keys as a
-    vector has lanes and nothing is added up across lanes. Byte by byte:
+    In a tile the elements of all tokens are adjacent, so a SIMD lane computes with one key, and
+    there are no reductions across lanes. The bytes of a tile are:
 
     =============================  ===========================================================
     ``length * bits / 8`` rows     of `INDEX_TILE` bytes, one a token: row i holds elements
@@ -264,7 +266,7 @@ class IndexLayout:
     Raises
     ------
     UserError
-        For other bits, and for keys whose groups do not fill bytes.
+        If `bits` is not 4 or 2, or groups do not fill whole bytes.
     """
 
     length: int
@@ -284,22 +286,22 @@ class IndexLayout:
 
     @property
     def per_byte(self) -> int:
-        """Codes in a byte."""
+        """Codes per byte."""
         return 8 // self.bits
 
     @property
     def groups(self) -> int:
-        """Groups of a key, each with a scale and a zero point."""
+        """Groups of a key."""
         return GroupLayout(self.length, 4).groups
 
     @property
     def group(self) -> int:
-        """Elements of a group."""
+        """Elements per group."""
         return self.length // self.groups
 
     @property
     def code_rows(self) -> int:
-        """Rows of codes in a tile."""
+        """Rows of codes per tile."""
         return self.length // self.per_byte
 
     @property
@@ -308,29 +310,29 @@ class IndexLayout:
         return INDEX_TILE * (self.code_rows + 4 * self.groups)
 
     def tiles(self, tokens: int) -> int:
-        """Tiles that hold so many tokens."""
+        """Return the number of tiles for a number of tokens."""
         return -(-tokens // INDEX_TILE)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the index of so many tokens of one KV head."""
+        """Return the bytes of the index of one KV head for a number of tokens."""
         return self.tiles(tokens) * self.tile_bytes
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The layout of a layer's cache: [sequences, kv_heads, rows] records of whole pages.
+    """The layout on disk of a layer's cache with recall: records [sequences, kv_heads, rows].
 
-    A record holds key and value of some neighbouring tokens of one KV head, those of a token side
-    by side; what is left of its last page is empty. Those of a head lie together, in the order of
-    its tokens: what a head misses has neighbours that it misses too, other heads miss others.
+    A record holds the keys and values of adjacent tokens of one KV head, padded to whole pages; key
+    and value of a token are adjacent. Records of a head are contiguous in the order of tokens,
+    because the misses of a head are often neighbours.
 
     Attributes
     ----------
     kv_heads : int
     token_bytes : int
-        Key and value of a token in one head.
+        Bytes of key and value of a token of one head.
     slots : int
-        Tokens of a sequence, at most.
+        Maximum tokens of a sequence.
     """
 
     kv_heads: int
@@ -339,7 +341,7 @@ class PageLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a record."""
+        """Tokens per record."""
         return max(1, PAGE // self.token_bytes)
 
     @property
@@ -349,29 +351,29 @@ class PageLayout:
 
     @property
     def rows(self) -> int:
-        """Records of a KV head of a sequence."""
+        """Records per KV head of a sequence."""
         return -(-self.slots // self.tokens)
 
     @property
     def gap(self) -> int:
-        """Records between two that are read with them, at most."""
+        """Maximum number of unneeded records between two that one request reads."""
         return NEAR // self.record_bytes
 
     @property
     def most(self) -> int:
-        """Records that one request reads, at most."""
+        """Maximum records per read request."""
         return max(1, READ_BYTES // self.record_bytes)
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of a sequence."""
+        """Bytes per sequence."""
         return self.kv_heads * self.rows * self.record_bytes
 
     @property
     def newest(self) -> int:
-        """The newest tokens that memory holds, at most."""
+        """Maximum number of newest tokens that are held in memory."""
         return NEWEST_RECORDS * self.tokens
 
     def first_newest(self, cached: int) -> int:
-        """The first of the newest tokens, if so many are cached."""
+        """Return the first of the newest tokens, for a number of cached tokens."""
         return max(0, (cached // self.tokens - NEWEST_RECORDS + 1) * self.tokens)

@@ -24,9 +24,9 @@ WEIGHT_BITS = (16, 12, 8, 4)
 """Values of `weight_bits`: 16 is the run's dtype, 12 the floats of `MatrixLayout`, 8 and 4 are
 quantized."""
 
-CODED_BITS = (8, 4)
-"""Values of `weight_bits` with quantized integers: these allow quantized activations, and keep the
-quantized values of a checkpoint."""
+INTEGER_BITS = (8, 4)
+"""Values of `weight_bits` that quantize to integers. They allow quantized activations, and can keep
+the quantized values of a checkpoint."""
 
 MATRIX_BITS = (12, 8, 6, 4)
 """Bit widths of a `MatrixLayout`. 6 bits hold the 5- and 6-bit values of GGUF files."""
@@ -36,11 +36,10 @@ _LAYER_NUMBER = re.compile(r"\.([0-9]+)\.")
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The storage layout of a quantized matrix [outputs, inputs]: block by block, as products read
-    it.
+    """The storage layout of a quantized matrix [outputs, inputs], in the order matmuls read it.
 
-    A block holds `MATRIX_TILE` outputs by one group of inputs, and blocks lie by tile, then by
-    group. Both the outputs and the last group are filled up. Of a block, byte by byte:
+    A block holds `MATRIX_TILE` outputs by one group of inputs. Blocks are ordered by tile, then by
+    group. The last tile and the last group are padded. The bytes of a block are:
 
     =======================  ====================================================================
     ``32``                   float16 scales, one for each output
@@ -48,30 +47,30 @@ class MatrixLayout:
     ``64 * words``           uint32 codes [words, TILE]
     =======================  ====================================================================
 
-    Each word holds the codes of 32 / bits consecutive inputs of one output: input 2 * t + side of
-    these in the bits from 16 * side + bits * t on. So a shift and a mask make pairs of neighbours
-    out of it. An element is ``zero + scale * code``; every block starts at a multiple of 64 bytes.
+    A word holds the codes of 32 / bits consecutive inputs of one output. The code of input
+    2 * t + side is in the bits from 16 * side + bits * t on, so a shift and a mask extract a pair
+    of neighbours. An element is ``zero + scale * code``. Blocks start at multiples of 64 bytes.
 
-    With 6 bits, three words hold 16 inputs: the four words that would hold them in 8 bits. Bytes of
-    the first three words keep their place in the lower 6 bits; bits 0-1, 2-3 and 4-5 of each byte
-    of the fourth word lie in the upper 2 bits of the same byte of words 0, 1 and 2.
+    With 6 bits, three words hold 16 inputs. Take the four words that hold them in 8 bits: the bytes
+    of the first three are in the lower 6 bits of the three words. Bits 0-1, 2-3 and 4-5 of each
+    byte of the fourth are in the upper 2 bits of the same byte of words 0, 1 and 2.
 
-    Compact blocks, with 4 bits alone, begin with 16 bytes of scales and 16 of zero points. Byte b
+    Compact blocks (4 bits only) begin with 16 bytes of scales and 16 bytes of zero points. Byte b
     is the scale ``(1 + b % 16 / 16) * 2 ** (b // 16 - 14)``, byte z the zero point
     ``-scale * z / 16``.
 
     In MXFP4 (OCP Microscaling Formats (MX) Specification 1.0) a block begins with 16 bytes in place
     of scales and zero points: the exponent of each output, plus 127. An element is ``number(code) *
-    2 ** exponent``, where the codes from 0 to 7 stand for 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and those
-    from 8 on for their negatives; blocks start at multiples of 16 bytes.
+    2 ** exponent``. Codes 0 to 7 are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, codes 8 to 15 their negatives.
+    Blocks start at multiples of 16 bytes.
 
-    With 12 bits an element is a bfloat16 whose exponent has four bits: how far it is below that of
-    the largest of its group, which stands at the block's beginning as in MXFP4. A code has the
-    bfloat16's sign in bit 15 and its mantissa in bits 0 to 6; bits 7 to 10 are its exponent less
-    that of the largest, plus 15. A code of nothing but a sign is 0. Eight inputs lie in three
-    words, input 2 * t + side in the half `side`: the first three t in these places of word t, and
-    of the last t bits 7 to 10 in bits 11 to 14 of word 0, the sign and bits 4 to 6 in bits 14 and
-    11 to 13 of word 1, bits 0 to 3 in bits 11 to 14 of word 2.
+    With 12 bits an element is a bfloat16 with an exponent of four bits, relative to the largest
+    exponent of its group, which begins the block as in MXFP4. Bit 15 of a code is the sign, bits 0
+    to 6 are the mantissa, and bits 7 to 10 the exponent minus the largest one, plus 15. A code with
+    no other bit than the sign is 0. Three words hold eight inputs; the code of input 2 * t + side
+    is in half `side`. For t < 3 it is in word t. For t = 3 its bits 7 to 10 are in bits 11 to 14 of
+    word 0, its sign and bits 4 to 6 in bits 14 and 11 to 13 of word 1, and its bits 0 to 3 in bits
+    11 to 14 of word 2.
 
     Parameters
     ----------
@@ -81,14 +80,14 @@ class MatrixLayout:
     group : int
         Inputs that share a scale and a zero point; a multiple of 8, with 6 bits of 16.
     mxfp4 : bool
-        Whether elements are MXFP4's: 4 bits in groups of 32.
+        Whether elements are MXFP4: 4 bits in groups of 32.
     compact : bool
-        Whether scales and zero points have 8 bits each; with 4 bits alone.
+        Whether scales and zero points have 8 bits each; 4 bits only.
 
     Raises
     ------
     UserError
-        For other bits or groups, and for a matrix without elements.
+        If bits or group are not supported, or the matrix is empty.
     """
 
     outputs: int
@@ -119,27 +118,27 @@ class MatrixLayout:
 
     @property
     def has_zeros(self) -> bool:
-        """True if a group has a scale and a zero point, False if it has an exponent."""
+        """Whether a group has a scale and a zero point, instead of an exponent."""
         return not self.mxfp4 and self.bits != 12
 
     @property
     def tiles(self) -> int:
-        """Tiles of outputs, the last one filled up."""
+        """Tiles of outputs; the last one is padded."""
         return -(-self.outputs // MATRIX_TILE)
 
     @property
     def groups(self) -> int:
-        """Groups of inputs, the last one filled up."""
+        """Groups of inputs; the last one is padded."""
         return -(-self.inputs // self.group)
 
     @property
     def words(self) -> int:
-        """Words of a group of one output."""
+        """Words per group of one output."""
         return self.group * self.bits // 32
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of a block before its codes."""
+        """Bytes of a block that precede its codes."""
         if not self.has_zeros:
             return MATRIX_TILE
         return (2 if self.compact else 4) * MATRIX_TILE
@@ -151,7 +150,7 @@ class MatrixLayout:
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a tile: `MATRIX_TILE` whole rows."""
+        """Bytes of a tile, which is `MATRIX_TILE` rows."""
         return self.groups * self.block_bytes
 
     @property
@@ -162,7 +161,7 @@ class MatrixLayout:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """Storage options of the matrices of a model. Vectors stay in the run's dtype.
+    """Storage options of a model's matrices. Vectors have the run's dtype.
 
     Attributes
     ----------
@@ -171,14 +170,14 @@ class WeightOptions:
     group : int
         Inputs that share a scale, unless `bits` is 16.
     mxfp4 : frozenset of (outputs, inputs)
-        Shapes of the matrices that are in MXFP4, with 4 bits.
+        Shapes of the matrices in MXFP4, with 4 bits.
     activation_bits : int
-        16: products take activations as they are. 8: they round them, for matrices of codes.
+        Bit width of activations in matmuls with 8- and 4-bit weights: 16 (not quantized) or 8.
     kept : mapping of str to MatrixLayout
-        By name the matrices that have layouts of their own; if there are any, the others stay in
-        the run's dtype. With 16 `bits`: those of the values of a GGUF file.
+        Layouts of single matrices by name. If there are any, the other matrices have the run's
+        dtype. With `bits` of 16 these are the layouts of the values of a GGUF file.
     plain : tuple of (outputs, inputs)
-        Shapes of these others.
+        Shapes of the other matrices.
     """
 
     bits: int = 16
@@ -189,21 +188,25 @@ class WeightOptions:
     plain: tuple[tuple[int, int], ...] = ()
 
     @property
-    def asked_bits(self) -> int | str:
-        """The `weight_bits` by which a user asks for these options."""
+    def weight_bits(self) -> int | str:
+        """The value of `weight_bits` that leads to these options."""
         return AUTO if self.kept and self.bits == 16 else self.bits
 
     @property
     def quantizes(self) -> bool:
-        """True if any matrix is not in the run's dtype."""
+        """Whether any matrix is quantized."""
         return self.bits != 16 or bool(self.kept)
 
     def layout(self, shape: tuple[int, int], name: str = "") -> MatrixLayout | None:
-        """Return the layout of a matrix (outputs, inputs), or of some outputs of the matrix of a
-        name; None for the run's dtype."""
+        """Return the layout of a matrix (outputs, inputs); None for the run's dtype.
+
+        The shape may have a part of the outputs of the matrix `name`.
+        """
         if self.kept:
-            own = self.kept.get(name)
-            return own if own is None or own.outputs == shape[0] else replace(own, outputs=shape[0])
+            layout = self.kept.get(name)
+            if layout is None or layout.outputs == shape[0]:
+                return layout
+            return replace(layout, outputs=shape[0])
         if self.bits == 16:
             return None
         if tuple(shape) in self.mxfp4:
@@ -211,41 +214,45 @@ class WeightOptions:
         return MatrixLayout(*shape, bits=self.bits, group=self.group)
 
     def matrix_bytes(self, shape: tuple[int, int], itemsize: int) -> int:
-        """Return the bytes at rest of a matrix (outputs, inputs): a mean over those of this shape,
-        rounded up, where they differ. Of some outputs of a matrix, in proportion."""
+        """Return the stored bytes of a matrix (outputs, inputs), or of a part of its outputs.
+
+        If matrices of this shape differ, it is their mean, rounded up.
+        """
         if self.kept:
-            bytes_each = self._element_bytes(itemsize).get(tuple(shape))
-            if bytes_each is None:  # some outputs
-                same = [each for (_, inputs), each in self._element_bytes(itemsize).items()
-                        if inputs == shape[1]]
-                bytes_each = max(same, default=itemsize)
-            return math.ceil(shape[0] * shape[1] * bytes_each)
+            element_bytes = self._element_bytes(itemsize)
+            per_element = element_bytes.get(tuple(shape))
+            if per_element is None:  # a part of the outputs
+                per_element = max((nbytes for (_, inputs), nbytes in element_bytes.items()
+                                   if inputs == shape[1]), default=itemsize)
+            return math.ceil(shape[0] * shape[1] * per_element)
         layout = self.layout(shape)
         return shape[0] * shape[1] * itemsize if layout is None else layout.nbytes
 
     @cached_property
     def widest(self) -> WeightOptions:
-        """These options with the largest layout of each shape for all matrices of the shape."""
+        """The same options, where all matrices of a shape have the largest of their layouts."""
         largest: dict[tuple[int, int], MatrixLayout] = {}
         for layout in self.kept.values():
             shape = layout.outputs, layout.inputs
-            held = largest.get(shape)
-            if shape not in self.plain and (held is None or held.nbytes < layout.nbytes):
+            other = largest.get(shape)
+            if shape not in self.plain and (other is None or other.nbytes < layout.nbytes):
                 largest[shape] = layout
         return replace(self, kept={str(shape): layout for shape, layout in largest.items()}
                        or self.kept)
 
     @property
     def groups(self) -> frozenset[int]:
-        """Inputs of a group, in all layouts."""
+        """The group sizes of all layouts."""
         if self.kept:
             return frozenset(layout.group for layout in self.kept.values())
         return frozenset({self.group, MXFP4_GROUP} if self.mxfp4 else {self.group})
 
     @cached_property
     def shares(self) -> Mapping[int, float]:
-        """The share of the matrices' elements by bits, of those in `WEIGHT_BITS`. No rates are
-        measured for 6 bits: they count half as 4 and half as 8."""
+        """The fraction of the matrices' elements by bits, of `WEIGHT_BITS`.
+
+        6 bits, for which no rates are measured, count half as 4 and half as 8.
+        """
         if not self.kept:
             return {self.bits: 1.0}
         elements: dict[int, float] = defaultdict(float)
@@ -258,7 +265,7 @@ class WeightOptions:
         return {bits: count / total for bits, count in elements.items()}
 
     def part(self, first: int, last: int) -> WeightOptions:
-        """Return the options of the decoder layers first:last, and of what is outside of layers."""
+        """Return the options of decoder layers first:last, and of tensors outside of layers."""
         def inside(name: str) -> bool:
             number = _LAYER_NUMBER.search(name)
             return number is None or first <= int(number[1]) < last
@@ -267,9 +274,9 @@ class WeightOptions:
         return replace(self, kept=kept) if kept else self
 
     def _element_bytes(self, itemsize: int) -> Mapping[tuple[int, int], float]:
-        """Bytes of an element by shape, a mean over all matrices of the shape."""
-        found = self._means.get(itemsize)
-        if found is None:
+        """Return the mean bytes per element of the matrices of each shape."""
+        means = self._means.get(itemsize)
+        if means is None:
             nbytes: Counter[tuple[int, int]] = Counter()
             counts: Counter[tuple[int, int]] = Counter(self.plain)
             for shape, count in counts.items():
@@ -277,9 +284,9 @@ class WeightOptions:
             for layout in self.kept.values():
                 counts[layout.outputs, layout.inputs] += 1
                 nbytes[layout.outputs, layout.inputs] += layout.nbytes
-            found = {shape: nbytes[shape] / counts[shape] / math.prod(shape) for shape in counts}
-            self._means[itemsize] = found
-        return found
+            means = {shape: nbytes[shape] / counts[shape] / math.prod(shape) for shape in counts}
+            self._means[itemsize] = means
+        return means
 
     @cached_property
     def _means(self) -> dict[int, Mapping[tuple[int, int], float]]:
@@ -288,7 +295,10 @@ class WeightOptions:
 
 @dataclass(frozen=True)
 class BlockType:
-    """A type of tensor: consecutive elements of a row in blocks of one size.
+    """A tensor type of GGUF files: a row is a sequence of blocks of consecutive elements.
+
+    Source: ggml.h and ggml-common.h of llama.cpp. The gguf package has the same sizes, but imports
+    numpy.
 
     Attributes
     ----------
@@ -316,10 +326,10 @@ class BlockType:
         return MatrixLayout(outputs, inputs, self.bits, self.group, mxfp4=self.name == "MXFP4")
 
     def fits(self, layout: MatrixLayout) -> bool:
-        """Return True if a layout holds the codes: no fewer bits, and groups that divide these."""
+        """Return True if a layout holds the codes: enough bits, and groups within the type's."""
         if self.bits == 16 or layout.bits == 12 or layout.mxfp4:
             return layout.mxfp4 and self.name == "MXFP4"
-        bits = 8 if self.name == "MXFP4" else self.bits  # its numbers are evenly spaced codes then
+        bits = 8 if self.name == "MXFP4" else self.bits  # as evenly spaced values
         return bits <= layout.bits and self.group % layout.group == 0
 
 
@@ -342,13 +352,13 @@ _TYPES = {
     39: BlockType("MXFP4", 32, 17, 4, 32),
 }
 
-KINDS: Mapping[int, BlockType] = MappingProxyType(
+BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
     {number: replace(kind, number=number) for number, kind in _TYPES.items()})
-"""The supported types by their number in a file."""
+"""Supported types, by their number in a file."""
 
-OTHERS: Mapping[int, str] = MappingProxyType({
+UNSUPPORTED_TYPES: Mapping[int, str] = MappingProxyType({
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
     22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
     35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
 })
-"""Names of the types that are not supported, for messages."""
+"""Names of types that are not supported, for error messages."""

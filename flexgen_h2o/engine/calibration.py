@@ -25,7 +25,7 @@ from flexgen_h2o.cache.alternatives import UncachedAttention
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.weight_layout import CODED_BITS, WeightOptions
+from flexgen_h2o.config.weight_layout import INTEGER_BITS, WeightOptions
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.sampling import PrefillScorer
@@ -66,7 +66,7 @@ def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: Engin
         have to quantize them.
     """
     bits = source.bits
-    if bits not in CODED_BITS:
+    if bits not in INTEGER_BITS:
         raise UserError(f"calibration has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if source.dummy:

@@ -22,8 +22,8 @@ from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.weight_layout import (
     AUTO,
-    CODED_BITS,
     DTYPES,
+    INTEGER_BITS,
     WEIGHT_BITS,
     MatrixLayout,
     WeightOptions,
@@ -357,7 +357,7 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
         raise UserError(f"weight_bits must be auto, 16, 12, 8 or 4, got {bits!r}")
     if activation_bits not in (8, 16):
         raise UserError(f"activation_bits must be 16 or 8, got {activation_bits!r}")
-    if activation_bits == 8 and bits not in (AUTO, *CODED_BITS):
+    if activation_bits == 8 and bits not in (AUTO, *INTEGER_BITS):
         raise UserError(f"activation_bits 8 has no effect on weights of {bits} bits: "
                         f"{'add' if bits == 16 else 'use'} weight_bits 4")
     if activation_bits == 8 and device.torch.type != "cpu":

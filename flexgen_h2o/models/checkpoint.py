@@ -1,4 +1,4 @@
-"""The interface of a checkpoint: named tensors, known before they are read, read one at a time."""
+"""The interface of checkpoints: named tensors, read one at a time; and views of stacked tensors."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ class TensorInfo:
     Attributes
     ----------
     dtype : torch.dtype
-        As stored.
+        The stored dtype.
     shape : tuple of int
-        As stored.
     extent : Extent or None
-        Where its raw bytes lie, or None if they do not lie plainly in a file.
+        The position of its bytes in a file; None if they are not contiguous in a file.
     checksum : int or None
-        XXH3 (64 bits) of these bytes, where the file keeps it.
+        XXH3 (64 bits) of these bytes, if the file has it.
     """
 
     dtype: torch.dtype
@@ -43,14 +42,14 @@ class TensorInfo:
 
 
 class Checkpoint(ABC):
-    """Named tensors that are read one at a time. Safe to read from several threads.
+    """Named tensors that are read one at a time. Thread-safe.
 
     Attributes
     ----------
     source : str
-        What error messages call it: a path, mostly.
+        Name in error messages, usually a path.
     absent : mapping of str to Path
-        The shards of tensors that an index names and no shard has.
+        The shards of tensors that are in the index and missing in the shard.
     """
 
     source: str
@@ -58,34 +57,35 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
 
     @abstractmethod
     def info(self, name: str) -> TensorInfo:
-        """Dtype, shape and place of one tensor; KeyError if there is none of that name."""
+        """Return the metadata of a tensor; raise KeyError if there is none of that name."""
 
     @abstractmethod
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        """Fill `out`, which has been checked."""
+        """Fill `out`, which is checked already."""
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, which has been checked, with elements from `start` on. Those that can read
-        a part alone do so."""
+        """Fill `out`, which is checked already, with elements from `start` on.
+
+        Subclasses override this if they can read a part of a tensor.
+        """
         whole = torch.empty(info.shape, dtype=out.dtype)
         self._fill(name, info, whole)
         out.view(-1).copy_(whole.view(-1)[start : start + out.numel()])
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        """Read one tensor into memory that the caller owns, converting to its dtype.
+        """Read a tensor into `out`, converting to its dtype.
 
         Parameters
         ----------
         name : str
             One of `names()`.
         out : torch.Tensor
-            Contiguous, on the CPU, of the tensor's shape and of any floating dtype; uint8 for a
-            tensor of bytes, which quantized ones are. Nothing beyond it and a few MB of scratch is
-            held while it is filled.
+            Contiguous CPU tensor of the same shape and of any floating dtype; uint8 for a uint8
+            tensor, such as quantized values. At most a few MB of scratch memory are used.
 
         Raises
         ------
@@ -94,18 +94,17 @@ class Checkpoint(ABC):
         ValueError
             If `out` is not as described.
         UserError
-            If the bytes cannot be read, or the tensor is stored as something other than
-            float16, bfloat16, float32 or float64 (quantized checkpoints are).
+            If the bytes cannot be read, or the stored dtype is not float16, bfloat16, float32
+            or float64.
         """
         info = self.info(name)
         if tuple(out.shape) != info.shape:
             raise ValueError(f"{name} has shape {info.shape}, not that of out {tuple(out.shape)}")
-        bytes_alone = info.dtype == out.dtype == torch.uint8
-        self._check(name, info, out, as_stored=bytes_alone)
+        self._check(name, info, out, as_stored=info.dtype == out.dtype == torch.uint8)
         self._fill(name, info, out)
 
     def read_part(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read some consecutive elements of a tensor, converting to out's dtype.
+        """Read consecutive elements of a tensor, converting to the dtype of `out`.
 
         Parameters
         ----------
@@ -114,13 +113,12 @@ class Checkpoint(ABC):
         start : int
             The first element to read, in row-major order.
         out : torch.Tensor
-            As for `read`, but of any shape: as many elements are read. Also of a tensor's own
-            dtype, whatever that is, as the parts of quantized matrices are read.
+            As in `read`, but of any shape. It may also have the stored dtype, whatever that is.
 
         Raises
         ------
         KeyError, ValueError, UserError
-            As `read`; ValueError also for elements beyond the tensor's last.
+            As in `read`; ValueError also if the tensor has too few elements.
         """
         info = self.info(name)
         if not 0 <= start <= math.prod(info.shape) - out.numel():
@@ -139,34 +137,33 @@ class Checkpoint(ABC):
             )
 
     def kept_layout(self, name: str) -> MatrixLayout | None:
-        """Return the layout in which `keep` writes a matrix without loss; None for tensors that
-        are not stored as codes."""
+        """Return the layout in which `keep` is lossless; None if a tensor is not quantized."""
         return None
 
     def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
              rows: range | None = None) -> bool:
-        """Write a matrix into `out` by the codes that it is stored as, with no second rounding.
+        """Write the stored quantized values of a matrix into `out`, without rounding again.
 
         Parameters
         ----------
         name : str
             One of `names()`.
         layout : MatrixLayout
-            Of the matrix, or of these rows.
+            The layout of the matrix, or of these rows.
         out : uint8 Tensor [layout.nbytes]
         rows : range, optional
-            Those wanted, counted over all axes but the last. None: all.
+            Rows to write, counted over all axes but the last. None: all.
 
         Returns
         -------
         bool
-            False where it is not stored as codes that this layout can hold; what `out` holds then
-            is not known.
+            False if the matrix has no quantized values that this layout can hold. The contents of
+            `out` are then undefined.
         """
         return False
 
     def close(self) -> None:
-        """Let go of open files. The checkpoint must not be read afterwards."""
+        """Close files. The checkpoint must not be read afterwards."""
         return None
 
     def __enter__(self) -> Checkpoint:
@@ -193,29 +190,28 @@ def resolve(
     specs: Iterable[_Spec],
     aliases: Callable[[str], tuple[str, ...]],
 ) -> dict[str, str]:
-    """Find every wanted tensor of a model under the name that this checkpoint has for it.
+    """Return the checkpoint's names of a model's tensors.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        Where to look.
-    specs : iterable of objects with `name` and `shape`
-        The tensors wanted, by canonical name.
+    specs : iterable of TensorSpec
+        The tensors, by canonical name.
     aliases : callable
-        Given a canonical name, the names to try in turn, the canonical one first.
+        Returns the possible names of a tensor, the canonical one first.
 
     Returns
     -------
     dict of str to str
-        Canonical name to the checkpoint's name.
+        Canonical name to name in the checkpoint.
 
     Raises
     ------
     UserError
-        If a tensor is missing or of another shape.
+        If a tensor is missing or has another shape.
     """
     present = checkpoint.names()
-    found = {}
+    names = {}
     for spec in specs:
         tried = aliases(spec.name)
         actual = next((name for name in tried if name in present), None)
@@ -236,26 +232,26 @@ def resolve(
                 f"{checkpoint.source}: tensor {actual} has shape {list(shape)}, but config.json "
                 f"calls for {list(spec.shape)}; do the two belong together?"
             )
-        found[spec.name] = actual
-    return found
+        names[spec.name] = actual
+    return names
 
 
 @dataclass(frozen=True)
 class View:
-    """One matrix (or vector) inside of a larger tensor: ``tensor[entry]``, transposed, ``[rows]``.
+    """A matrix or vector inside a larger tensor: ``tensor[entry]``, transposed, ``[rows]``.
 
     Attributes
     ----------
     tensor : str
-        The checkpoint's name of the larger one.
+        Name of the larger tensor in the checkpoint.
     entry : int or None
-        Index on its first axis: the expert. None where it is not stacked.
+        Index on its first axis, such as the expert. None: the tensor is not stacked.
     transposed : bool
         Whether the entry is stored as [inputs, outputs].
     rows : range or None
-        Those of the entry (after transposition) that make up the matrix, in order: ``range(0, n)``
-        and ``range(n, 2 * n)`` are halves, ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` are
-        rows in turn. None: all. Of a vector, its elements.
+        Rows of the entry, after transposition. ``range(n)`` and ``range(n, 2 * n)`` are halves,
+        ``range(0, 2 * n, 2)`` and ``range(1, 2 * n, 2)`` alternate. None: all. For a vector, its
+        elements.
     """
 
     tensor: str
@@ -266,34 +262,34 @@ class View:
 
 @dataclass(frozen=True)
 class _Place:
-    """A view of a tensor of known shape. Sizes are in elements."""
+    """The position of a view in a tensor of known shape, in elements."""
 
     shape: tuple[int, ...]
     start: int  # of the entry
-    rows: range  # of the entry
-    width: int  # of a stored row; 1 where elements of a vector count as rows
+    rows: range  # within the entry
+    width: int  # of a stored row; 1 for a vector, whose elements count as rows
     height: int  # stored rows of the entry
 
 
 class StackedCheckpoint(Checkpoint):
-    """Another checkpoint, with views of its tensors under names of their own.
+    """A checkpoint with views of another checkpoint's stacked and fused tensors.
 
-    A view of consecutive rows has an extent: its bytes lie plainly in the file, and are streamed
-    from there. Others are read through a few MB of scratch.
+    Checkpoints may have one tensor for all experts of a layer [experts, rows, columns], for
+    queries, keys and values, or for both halves of a gated MLP. The engine reads single matrices. A
+    view of consecutive rows has an extent, and is streamed from the file. Others are read through a
+    few MB of scratch memory.
 
     Parameters
     ----------
     inner : Checkpoint
         Closed with this one.
     views : mapping of str to sequence of View
-        For each name the places where its tensor may be: the first whose tensor the checkpoint
-        has is taken. A name that the checkpoint has itself, and one with no place there, is left
-        to the checkpoint.
+        Possible views by tensor name; the first whose tensor exists is used. Names that `inner`
+        has itself are not viewed.
 
     Notes
     -----
-    `names()` leaves out the tensors that are viewed, so that a converted copy holds each byte once,
-    under the names that the engine reads.
+    `names()` does not include the viewed tensors, so that a converted copy has each byte once.
     """
 
     def __init__(self, inner: Checkpoint, views: Mapping[str, Sequence[View]]):
@@ -301,9 +297,9 @@ class StackedCheckpoint(Checkpoint):
         present = inner.names()
         self._views: dict[str, View] = {}
         for name, places in views.items():
-            found = next((view for view in places if view.tensor in present), None)
-            if found is not None and name not in present:
-                self._views[name] = found
+            view = next((view for view in places if view.tensor in present), None)
+            if view is not None and name not in present:
+                self._views[name] = view
         viewed = {view.tensor for view in self._views.values()}
         self._names = dict.fromkeys(
             [*(name for name in present if name not in viewed), *self._views])
@@ -325,14 +321,14 @@ class StackedCheckpoint(Checkpoint):
         return replace(whole, shape=place.shape, extent=extent, checksum=None)
 
     def _place(self, name: str) -> _Place:
-        """The part of its tensor that a view is; UserError where the tensor has no such part."""
+        """Return the position of a view; raise `UserError` if its tensor has no such part."""
         view = self._views[name]
         stored = self._inner.info(view.tensor).shape
         stacked = view.entry is not None
         entry, entries = view.entry or 0, stored[0] if stacked and stored else 1
         shape = stored[1:] if stacked else stored
-        turned = shape[::-1] if view.transposed else shape
-        height = turned[0] if turned else 0
+        transposed = shape[::-1] if view.transposed else shape
+        height = transposed[0] if transposed else 0
         rows = range(height) if view.rows is None else view.rows
         fits = len(shape) == 2 or len(shape) == 1 and not view.transposed
         inside = not rows or 0 <= rows[0] <= rows[-1] < height
@@ -340,7 +336,7 @@ class StackedCheckpoint(Checkpoint):
             raise UserError(f"{self.source}: tensor {view.tensor} has shape {list(stored)}, in "
                             f"which there is no {name}; does config.json belong to it?")
         width = shape[1] if len(shape) == 2 else 1
-        return _Place((len(rows), *turned[1:]), entry * math.prod(shape), rows, width, shape[0])
+        return _Place((len(rows), *transposed[1:]), entry * math.prod(shape), rows, width, shape[0])
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
         if name not in self._views:
@@ -348,15 +344,15 @@ class StackedCheckpoint(Checkpoint):
             return
         view, place = self._views[name], self._place(name)
         if view.transposed:
-            self._fill_turned(view.tensor, place, out)
+            self._fill_transposed(view.tensor, place, out)
         elif place.rows.step == 1:
             first = place.start + place.rows.start * place.width
             self._inner.read_part(view.tensor, first, out)
         else:
-            self._fill_every(view.tensor, place, out.view(len(place.rows), place.width))
+            self._fill_strided(view.tensor, place, out.view(len(place.rows), place.width))
 
-    def _fill_turned(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
-        """Columns of the stored entry, as rows."""
+    def _fill_transposed(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+        """Read columns of the stored entry as rows."""
         step = max(1, _SCRATCH_ELEMENTS // max(1, place.width))
         scratch = torch.empty(min(step, place.height), place.width, dtype=out.dtype)
         columns = slice(place.rows.start, place.rows.stop, place.rows.step)
@@ -365,8 +361,8 @@ class StackedCheckpoint(Checkpoint):
             self._inner.read_part(tensor, place.start + first * place.width, part)
             out[:, first : first + len(part)] = part[:, columns].T
 
-    def _fill_every(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
-        """Every so many of the stored rows."""
+    def _fill_strided(self, tensor: str, place: _Place, out: torch.Tensor) -> None:
+        """Read every n-th stored row."""
         skip = place.rows.step
         step = max(1, _SCRATCH_ELEMENTS // max(1, place.width * skip))
         for first in range(0, len(place.rows), step):
@@ -401,7 +397,7 @@ class StackedCheckpoint(Checkpoint):
 
 
 def unstacked(checkpoint: Checkpoint, views: Mapping[str, Sequence[View]]) -> Checkpoint:
-    """`checkpoint` with these views; as it is where it has none of their tensors."""
+    """Return `checkpoint` with these views; itself if it has none of their tensors."""
     present = checkpoint.names()
-    found = any(view.tensor in present for places in views.values() for view in places)
-    return StackedCheckpoint(checkpoint, views) if found else checkpoint
+    stacked = any(view.tensor in present for places in views.values() for view in places)
+    return StackedCheckpoint(checkpoint, views) if stacked else checkpoint

@@ -1,4 +1,4 @@
-"""Named tensors of a checkpoint, read one at a time, by byte range where the format allows."""
+"""Checkpoints in safetensors and `pytorch_model.bin` files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from flexgen_h2o.models.quantization import quantization
 from flexgen_h2o.models.safetensors_io import bytes_view, pread_exactly, read_header
 
 _SAFETENSORS, _BIN = "model.safetensors", "pytorch_model.bin"
-_CONVERT_BYTES = 4 << 20  # of scratch for a read that converts; small enough to stay in cache
+_CONVERT_BYTES = 4 << 20  # of scratch memory to convert dtypes; fits in the CPU's cache
 
 
 class SafetensorsCheckpoint(Checkpoint):
     """Tensors of a safetensors file, or of a folder with one, sharded or not.
 
-    Reads go through preadv straight into the caller's memory: no mmap, whose resident pages
-    would count a second time.
+    Reads use preadv into the caller's memory, not mmap, whose resident pages would count twice.
 
     Parameters
     ----------
@@ -75,7 +74,7 @@ class SafetensorsCheckpoint(Checkpoint):
         if out.dtype == info.dtype:
             pread_exactly(fd, bytes_view(flat), first, extent.path)
             return
-        # Scratch of the stored dtype is aligned for it, wherever in the file the bytes lie.
+        # The scratch tensor is aligned for the stored dtype; the bytes in the file may not be.
         scratch = torch.empty(min(len(flat), _CONVERT_BYTES // width), dtype=info.dtype)
         for done in range(0, len(flat), max(1, len(scratch))):
             part = scratch[: len(flat) - done]
@@ -89,10 +88,9 @@ class SafetensorsCheckpoint(Checkpoint):
 
 
 class BinCheckpoint(Checkpoint):
-    """Tensors of `pytorch_model.bin`, sharded or not, unpickled with weights_only alone.
+    """Tensors of `pytorch_model.bin`, sharded or not, unpickled with weights_only.
 
-    One shard is mapped at a time. Extents are None: where torch's zip keeps a tensor is
-    torch's own business.
+    One shard is mapped at a time. Extents are None, because torch's zip format is internal.
 
     Parameters
     ----------
@@ -126,18 +124,18 @@ class BinCheckpoint(Checkpoint):
         return self._infos[name]
 
     def _fill(self, name: str, info: TensorInfo, out: torch.Tensor) -> None:
-        out.copy_(self._tensor(name))  # any strides: a transposed weight needs no contiguous copy
+        out.copy_(self._tensor(name))  # of any strides
 
     def _fill_part(self, name: str, info: TensorInfo, start: int, out: torch.Tensor) -> None:
         flat = self._tensor(name).reshape(-1)
         out.view(-1).copy_(flat[start : start + out.numel()])
 
     def _tensor(self, name: str) -> torch.Tensor:
-        """A mapped tensor."""
+        """Return a mapped tensor."""
         file = self._file[name]
         with self._lock:
             if self._mapped is None or self._mapped[0] != file:
-                self._mapped = None  # unmapped before the next is mapped, not after
+                self._mapped = None  # unmap before the next is mapped
                 self._mapped = (file, _load_bin(file))
             return self._mapped[1][name]
 
@@ -148,9 +146,9 @@ class BinCheckpoint(Checkpoint):
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Open what lies in a folder: safetensors if there is any, else `.bin`.
+    """Open the checkpoint of a folder: safetensors if there is any, else `.bin`.
 
-    Where config.json says that it is quantized, it is presented as the tensors that it stands for.
+    A checkpoint that is quantized according to config.json is dequantized when it is read.
 
     Parameters
     ----------
@@ -180,7 +178,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _open_plain(path: Path) -> Checkpoint:
-    """The tensors of a folder or file as they are stored."""
+    """Open a folder or file, with tensors as stored."""
     if path.is_file():
         return (BinCheckpoint if path.suffix == ".bin" else SafetensorsCheckpoint)(path)
     if not path.is_dir():
@@ -197,8 +195,10 @@ def _open_plain(path: Path) -> Checkpoint:
 def _collect(
     path: Path, name: str, open_shard: Callable[[Path], dict[str, TensorInfo]]
 ) -> tuple[dict[str, TensorInfo], dict[str, Path]]:
-    """All tensors of the checkpoint `name` in a folder (or of the file `path`), by `open_shard`;
-    and the shards of those that the index names and no shard has."""
+    """Return the tensors of the checkpoint `name` in a folder, or of the file `path`.
+
+    The second result is `Checkpoint.absent`.
+    """
     file = path / name if path.is_dir() else path
     index = path / f"{name}.index.json"
     if file.exists() or not index.exists():
@@ -211,14 +211,14 @@ def _collect(
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    found = checkpoint_json(index)
-    shards_of = found.get("weight_map") if isinstance(found, dict) else None
+    content = checkpoint_json(index)
+    shards_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards_of, dict):
         raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map")
     pairs = [(tensor, str(shard)) for tensor, shard in shards_of.items()]
     for _, shard in pairs:
-        # By name and not by resolving links: the hub's cache links its files out of the folder.
-        # PureWindowsPath splits at both kinds of slash and knows drives.
+        # Links are not resolved: in the hub's cache they leave the folder. PureWindowsPath splits
+        # at both kinds of slash and knows drives.
         outside = PurePosixPath(shard).is_absolute() or PureWindowsPath(shard).drive
         if outside or ".." in PureWindowsPath(shard).parts or "\0" in shard or not shard:
             raise UserError(f"{index} names a shard outside its folder: {shard!r}; do not trust it")
@@ -233,13 +233,13 @@ def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     checkpoint_text(file, sys.maxsize)
     try:
         with zipfile.ZipFile(file) as parts:
-            # Stored as they are, as torch does: ten megabytes can unpack to ten gigabytes.
+            # torch does not compress: ten compressed megabytes can unpack to ten gigabytes.
             if any(part.compress_type != zipfile.ZIP_STORED for part in parts.infolist()):
                 raise ValueError("compressed")
         loaded = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}") from error
-    except Exception as error:  # an unpickler fed damaged or hostile bytes raises anything
+    except Exception as error:  # unpickling untrusted bytes raises anything
         raise UserError(
             f"{file} is damaged, too old, or holds more than tensors, and was not loaded; {advice}"
         ) from error

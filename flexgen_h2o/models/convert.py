@@ -1,4 +1,4 @@
-"""Converted copies of checkpoints: made once, in the user's cache, whole or not at all."""
+"""Converted copies of checkpoints, built once and atomically in the user's cache."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 ByteProgress = Callable[[int, int], None]
 
-_FORMAT = 4  # raise it when what is written changes: copies of an older format are then made anew
-# Hashed into the key of a copy, of each source file: so many chunks, the first at its beginning and
-# the last at its end; a file of up to a megabyte is read whole, and 100 MB take 1 ms, 35 when cold.
+_FORMAT = 4  # raise it when the files change, which invalidates older copies
+# The key of a copy hashes this many chunks of each source file, from its beginning to its end.
+# Files of up to a megabyte are hashed completely. 100 MB take 1 ms, 35 ms without page cache.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
-_SPARE_BYTES = 64 << 20  # left free beside a copy, for its small files
+_SPARE_BYTES = 64 << 20  # disk space for the small files of a copy
 
 
 def cache_dir() -> Path:
-    """Folder of converted models: `$FLEXGEN_H2O_CACHE`, else `~/.cache/flexgen_h2o`."""
+    """Return `$FLEXGEN_H2O_CACHE`, or `~/.cache/flexgen_h2o`."""
     chosen = os.environ.get("FLEXGEN_H2O_CACHE")
     return Path(os.path.expanduser(chosen or "~/.cache/flexgen_h2o"))
 
 
 @dataclass(frozen=True)
 class Keep:
-    """A folder that keeps what is made out of checkpoints.
+    """A cache folder of converted copies.
 
     Attributes
     ----------
     root : Path
     advice : str
-        What to do where it cannot be written, in words that follow "or".
+        What to do if it cannot be written, for error messages: continues "free some or ...".
     """
 
     root: Path
@@ -60,18 +60,18 @@ class Keep:
 
 
 def converted() -> Keep:
-    """Folder of whole converted models."""
+    """Return the cache folder of converted models."""
     return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
 
 
 def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None, *,
                      views: Mapping[str, Sequence[View]] | None = None) -> Path:
-    """A copy of a local checkpoint in another dtype, as one safetensors file, made once.
+    """Return a copy of a local checkpoint in another dtype, as one safetensors file.
 
-    For weights that are to be streamed straight from a file when the checkpoint's own dtype
-    or format does not allow it. What is quantized is dequantized. Tensors follow one another by
-    layer and their data starts at a multiple of 64 bytes. Tensors that are not floating (masks that
-    old checkpoints carry) are left out; configuration and tokenizer files are copied.
+    Weights can be streamed from the copy if the checkpoint's own dtype or format does not allow
+    that. Quantized tensors are dequantized. Tensors are ordered by layer, and the data starts at a
+    multiple of 64 bytes. Tensors that are not floating-point (masks in old checkpoints) are left
+    out. Configuration and tokenizer files are copied.
 
     Parameters
     ----------
@@ -80,9 +80,9 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
     dtype : str
         "float32", "float16" or "bfloat16".
     progress : callable, optional
-        Called with (bytes done, bytes in all).
+        Called with (bytes done, total bytes).
     views : mapping of str to sequence of View, optional
-        What to write in place of stacked and fused tensors: see `stacked.StackedCheckpoint`.
+        Tensors to write in place of stacked and fused ones: see `StackedCheckpoint`.
 
     Returns
     -------
@@ -97,18 +97,18 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
     folder = Path(folder).resolve()
     target = torch_dtype(dtype)
 
-    def build(made: Path) -> None:
+    def build(copy: Path) -> None:
         with unstacked(open_checkpoint(folder), views or {}) as checkpoint:
             layout = _layout(checkpoint, target)
             chunks = _whole_tensors(checkpoint, target)
-            write_weights(made, layout, chunks, keep=converted(), progress=progress)
+            write_weights(copy, layout, chunks, keep=converted(), progress=progress)
         for path in _files(folder, TEXTS):
             if not path.name.endswith(".index.json"):
-                shutil.copyfile(checkpoint_text(path), made / path.name)
+                shutil.copyfile(checkpoint_text(path), copy / path.name)
         config = read_config(folder)
         config.pop("quantization_config", None)
-        config.pop("torch_dtype", None)  # the name that transformers before 5 gave it
-        (made / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
+        config.pop("torch_dtype", None)  # the key of transformers before 5
+        (copy / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
     return build_once(_files(folder, _WEIGHTS + TEXTS), dtype, folder.name, build,
                       keep=converted())
@@ -117,41 +117,41 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
 def build_once(
     sources: Sequence[Path], form: str, title: str, build: Callable[[Path], None], *, keep: Keep
 ) -> Path:
-    """The kept folder for these sources, built first if it is not there yet.
+    """Return the cached folder for these sources, which is built if it is missing.
 
-    It is built under another name and renamed into place, so what stands under its own name is
-    whole. Processes (and threads) that want the same folder wait for the one that builds it.
-    What a killed process left is removed by the next build of anything.
+    It is built under a temporary name and renamed, so a folder with the final name is complete.
+    Other processes and threads that need the same folder wait. Leftovers of killed processes are
+    removed by the next build.
 
     Parameters
     ----------
     sources : sequence of Path
-        The files it is made from. The key is where they really are, their sizes and times, the
-        headers of safetensors, and samples all over each file: two fine-tunes of one shape differ
-        in most bytes, and a container's image may give all files one time.
+        The source files. The key has their resolved paths, sizes and times, the headers of
+        safetensors, and samples of their contents: fine-tunes of one model differ in most bytes,
+        and all files of a container image may have the same time.
     form : str
-        What it is made into; part of the key.
+        The target format; part of the key.
     title : str
-        For people who look into the cache; not part of the key.
+        Readable part of the folder's name; not part of the key.
     build : callable
-        Given an empty folder, fills it.
+        Fills an empty folder.
     keep : Keep
-        Where the folder is to be.
+        The cache.
 
     Raises
     ------
     UserError
-        If it cannot be written there, or the sources have changed meanwhile.
+        If the folder cannot be written, or the sources change meanwhile.
     """
     root, key = keep.root, _key(sources, form)
     target = kept_folder(sources, form, title, keep)
     name = target.name
-    if os.path.isdir(target):  # which, other than Path.is_dir, does not raise an error
+    if os.path.isdir(target):  # Path.is_dir raises some errors
         return target
 
-    def build_unchanged(made: Path) -> None:
-        build(made)
-        if _key(sources, form) != key:  # a mixture of both would stand under the name of the first
+    def build_unchanged(temporary: Path) -> None:
+        build(temporary)
+        if _key(sources, form) != key:  # the copy would mix both versions
             raise UserError(f"{sources[0].parent} has changed while it was converted: run it again "
                             "when its files are whole")
 
@@ -169,7 +169,7 @@ def build_once(
 
 
 def kept_folder(sources: Sequence[Path], form: str, title: str, keep: Keep) -> Path:
-    """Return where `build_once` puts what it builds, whether it is there or not."""
+    """Return the path of the folder of `build_once`, whether it exists or not."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", title)[:60]
     return keep.root / f"{name}-{form}-{_key(sources, form)}"
 
@@ -182,27 +182,26 @@ def write_weights(
     keep: Keep,
     progress: ByteProgress | None = None,
 ) -> None:
-    """Write `model.safetensors` in a folder under construction, if the disk has room for it.
+    """Write `model.safetensors` into a folder; raise `UserError` if the disk is too full.
 
-    Parameters are those of `write_safetensors` and `build_once`. Raises UserError if there is no
-    room.
+    The parameters are those of `write_safetensors` and `build_once`.
     """
-    need = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
+    nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free
-    if need + _SPARE_BYTES > free:
-        needed, left = format_bytes(need + _SPARE_BYTES, free)
+    if nbytes + _SPARE_BYTES > free:
+        needed, left = format_bytes(nbytes + _SPARE_BYTES, free)
         raise UserError(f"a converted copy takes {needed}, but {keep.root} has {left} free; free "
                         f"some or {keep.advice}")
     write_safetensors(folder / "model.safetensors", layout, chunks, progress=progress)
 
 
 def natural_key(name: str) -> list:
-    """Sorts tensor names with layer 2 before layer 10, so that a layer's tensors are neighbours."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"([0-9]+)", name))]
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """The torch dtype of one of `DTYPES`; UserError for any other name."""
+    """Return the torch dtype of one of `DTYPES`; raise `UserError` for any other name."""
     if dtype not in DTYPES:
         raise UserError(f"cannot convert weights to dtype {dtype!r}; use {', '.join(DTYPES)}")
     return getattr(torch, dtype)
@@ -227,7 +226,7 @@ def _whole_tensors(
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a Hugging Face folder that say what its weights are."""
+    """Return the files of a Hugging Face folder that determine its weights."""
     indexes = [path for path in _files(folder, (".json",)) if path.name.endswith(".index.json")]
     return [*_files(folder, _WEIGHTS), *indexes, folder / "config.json"]
 
@@ -245,17 +244,16 @@ def _key(sources: Sequence[Path], form: str) -> str:
         try:
             with open(path, "rb", buffering=0) as file:
                 status = os.fstat(file.fileno())
-                held = _sampled(file.fileno(), status.st_size, path.suffix == ".safetensors")
+                digest = _sampled(file.fileno(), status.st_size, path.suffix == ".safetensors")
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         real = os.fsencode(path.resolve()).hex()
-        parts.append([path.name, real, status.st_size, status.st_mtime_ns, held])
+        parts.append([path.name, real, status.st_size, status.st_mtime_ns, digest])
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _sampled(fd: int, size: int, has_header: bool) -> str:
-    """The hash of samples of a file of `size` bytes, and of its safetensors header if it has one.
-    """
+    """Return the hash of samples of a file, and of its safetensors header if it has one."""
     digest = hashlib.sha256()
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or 32 times as much is read ahead
     if has_header:
@@ -270,8 +268,8 @@ def _sampled(fd: int, size: int, has_header: bool) -> str:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock that a file is, for which other processes and threads wait."""
-    lock = FileLock(path)  # ends with the process, however that ends, and so is never stale
+    """Hold a lock file, for which other processes and threads wait."""
+    lock = FileLock(path)  # released when the process ends, so never stale
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -284,7 +282,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _build(temporary: Path, target: Path, build: Callable[[Path], None]) -> None:
-    """Build and rename; the lock of `temporary` is held, so what stands there is left over."""
+    """Build and rename. The caller holds the lock of `temporary`, so its contents are leftovers."""
     _remove_left_over(temporary.parent)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -296,7 +294,7 @@ def _build(temporary: Path, target: Path, build: Callable[[Path], None]) -> None
 
 
 def _remove_left_over(root: Path) -> None:
-    """Remove the temporary folders that no living process holds the lock of."""
+    """Remove the temporary folders that no process has locked."""
     for temporary in root.glob(".*.tmp"):
         with contextlib.suppress(Timeout), FileLock(temporary.with_suffix(".lock"), timeout=0):
             shutil.rmtree(temporary, ignore_errors=True)

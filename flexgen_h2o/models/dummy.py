@@ -1,4 +1,4 @@
-"""Random weights of any shape, for measuring without a checkpoint."""
+"""Random weights of any shape, for measurements without a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 
-# Elements generated at a time. Any multiple of 16 gives the same values (torch's normal_ turns
-# uniforms into normals in groups of 16); this one is fastest, being at home in the L2 cache.
+# Elements generated at a time: these fit in the L2 cache. Any multiple of 16 gives the same values,
+# because torch's normal_ converts uniform numbers in groups of 16.
 _BLOCK = 1 << 16
 _GROUP = 16
 _STD = 0.02
-_EXPONENT = 127 - 7  # by which MXFP4's numbers, of deviation 2.9, have about that one
+_EXPONENT = 127 - 7  # scales MXFP4's numbers, of standard deviation 2.9, to about _STD
 
 
 class DummyCheckpoint(Checkpoint):
     """Seeded random weights of any shapes, generated when read.
 
-    A value depends on the seed, the tensor's name and `dtype`, and on nothing else: not on
-    the order of reads, the thread or the dtype read into. Names that end in "bias" and
-    matrices are N(0, 0.02), other vectors (the weights of norms) 1 + N(0, 0.02); values are
-    drawn in float32, rounded to `dtype`, then converted; those in 12 bits are made of them. A
-    matrix that is asked for in groups of 8 or 4 bits is drawn as codes, of the same mean and
-    deviation: 30 billion numbers would else take most of an hour to be rounded.
+    Values depend on the seed, the tensor's name and `dtype` only, not on the order of reads, the
+    thread or the dtype of the destination. Matrices and biases are N(0, 0.02), weights of norms
+    1 + N(0, 0.02). Values are drawn in float32 and rounded to `dtype`. 8- and 4-bit matrices are
+    drawn as codes of the same mean and deviation, because quantizing 30 billion values would take
+    most of an hour.
 
     Parameters
     ----------
     tensors : mapping of str to tuple of int
         Names and shapes.
     dtype : torch.dtype
-        What the tensors count as being stored in.
+        The stored dtype of the tensors.
     seed : int
         Any integer.
     """
@@ -63,8 +62,8 @@ class DummyCheckpoint(Checkpoint):
         size = min(_BLOCK, _rounded_up(len(flat)))
         scratch = torch.empty(size, dtype=torch.float32)
         for start in range(0, len(flat), max(1, size)):
-            # Whole groups are drawn and the rest thrown away: normal_ draws a shorter tail in
-            # another way, which would make the values depend on where a block ends.
+            # Draw whole groups and drop the rest: normal_ draws a shorter tail differently, and
+            # values would depend on where a block ends.
             count = min(size, len(flat) - start)
             block = scratch[: _rounded_up(count)]
             block.normal_(float(is_norm), _STD, generator=generator)
@@ -74,7 +73,7 @@ class DummyCheckpoint(Checkpoint):
             flat[start : start + count].copy_(drawn)
 
     def _seed_of(self, name: str) -> int:
-        # hashlib, as Python's own hash() of a string differs from process to process.
+        # Python's hash() of a string differs between processes.
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         return int.from_bytes(digest[:7], "little")
 

@@ -1,4 +1,4 @@
-"""A model's defaults of generation: generation_config.json, as transformers uses it."""
+"""Generation defaults of a model: generation_config.json, as in transformers."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _OTHERS: Mapping[str, object] = {
     "forced_bos_token_id": None, "forced_eos_token_id": None, "forced_decoder_ids": None,
     "exponential_decay_length_penalty": None, "watermarking_config": None, "constraints": None,
     "force_words_ids": None, "token_healing": False, "max_time": None}
-"""Parameters that change greedy tokens and are not supported, and values that change nothing."""
+"""Unsupported parameters that change greedy tokens, and their neutral values."""
 
 _OTHERS_OF_SAMPLING: Mapping[str, object] = {
     "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
-"""Those that change sampled tokens alone."""
+"""Unsupported parameters that change sampled tokens only."""
 
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """A model's defaults of generation.
+    """The generation defaults of a model.
 
     Attributes
     ----------
     end_tokens : tuple of int
-        The ids that end a text.
+        Ids of the tokens that end a text.
     params : mapping
-        Values of `SamplingParams` that replace None.
+        Values that replace None in `SamplingParams`.
     others : mapping
-        Values of parameters that are not supported.
+        Values of unsupported parameters.
     path : Path or None
-        The file that sets them.
+        The file that has these values.
     """
 
     end_tokens: tuple[int, ...] = ()
@@ -53,8 +53,7 @@ class GenerationDefaults:
     def apply(self, params: SamplingParams) -> SamplingParams:
         """Return parameters with these defaults in place of None.
 
-        Raises `UserError` where the model sets a parameter that is not supported, or to a value
-        that makes no sense.
+        Raises `UserError` if the model sets an unsupported parameter, or a value out of range.
         """
         advice = ("mend it, or leave these defaults out with generation_config=False "
                   "(--no-generation-config)")
@@ -70,23 +69,23 @@ class GenerationDefaults:
 
 def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], *,
                            end_tokens_alone: bool = False) -> GenerationDefaults:
-    """Read the defaults of a model.
+    """Read the generation defaults of a model.
 
-    A model without the file has those of config.json, where older models keep them.
+    Without generation_config.json they come from config.json, as in older models.
 
     Parameters
     ----------
     folder : Path or None
-        None: there is none.
+        None: the model has no folder.
     eos_token_ids : tuple of int
-        Those of config.json, which count where the file names none.
+        The end tokens of config.json, used if the file has none.
     end_tokens_alone : bool
-        Leave out all but the end tokens.
+        Read the end tokens only.
 
     Raises
     ------
     UserError
-        The file is damaged.
+        If the file is damaged.
     """
     if folder is None:
         return GenerationDefaults(eos_token_ids)

@@ -1,10 +1,9 @@
-"""Building blocks of the model families: pure functions over plain tensors, and reusable scratch
-memory.
+"""Layer operations of the model families: functions over tensors, scratch memory, and capture.
 
-Rows are real tokens, packed: there is no batch and no padding dimension. Functions whose name
-ends in an underscore write into their first argument. A fresh [rows, wide] tensor costs more in
-page faults than some products take to fill it (measured: bf16 2048x2048x8192 on 2 cores, 115 ms
-into a fresh output and 80 ms into a reused one), so everything large goes through `out=`.
+Rows are packed real tokens: there is no batch and no padding dimension. Functions whose name ends
+in an underscore write into their first argument. Large results go through `out=`, because page
+faults of a new tensor can cost more than the matmul that fills it (bf16 2048x2048x8192 on 2 cores:
+115 ms into a new tensor, 80 ms into a reused one).
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from flexgen_h2o.kernels.torch_ops import chunk_rows
 
 
 class Scratch:
-    """Named buffers on one device that a loop uses again and again.
+    """Named, reusable buffers on one device.
 
-    One flat buffer is kept per (name, dtype) and only ever grows, so a loop that asks for the
-    same shapes allocates nothing. Contents are undefined when handed out; a view is good until
-    its name is asked for again. Names never share memory.
+    There is one flat buffer per (name, dtype), which only grows, so a loop with constant shapes
+    allocates nothing. The contents of a returned tensor are undefined. It is valid until the next
+    `get` of its name.
 
     Parameters
     ----------
     device : torch.device or str
-        Where the buffers live.
     """
 
     def __init__(self, device: torch.device | str = "cpu"):
@@ -44,61 +42,60 @@ class Scratch:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of `shape` in the buffer of that name."""
+        """Return a contiguous tensor of `shape` in the buffer `name`."""
         size, key = math.prod(shape), (name, dtype)
         if key not in self._buffers or self._buffers[key].numel() < size:
-            self._buffers.pop(key, None)  # let go of the old one before its successor is made
+            self._buffers.pop(key, None)  # free the old buffer before the new one is allocated
             self._buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return self._buffers[key][:size].view(shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all buffers together."""
+        """Total bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
 class Operations(Scratch):
-    """The operations of a decoder layer, each carried out at once, and the buffers for what they
-    give.
+    """The operations of a decoder layer, and the buffers for their results.
 
-    The families call them here, so that the same forward pass can be captured: see
-    `CapturingOperations`.
+    Families call these methods, and not the functions below, so that the same forward pass can be
+    captured by `CapturingOperations`.
     """
 
     def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
-        """See `linear`."""
+        """Call `linear`."""
         linear(x, weight, bias, out=out)
 
     def add_linear_(self, residual: Tensor, x: Tensor, weight: Matrix,
                     bias: Tensor | None) -> None:
-        """See `add_linear_`."""
+        """Call `add_linear_`."""
         add_linear_(residual, x, weight, bias)
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                    out: Tensor) -> Tensor:
-        """See `layer_norm`; out is returned."""
+        """Call `layer_norm` and return out."""
         return layer_norm(x, weight, bias, eps=eps, out=out)
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
                  offset: float = 0.0) -> Tensor:
-        """See `rms_norm`; out is returned."""
+        """Call `rms_norm` and return out."""
         return rms_norm(x, weight, eps=eps, out=out, offset=offset)
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
-        """``x += scale * y``."""
+        """Compute ``x += scale * y``."""
         x.add_(y, alpha=scale)
 
     def clamp_(self, x: Tensor, limit: float) -> None:
-        """No element of x is larger than this from here on, nor smaller than its negative."""
+        """Clamp x to [-limit, limit]."""
         x.clamp_(-limit, limit)
 
     def activate_(self, x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
-        """See `activate_`."""
+        """Call `activate_`."""
         return activate_(x, name, factor)
 
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
               per_token: int, normalise: bool) -> tuple[Tensor, Tensor]:
-        """See `reference_experts.route`."""
+        """Return the ids and shares of each row's experts: see `kernels.cpu.experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
         if ours:
             return native_experts.route(x, router, bias, each=per_token, normalise=normalise)
@@ -112,16 +109,17 @@ class Operations(Scratch):
 
 
 class CapturingOperations(Operations):
-    """Notes operations in a program, with the buffers of other operations.
+    """Captures the operations of a decode step, to be replayed; computes nothing.
 
-    A product is the implementation that `dispatch` names for its rows when it is noted; PyTorch's
-    are calls of their own between those of the C++ library.
+    Tensors must stay at their addresses while the capture is in use. A matmul is bound to the
+    implementation that dispatch selects when it is captured. bfloat16 on a CPU only.
 
     Parameters
     ----------
     operations : Operations
-        Whose buffers are used. What they hold is undefined between runs of the program.
+        Provides the buffers, whose contents are undefined between replays.
     capture : CapturedCalls
+        Receives the calls.
     """
 
     def __init__(self, operations: Operations, capture: CapturedCalls):
@@ -147,8 +145,8 @@ class CapturingOperations(Operations):
         self._capture.append(partial(residual.addmm_, x, weight.t()))
 
     def _capture_matmul(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None,
-                     out: Tensor, *, add: bool) -> bool:
-        """Note a product of ours; False where PyTorch's is to be used."""
+                        out: Tensor, *, add: bool) -> bool:
+        """Capture a matmul of the C++ library; return False if PyTorch's is to be used."""
         if isinstance(weight, QuantizedMatrix):
             if ops.quantized_choice(x, weight) == "codes":
                 native.linear_quantized(x, weight, bias, out, add, capture=self._capture)
@@ -188,7 +186,7 @@ class CapturingOperations(Operations):
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
            out: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``.
+    """Return ``x @ weight.T + bias``.
 
     Parameters
     ----------
@@ -196,7 +194,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
     weight : Tensor, QuantizedMatrix or ShardedMatrix [out, in]
     bias : Tensor [out], optional
     out : Tensor [rows, out], optional
-        Where to write; must not overlap x. Without it the result is a new tensor.
+        Destination, which must not overlap x. None: a new tensor.
 
     Returns
     -------
@@ -207,7 +205,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
         for outputs, part in weight.shards(x):
             linear(x, part, None if bias is None else bias[outputs], out=out[:, outputs])
         return out
-    function = _own_product(x, weight)
+    function = _native_matmul(x, weight)
     if function is not None:
         out = x.new_empty((len(x), len(weight))) if out is None else out
         function(x, weight, bias, out)
@@ -220,15 +218,15 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
 
 
 def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
-    """``residual += x @ weight.T + bias``, with no tensor in between.
+    """Compute ``residual += x @ weight.T + bias`` without a temporary tensor; return residual.
 
-    residual is [rows, out], x [rows, in], weight [out, in], bias [out]; residual is returned.
+    Shapes are residual [rows, out], x [rows, in], weight [out, in], bias [out].
     """
     if isinstance(weight, ShardedMatrix):
         for outputs, part in weight.shards(x):
             add_linear_(residual[:, outputs], x, part, None if bias is None else bias[outputs])
         return residual
-    function = _own_product(x, weight)
+    function = _native_matmul(x, weight)
     if function is not None:
         function(x, weight, bias, residual, add=True)
         return residual
@@ -237,8 +235,8 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None
     return residual.addmm_(x, weight.t())
 
 
-def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., None] | None:
-    """Ours of `ops`, where PyTorch has no such product or a slower one."""
+def _native_matmul(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., None] | None:
+    """Return the matmul of the C++ library; None if PyTorch's is to be used."""
     if isinstance(weight, QuantizedMatrix):
         return ops.linear_quantized
     name = ops.linear_choice(x, weight)
@@ -247,8 +245,8 @@ def _own_product(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., N
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                out: Tensor | None = None) -> Tensor:
-    """Layer normalisation of each row; x is [rows, hidden] and may itself be `out`."""
-    if _normalised_natively(x):
+    """Return the layer norm of each row of x [rows, hidden]; out may be x."""
+    if _uses_native_norm(x):
         return _native_norm(x, weight, bias, out, eps=eps, centred=True)
     norm = partial(F.layer_norm, normalized_shape=x.shape[-1:], weight=weight, bias=bias, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
@@ -256,21 +254,24 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None,
              offset: float = 0.0) -> Tensor:
-    """Root-mean-square normalisation (arXiv 1910.07467) of each row, like `layer_norm`.
+    """Return the RMS norm (arXiv 1910.07467) of each row of x [rows, hidden]; out may be x.
 
-    offset is added to the weights, in float32: some families keep them less one.
+    offset is added to the weights in float32: some families store them minus one.
     """
     if offset:
         return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
-    if _normalised_natively(x):
+    if _uses_native_norm(x):
         return _native_norm(x, weight, None, out, eps=eps, centred=False)
     norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], weight=weight, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
 
-def _normalised_natively(x: Tensor) -> bool:
-    """True where ours is faster: PyTorch's RMS norm is several operations, and its layer norm of
-    2,048 rows takes 1.6 times as long on a Xeon, and as long without AVX-512."""
+def _uses_native_norm(x: Tensor) -> bool:
+    """Return True if the norm of the C++ library is faster.
+
+    PyTorch's RMS norm is several operations. Its layer norm of 2,048 rows takes 1.6 times as long
+    on a Xeon with AVX-512.
+    """
     return x.dtype == torch.bfloat16 and ops.uses_native(x)
 
 
@@ -292,10 +293,9 @@ def _offset_rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | Non
 
 
 def activation(name: str) -> str:
-    """The function, one of `ACTIVATE`, of an activation that config.json names (one of
-    spec.ACTIVATIONS).
+    """Return the key of `ACTIVATE` for one of `model_config.ACTIVATIONS`.
 
-    gelu_new and gelu_fast are the tanh approximation written out, equal to it within rounding.
+    gelu_new and gelu_fast are the tanh approximation, equal within rounding.
     """
     if name in ("relu", "gelu"):
         return name
@@ -312,15 +312,17 @@ ACTIVATE: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({
     "gelu": torch.ops.aten.gelu_,
     "gelu_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
 })
-"""In place, by the names of abi.ACTIVATIONS."""
+"""In-place functions by the names of abi.ACTIVATIONS."""
 
 
 def activate_(x: Tensor, name: str, factor: Tensor | None = None) -> Tensor:
-    """``x = activation(x) * factor`` in place, of an activation that config.json names; x is
-    returned."""
+    """Compute ``x = activation(x) * factor`` in place and return x.
+
+    name is one of `model_config.ACTIVATIONS`.
+    """
     name = activation(name)
-    # PyTorch has the faster erf. On a Xeon it takes 2.4 times as long for relu and gelu_tanh, and
-    # 1.3 times for silu with a factor.
+    # PyTorch's erf is faster. On a Xeon PyTorch takes 2.4 times as long for relu and gelu_tanh,
+    # and 1.3 times for silu with a factor.
     if name != "gelu" and x.dtype == torch.bfloat16 and ops.uses_native(x):
         native.activate(x, name, factor)
         return x

@@ -25,14 +25,14 @@ ACTIVATIONS = ("relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "si
 
 @dataclass(frozen=True)
 class PartShapes:
-    """The tensors of a part of a model, each once.
+    """The sizes of the tensors of a part of a model.
 
     Attributes
     ----------
     matrices : tuple of (outputs, inputs)
-        Shapes of linear layers, and of tables as [rows, width].
+        Shapes of matrices, and of tables as [rows, width].
     vectors : int
-        Elements of all norms and biases together.
+        Total elements of norms and biases.
     """
 
     matrices: tuple[tuple[int, int], ...]
@@ -41,8 +41,10 @@ class PartShapes:
     @classmethod
     def of(cls, specs: Mapping[str, TensorSpec],
            exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
-        """The part that has these tensors, by short names. Matrices of shapes in `exact`, which
-        are never quantized, count as vectors."""
+        """Return the sizes of tensors by short name.
+
+        Matrices with a shape in `exact`, which are never quantized, count as vectors.
+        """
         shapes = [spec.shape for spec in specs.values()]
         plain = [shape for shape in shapes if len(shape) == 1 or shape in exact]
         return cls(tuple((shape[0], shape[1]) for shape in shapes
@@ -51,13 +53,13 @@ class PartShapes:
 
     @property
     def parameters(self) -> int:
-        """Elements of all tensors."""
+        """Total elements."""
         return sum(outputs * inputs for outputs, inputs in self.matrices) + self.vectors
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a checkpoint: its canonical name (as transformers saves it) and shape."""
+    """The canonical name (as transformers saves it) and shape of a tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,21 +67,20 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """The tensors of a model, by the short names that its functions use.
+    """The tensors of a model, by short names.
 
     Attributes
     ----------
     embed, head : dict of str to TensorSpec
-        Before the first and after the last layer. A tied head names the embedding's tensor.
+        Tensors before the first and after the last layer. A tied head has the embedding's tensor.
     layers : tuple of dict of str to TensorSpec
-        One dict per decoder layer, all of a kind with the same keys: matrices in the order of their
-        use.
+        One dict per decoder layer, with matrices in the order of their use.
     tables : tuple of str
-        Keys of `embed` that are lookup tables: rows are gathered where the table lives.
+        Keys of `embed` that are lookup tables. Rows are gathered on the table's tier.
     mlp : tuple of str
-        Keys of a layer that its MLP half uses, and not attention; a bias goes with its matrix.
+        Keys of a layer that belong to its MLP half. A bias belongs to the half of its matrix.
     experts : tuple of tuple of dict of str to TensorSpec
-        The tensors of each expert of each decoder layer; empty where a layer, or a model, has none.
+        The tensors of each expert of each decoder layer; empty if there are none.
     """
 
     embed: dict[str, TensorSpec]
@@ -90,12 +91,15 @@ class ModelWeights:
     experts: tuple[tuple[dict[str, TensorSpec], ...], ...] = ()
 
     def groups(self) -> tuple[dict[str, TensorSpec], ...]:
-        """The tensors of all parts, each expert a part of its own."""
+        """Return the tensors of all parts: embedding, layers, experts, head."""
         return (self.embed, *self.layers, *chain.from_iterable(self.experts), self.head)
 
     def part(self, first: int, last: int) -> ModelWeights:
-        """The same with the tensors alone that layers first:last need, and those before the first
-        and after the last layer if these are among them. Experts are of these layers alone."""
+        """Return the same tables with the tensors of layers first:last only.
+
+        Embedding and head are kept with the first and the last layer. `experts` has only these
+        layers, `layers` an empty dict for each other layer.
+        """
         layers = tuple(layer if first <= place < last else {}
                        for place, layer in enumerate(self.layers))
         return replace(self, layers=layers, experts=self.experts[first:last],
@@ -104,7 +108,7 @@ class ModelWeights:
                        tables=self.tables if first == 0 else ())
 
     def separated(self) -> ModelWeights:
-        """The same with two layers in place of each: attention, then MLP."""
+        """Return the same tables with each layer split in two: attention, then MLP."""
         halves = []
         for layer in self.layers:
             mlp = {name: spec for name, spec in layer.items()
@@ -114,62 +118,63 @@ class ModelWeights:
 
 
 def renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """A tensor's possible names: `name` first, then with each (canonical, other) prefix swapped."""
+    """Return `name`, and its variants with a (canonical, other) pair of prefixes swapped."""
     others = (other + name[len(prefix):] for prefix, other in prefixes if name.startswith(prefix))
     return (name, *dict.fromkeys(others))
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of one model; a family ignores the options that it does not have.
+    """Sizes and options of a model. A family ignores options that it does not have.
 
     Attributes
     ----------
     name : str
-        What the user called it.
+        The user's name of the model, for error messages.
     family : str
         A module of `families`.
     ffn_size : int
         Width of the MLP.
     max_positions : int
-        Context; OPT has a table of this many positions and cannot go past it. See
+        Context length. OPT has a table of this many positions and cannot exceed it. See
         `plain_positions`.
     activation : str
         One of `ACTIVATIONS`.
     attention_bias, out_bias, mlp_bias : bool
-        Whether queries, keys and values have a bias, attention's output, and all MLP projections.
+        Whether there are biases of queries, keys and values, of attention's output, of the MLP.
     eos_token_ids : tuple of int
         Tokens that end a text; may be empty.
     dtype : str or None
-        What the checkpoint says that it is stored in, such as "bfloat16".
+        The dtype in config.json, such as "bfloat16".
     rope, local_rope : RopeConfig or None
-        None for learned positions; `local_rope` is that of some of the layers.
+        Rotary positions; None for learned positions. See `local_layers`.
     local_layers : tuple of bool
-        Whether a layer rotates by `local_rope`; empty where all do by `rope`.
+        Whether a layer rotates by `local_rope`; empty if all rotate by `rope`.
     qk_norm : bool
-        Queries and keys are normed: each head, by weights of its own or not, or all together, as
-        the table of tensors says.
+        Whether queries and keys are normed. The table of tensors says over which axes.
     clip_qkv : float
-        Queries, keys and values are cut off at this size; 0: they are not.
+        Queries, keys and values are clamped to this absolute value; 0: not clamped.
     norm_offset : float
-        Added to the weights of root-mean-square norms.
-    embed_scale, residual_scale, logit_divisor : float
-        Factors of embeddings and of what attention and MLP add; what logits are divided by.
+        Added to the weights of RMS norms.
+    embed_scale, residual_scale : float
+        Factors of embeddings, and of the outputs of attention and MLP.
+    logit_divisor : float
+        Logits are divided by it.
     logit_softcap : float
-        Logits become ``softcap * tanh(logit / softcap)``; 0: they do not.
+        Logits become ``softcap * tanh(logit / softcap)``; 0: unchanged.
     pre_norm, final_norm, norm_affine : bool
-        OPT: norms before (not after) attention and MLP; a norm before the head; norms with weights.
+        OPT: norms before instead of after attention and MLP; a norm before the head; norms with
+        weights.
     embed_dim : int
-        OPT: width of the token table, projected to `hidden_size` where they differ. 0 means equal.
+        OPT: width of the token table, projected to `hidden_size` if it differs. 0: `hidden_size`.
     parallel_residual : bool
         GPT-NeoX, StableLM 2 12B: attention and MLP read the same input.
     experts : ExpertsConfig or None
-        Those in place of each layer's MLP, if any.
+        Experts in place of the MLP.
     dense_layers : tuple of bool
-        Whether a layer of a mixture has an MLP and no experts; empty where none has. See
-        `has_experts`.
+        Whether a layer has an MLP in place of experts; empty if none has. See `has_experts`.
     attention : tuple of AttentionForm
-        One for each decoder layer; empty where all have the default form. See `form`.
+        One per decoder layer; empty if all have the default form. See `form`.
 
     Raises
     ------
@@ -217,7 +222,7 @@ class ModelConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "embed_dim", self.embed_dim or self.hidden_size)
-        if self.dense_layers and all(self.dense_layers):  # as in a part of a model
+        if self.dense_layers and all(self.dense_layers):  # in a part of a model
             object.__setattr__(self, "experts", None)
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.name}: {self.num_heads} attention heads cannot share "
@@ -228,7 +233,7 @@ class ModelConfig:
         if self.attention and len(self.attention) != self.num_layers:
             raise UserError(f"{self.name}: {len(self.attention)} forms of attention for "
                             f"{self.num_layers} layers; the config is wrong")
-        # A window as long as the context, to which the rope may reach, hides nothing.
+        # A window as long as the context hides nothing.
         forms = tuple(replace(form, window=None) if (form.window or 0) >= self.max_positions
                       else form for form in self.attention)
         object.__setattr__(self, "attention", () if set(forms) == {DEFAULT_FORM} else forms)
@@ -239,13 +244,13 @@ class ModelConfig:
                                 f"{self.head_dim} are not supported (an even number that fits is)")
 
     def part(self, first: int, last: int) -> ModelConfig:
-        """The model of the layers first:last alone."""
+        """Return the model of layers first:last."""
         return replace(self, num_layers=last - first, attention=self.attention[first:last],
                        local_layers=self.local_layers[first:last],
                        dense_layers=self.dense_layers[first:last])
 
     def longer(self) -> ModelConfig:
-        """The model with one more layer, like its last."""
+        """Return the model with a copy of its last layer added."""
         return replace(self, num_layers=self.num_layers + 1,
                        attention=self.attention + self.attention[-1:],
                        local_layers=self.local_layers + self.local_layers[-1:],
@@ -253,54 +258,56 @@ class ModelConfig:
 
     @cached_property
     def weights(self) -> ModelWeights:
-        """The tensors, as the family's table has them."""
+        """The tensors of the model."""
         return family(self).weights(self)
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary position embeddings that there are; see `rope_number`."""
+        """The rotary position embeddings; see `rope_number`."""
         return tuple(rope for rope in (self.rope, self.local_rope) if rope is not None)
 
     @property
     def plain_positions(self) -> int:
-        """Positions up to which all texts rotate alike, whatever their length."""
+        """Positions below which rotations do not depend on the length of the text."""
         context = None if self.rope is None else self.rope.plain_context
         return self.max_positions if context is None else min(context, self.max_positions)
 
     def rope_number(self, layer: int) -> int:
-        """Which of `ropes` a decoder layer has."""
+        """Return the index in `ropes` of a decoder layer."""
         return int(self.local_layers[layer]) if self.local_layers else 0
 
     def form(self, layer: int) -> AttentionForm:
-        """The form of attention of a decoder layer."""
+        """Return the form of attention of a decoder layer."""
         return self.attention[layer] if self.attention else DEFAULT_FORM
 
     def has_experts(self, layer: int) -> bool:
-        """True if a decoder layer has experts in place of an MLP."""
+        """Return True if a decoder layer has experts in place of an MLP."""
         return self.experts is not None and not (self.dense_layers and self.dense_layers[layer])
 
     @cached_property
     def layer_kinds(self) -> dict[int, int]:
-        """The first decoder layer of each kind, and how many are of it: of a mixture those with
-        experts, and those without."""
+        """The first decoder layer of each kind, and the count of the kind.
+
+        Layers with experts and layers without are the two kinds.
+        """
         kinds = [self.has_experts(layer) for layer in range(self.num_layers)]
         return {kinds.index(kind): kinds.count(kind) for kind in dict.fromkeys(kinds)}
 
     @property
     def expert_layers(self) -> int:
-        """The decoder layers that have experts."""
+        """The number of decoder layers with experts."""
         return sum(count for layer, count in self.layer_kinds.items() if self.has_experts(layer))
 
     @property
     def exact_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Shapes of the matrices that stay in the run's dtype: routers, and gates of one row."""
+        """Shapes of matrices that are never quantized: routers, and gates of one row."""
         if self.experts is None:
             return ()
         return (self.experts.count, self.hidden_size), (1, self.hidden_size)
 
     @property
     def shapes_of_experts(self) -> frozenset[tuple[int, ...]]:
-        """Shapes of matrices of experts that no other matrix has."""
+        """Shapes of experts' matrices that no other matrix has."""
         if self.experts is None:
             return frozenset()
         others = (*map(self.layer_shapes, self.layer_kinds), self.embed_shapes(),
@@ -310,79 +317,79 @@ class ModelConfig:
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads together."""
+        """Total width of the query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads (or all value heads) together."""
+        """Total width of the key heads, and of the value heads."""
         return self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values that one token adds to the full cache, all layers together."""
+        """Return the bytes of keys and values per token of the full cache, in all layers."""
         return 2 * self.num_layers * self.kv_size * itemsize
 
     def embed_shapes(self) -> PartShapes:
-        """The embeddings, a tied token table included."""
+        """Return the sizes of the embeddings, including a tied token table."""
         return PartShapes.of(self.weights.embed)
 
     def layer_shapes(self, layer: int = 0) -> PartShapes:
-        """A decoder layer, without its experts."""
+        """Return the sizes of a decoder layer, without its experts."""
         return self._layer_shapes[self.has_experts(layer)][0]
 
     def half_shapes(self, layer: int = 0) -> tuple[PartShapes, PartShapes]:
-        """Attention and MLP of a decoder layer, each with its norms."""
+        """Return the sizes of attention and MLP of a decoder layer, with their norms."""
         return self._layer_shapes[self.has_experts(layer)][1:]
 
     @cached_property
     def _layer_shapes(self) -> dict[bool, tuple[PartShapes, PartShapes, PartShapes]]:
-        """Whole layers and their halves, those with experts apart."""
-        found = {}
+        """Sizes of a layer and of its halves, by whether it has experts."""
+        shapes = {}
         for kind in self.layer_kinds:
             halves = self.weights.part(kind, kind + 1).separated().layers[2 * kind : 2 * kind + 2]
             whole, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
                                      for specs in (self.weights.layers[kind], *halves))
-            found[self.has_experts(kind)] = whole, attention, mlp
-        return found
+            shapes[self.has_experts(kind)] = whole, attention, mlp
+        return shapes
 
     def over_layers(self, size: Callable[[PartShapes], int]) -> int:
-        """The sum of what `size` gives for each decoder layer, without its experts."""
+        """Return the sum of `size` over the decoder layers, without their experts."""
         return sum(count * size(self.layer_shapes(layer))
                    for layer, count in self.layer_kinds.items())
 
     def expert_shapes(self) -> PartShapes:
-        """One expert of a decoder layer, of a model that has some."""
+        """Return the sizes of one expert."""
         return PartShapes.of(next(layer[0] for layer in self.weights.experts if layer))
 
     def head_shapes(self) -> PartShapes:
-        """Tensors after the last layer; the output matrix only if it is not tied."""
+        """Return the sizes of the head; without the output matrix if it is tied."""
         tied = {spec.name for spec in self.weights.embed.values()}
         return PartShapes.of({short: spec for short, spec in self.weights.head.items()
                               if spec.name not in tied})
 
     def embed_parameters(self) -> int:
-        """Parameters of the embeddings, a tied token table included."""
+        """Return the parameters of the embeddings, including a tied token table."""
         return self.embed_shapes().parameters
 
     def layer_parameters(self, layer: int = 0) -> int:
-        """Parameters of a decoder layer, with all of its experts."""
-        own = self.layer_shapes(layer).parameters
+        """Return the parameters of a decoder layer, including its experts."""
+        shared = self.layer_shapes(layer).parameters
         if self.experts is None or not self.has_experts(layer):
-            return own
-        return own + self.experts.count * self.expert_shapes().parameters
+            return shared
+        return shared + self.experts.count * self.expert_shapes().parameters
 
     def head_parameters(self) -> int:
-        """Parameters after the last layer; the output matrix only if it is not tied."""
+        """Return the parameters of the head; without the output matrix if it is tied."""
         return self.head_shapes().parameters
 
     def num_parameters(self) -> int:
-        """All parameters, a tied table counted once."""
+        """Return the number of parameters; a tied table counts once."""
         layers = sum(count * self.layer_parameters(layer)
                      for layer, count in self.layer_kinds.items())
         return self.embed_parameters() + layers + self.head_parameters()
 
     def scratch_elements(self, rows: int) -> int:
-        """Elements of compute dtype that a decoder layer takes from its `Scratch` for `rows`."""
+        """Return the elements of `Scratch` that a decoder layer uses for a number of rows."""
         into = (self.half_shapes(layer)[1].matrices[:-1] for layer in self.layer_kinds)
         wide = max(sum(outputs for outputs, _ in matrices) for matrices in into)
         return (rows * (self.q_size + 2 * self.kv_size)

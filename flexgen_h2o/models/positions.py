@@ -1,4 +1,4 @@
-"""Limits of a model: caches, halved layers, and the length of a text. No torch."""
+"""Checks of requests and options against a model: positions, cache, experts. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexgen_h2o.models.model_config import ModelConfig
 
 
 def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
-    """Raise `UserError` for options of the cache that a model has no layers or positions for."""
+    """Raise `UserError` if cache options do not fit the model's layers or positions."""
     if h2o is None:
         return
     h2o.check_layers(config.num_layers)
@@ -30,25 +30,28 @@ def check_cache(config: ModelConfig, h2o: H2OConfig | None) -> None:
 
 def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
                  max_tokens: int | None, past_context: bool) -> tuple[int | None, str]:
-    """The longest text whose cache can be kept from turn to turn.
+    """Return the maximum length of a stream, whose cache is kept from turn to turn.
 
     Parameters
     ----------
     chunk : int
-        Tokens that are read together.
+        Tokens that are prefilled together.
     max_tokens : int or None
-        What the user allows.
+        The user's limit.
     past_context : bool
-        Rotary positions may go past the trained ones.
+        Whether rotary positions may exceed the trained ones.
 
     Returns
     -------
-    tokens or None (no limit), and what sets the limit
+    limit : int or None
+        Tokens; None: no limit.
+    reason : str
+        What sets the limit.
 
     Raises
     ------
     UserError
-        There can be no such text.
+        If the options do not allow a stream.
     """
     h2o = None if h2o is None else h2o.of_user()
     evicts = h2o is not None and not h2o.is_full
@@ -65,7 +68,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
         raise UserError(f"{config.name} has learned positions, of which there is none past the "
                         f"{config.max_positions} trained: leave past_context off")
     limits = [(max_tokens, f"max_tokens, {max_tokens}")]
-    trained = config.plain_positions  # how long the text becomes, nobody knows
+    trained = config.plain_positions  # the length of a stream is unknown
     if evicts and h2o.positions == "rolling":
         places = chunk + budget(h2o, 0, 1).total
         if places > trained:
@@ -78,14 +81,14 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
 
 
 def check_halves(config: ModelConfig, policy: Policy) -> None:
-    """Raise `UserError` where attention and MLP are to be two layers, and cannot be."""
+    """Raise `UserError` if --sep-layer does not fit the model."""
     if policy.sep_layer and config.parallel_residual:
         raise UserError(f"{config.name} feeds attention and MLP the same input: they can't be two "
                         "layers; leave --sep-layer off")
 
 
 def check_experts(config: ModelConfig, policy: Policy) -> None:
-    """Raise `UserError` for options of a mixture of experts without one, or of another one."""
+    """Raise `UserError` if expert options do not fit the model."""
     for name, flag in (("experts", "--expert-percent"), ("expert_slots", "--expert-slots"),
                        ("cpu_expert_compute", "--cpu-expert-compute"),
                        ("expert_choices", "--expert-counts")):
@@ -104,14 +107,14 @@ def check_experts(config: ModelConfig, policy: Policy) -> None:
 
 
 def _experts_text(counts: Sequence[int], per_token: int) -> str:
-    """Layers and the experts of each, in words."""
+    """Return a description of layers and their experts."""
     most = max(counts, default=0)
     return (f"{per_token} of {most} experts a token in {sum(count > 0 for count in counts)} of "
             f"{len(counts)} layers")
 
 
 def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
-    """The most tokens that a prompt may have; None where there is no bound."""
+    """Return the maximum length of a prompt; None if there is no bound."""
     if h2o is not None and h2o.drop_positions:
         return None
     if h2o is not None and h2o.prompt_chunk and h2o.positions == "rolling":
@@ -120,22 +123,25 @@ def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
 
 
 def context(config: ModelConfig, h2o: H2OConfig | None) -> int:
-    """The positions that a text can take: those within which all texts rotate alike where keys are
-    rotated anew in each step, by their places in the cache or in a simulation."""
-    anew = h2o is not None and (h2o.positions == "rolling" or h2o.simulate)
-    return config.plain_positions if anew else config.max_positions
+    """Return the number of positions of a text.
+
+    If keys are rotated in each step (rolling positions, simulation), these are the positions whose
+    rotations do not depend on the length of the text.
+    """
+    rotates_each_step = h2o is not None and (h2o.positions == "rolling" or h2o.simulate)
+    return config.plain_positions if rotates_each_step else config.max_positions
 
 
 def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, length: int,
                  new_tokens: int) -> None:
-    """Raise `UserError` for what would run past the model's positions.
+    """Raise `UserError` if a request exceeds the model's positions.
 
     Parameters
     ----------
     prompt : str
-        What to call the prompt.
+        Name of the prompt in error messages.
     length, new_tokens : int
-        Tokens of the prompt, and those to generate.
+        Tokens of the prompt, and tokens to generate.
     """
     if h2o is not None and h2o.drop_positions:
         return
@@ -145,12 +151,12 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
     if longest is not None and length > longest:
         raise UserError(f"{prompt} has {length} tokens, more than the model's {limit} positions: "
                         "shorten it")
-    # The last new token is never computed, and so needs no position.
+    # The last new token is not computed and needs no position.
     needed, advice = length + new_tokens - 1, ""
     if h2o is not None and not h2o.is_full and config.rope is not None:
         advice = ", or let positions roll with the cache (--enable-position-rolling)"
         if rolls:
-            # A place in the cache is all that counts; what is new has places beside the slots.
+            # Positions are ranks in the cache; new tokens have positions after the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
             held = windowed(h2o, config.attention)
             needed = min(needed, beside + max(cached(held, layer, length, new_tokens - 1)
@@ -163,9 +169,9 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
 
 def clamped_new_tokens(config: ModelConfig, h2o: H2OConfig | None, *, length: int, most: int
                        ) -> int:
-    """Return how many new tokens, up to `most`, have positions after a prompt of so many tokens.
+    """Return the number of new tokens, up to `most`, that fit after a prompt of `length` tokens.
 
-    It is 1 where the prompt itself is too long, which `check_length` refuses.
+    It is 1 if the prompt itself is too long, which `check_length` refuses.
     """
     def too_many(new_tokens: int) -> bool:
         try:

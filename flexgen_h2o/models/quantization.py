@@ -1,6 +1,6 @@
-"""The `quantization_config` of a config.json: what is read, and what is refused by name. No torch.
+"""Quantization settings of checkpoints, and the weight options of runs. No torch.
 
-A format is a reader here, in `METHODS`, and a module of `formats` that finds its tensors.
+`METHODS` has a reader of `quantization_config` for each format; `formats` finds its tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from flexgen_h2o.config.limits import GROUP_SIZE
 from flexgen_h2o.config.validation import validated
-from flexgen_h2o.config.weight_layout import AUTO, CODED_BITS, MatrixLayout, WeightOptions
+from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 
@@ -33,9 +33,9 @@ class Quantization:
     method : str
         Key of `METHODS`.
     bits : tuple of int
-        That a code takes, where values are codes with scales and zero points; else empty.
+        Bits of a code, if values are codes with scales and zero points; else empty.
     group_size : int or None
-        Inputs that share a scale; None: all of a row, or not the same for all.
+        Inputs that share a scale; None: the whole row, or not the same for all tensors.
     block : tuple of int or None
         Rows and columns that share a scale.
     zeros_below : bool
@@ -49,42 +49,44 @@ class Quantization:
     zeros_below: bool = False
 
     def group(self, bits: int) -> int:
-        """Inputs of a group for weights of so many bits: such that the checkpoint's codes can be
-        kept, where these have no more bits."""
-        if bits not in CODED_BITS or not self._codes_fit(bits) or self.group_size is None:
+        """Return the group size of weights of `bits`.
+
+        It allows the checkpoint's codes to be kept, if they have no more bits.
+        """
+        if bits not in INTEGER_BITS or not self._codes_fit(bits) or self.group_size is None:
             return GROUP_SIZE
         fitting = (size for size in range(GROUP_SIZE, 0, -8) if self.group_size % size == 0)
         return next(fitting, GROUP_SIZE)
 
     def keeps(self, bits: int) -> bool:
-        """Return True if any of the checkpoint's values are kept in so many bits."""
+        """Return True if weights of `bits` keep any of the checkpoint's quantized values."""
         return self.method == "mxfp4" or self._codes_fit(bits)
 
     def _codes_fit(self, bits: int) -> bool:
         return bool(self.bits) and min(self.bits) <= bits
 
     def weights(self, bits: int, model: ModelConfig) -> WeightOptions:
-        """The storage options of a model's weights in so many bits: its codes are kept where these
-        hold them."""
+        """Return the options of weights of `bits`, which keep the checkpoint's codes if they fit.
+        """
         kept = self.method == "mxfp4" and bits == 4
         return WeightOptions(bits, self.group(bits),
                              model.shapes_of_experts if kept else frozenset())
 
 
 def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
-    """Read `quantization_config`; None where a config.json has none.
+    """Read `quantization_config`; return None if a config.json has none.
 
     Parameters
     ----------
     config : mapping
         The content of config.json.
     name : str
-        What the user called the model; error messages begin with it.
+        The user's name of the model; error messages begin with it.
 
     Raises
     ------
     UserError
-        For a method, or a variant of one, that is not supported, and for values without sense.
+        If a method, or a variant of it, is not supported, or a value is out of range.
     """
     values = config.get("quantization_config")
     if values is None:
@@ -100,7 +102,7 @@ def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
 
 
 class _Values:
-    """Checked access to the values of one quantization_config."""
+    """Checked access to the values of a quantization_config."""
 
     def __init__(self, name: str, values: Mapping[str, Any], where: str = "quantization_config"):
         self.name, self.values, self.where = name, values, where
@@ -114,7 +116,7 @@ class _Values:
         return UserError(f"{self.name}: {what} is not supported; {_INSTEAD}")
 
     def one_of(self, key: str, supported: tuple, default: Any) -> Any:
-        """A value that must be among those supported."""
+        """Return a value; raise `UserError` unless it is supported."""
         value = self.values.get(key)
         value = default if value is None else value
         value = value.lower() if isinstance(value, str) else value
@@ -145,7 +147,7 @@ def _fp8(values: _Values) -> Quantization:
 
 
 def _mxfp4(values: _Values) -> Quantization:
-    return Quantization("mxfp4", bits=(8,), group_size=32)  # its values are codes of 8 bits
+    return Quantization("mxfp4", bits=(8,), group_size=32)  # as evenly spaced codes
 
 
 def _awq(values: _Values) -> Quantization:
@@ -174,17 +176,17 @@ def _compressed_tensors(values: _Values) -> Quantization:
     if not groups:
         raise UserError(f"{values.name}: quantization_config has no config_groups; "
                         "is config.json complete?")
-    found = [_scheme(values, group) for group in groups.values()]
-    sizes, blocks = ({each[place] for each in found} for place in (1, 2))
+    schemes = [_scheme(values, group) for group in groups.values()]
+    sizes, blocks = ({scheme[field] for scheme in schemes} for field in (1, 2))
     if len(blocks - {None}) > 1:
         raise values.refuse("compressed-tensors with blocks of several sizes")
-    bits = tuple(sorted({each[0] for each in found if each[0]}))
+    bits = tuple(sorted({scheme[0] for scheme in schemes if scheme[0]}))
     return Quantization("compressed-tensors", bits=bits, block=next(iter(blocks - {None}), None),
                         group_size=next(iter(sizes)) if len(sizes) == 1 else None)
 
 
 def _scheme(values: _Values, group: Any) -> tuple[int, int | None, tuple[int, int] | None]:
-    """Bits of a code (0: no codes), group size and block of one of the `config_groups`."""
+    """Return bits of a code (0: no codes), group size and block of one of the `config_groups`."""
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
         raise values.refuse("compressed-tensors without quantized weights")
     _Values(values.name, {"format": group.get("format") or values.values.get("format")}).one_of(
@@ -205,12 +207,12 @@ METHODS: Mapping[str, Callable[[_Values], Quantization]] = MappingProxyType({
     "fp8": _fp8, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq,
     "compressed-tensors": _compressed_tensors,
 })
-"""The reader of each quant_method, called with its checked values."""
+"""Readers of `quantization_config` by quant_method."""
 
-_GROUP = 32  # of 4-bit weights; in 4.5 bits each, as many as groups of 64 with float16 scales take
+_GROUP = 32  # of 4-bit weights: 4.5 bits per weight, as with groups of 64 and float16 scales
 _SENSITIVE_BITS = 6
 _SENSITIVE = ("v", "out")  # matrices of all layers, by their short names
-_DOWN = ("fc2", "down", "shared_down")  # of the first and the last layers
+_DOWN = ("fc2", "down", "shared_down")  # sensitive in the first and the last layers
 
 
 def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
@@ -220,15 +222,15 @@ def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
     Parameters
     ----------
     kept : WeightOptions
-        Those that keep the values of a GGUF file.
+        The options that keep the values of a GGUF file.
     bits : int or "auto"
-        "auto": `kept`. 8 or 4: in groups of 32 where the file has values of so many bits in such
-        groups, which are kept then.
+        "auto": `kept`. 8 or 4: with groups of 32 if the file has values of these bits in such
+        groups, which are then kept.
     model : ModelConfig
     stored : Quantization or None
-        Of a quantized checkpoint, or of experts in MXFP4.
+        The settings of a quantized checkpoint, or of experts in MXFP4.
     on_gpu : bool
-        Whether a GPU computes, whose kernels have been tuned for 4 bits in all matrices.
+        Whether a GPU computes. Its kernels are tuned for 4 bits in all matrices.
     """
     if bits == AUTO:
         return kept
@@ -241,17 +243,17 @@ def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
 
 
 def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
-    """Return the options of 4-bit weights: 6 bits for the matrices whose error costs most.
+    """Return the options of 4-bit weights, with 6 bits for the most sensitive matrices.
 
-    These are the head, value and output projections of attention, and the down projections of the
-    first and the last sixth of the layers: about 5 bits a weight, as llama.cpp's Q4_K_M, whose
-    choice costs more perplexity (measured on Qwen2.5-Coder-1.5B).
+    These are the head, the value and output projections of attention, and the down projections of
+    the first and the last sixth of the layers. The result is about 5 bits per weight, as in
+    llama.cpp's Q4_K_M, whose selection has a higher perplexity (measured on Qwen2.5-Coder-1.5B).
 
     Parameters
     ----------
     model : ModelConfig
     compact : bool
-        Whether scales and zero points of 4-bit matrices have 8 bits each, in place of 16.
+        Whether scales and zero points of 4-bit matrices have 8 bits instead of 16.
     """
     def layout(spec: TensorSpec, sensitive: bool) -> MatrixLayout:
         outputs, inputs = spec.shape
@@ -267,7 +269,7 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
             for specs in (layer, *experts):
                 yield from ((spec, name in _SENSITIVE or outer and name in _DOWN)
                             for name, spec in specs.items())
-        yield from ((spec, True) for spec in weights.head.values())  # a tied one is the table
+        yield from ((spec, True) for spec in weights.head.values())  # a tied head is the table
 
     exact = set(model.exact_shapes)
     kept = {spec.name: layout(spec, sensitive) for spec, sensitive in matrices()

@@ -1,4 +1,4 @@
-"""Checkpoints with quantized matrices: made when read, or once, in a cache on disk."""
+"""Checkpoints in the weight format of a run: quantized when read, or once into a disk cache."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.storage.disk import Disk, plan_reads
 from flexgen_h2o.storage.tiers import Device, typed
 
-_VERSION = 3  # raise it when the bytes change: caches of an older version are then made anew
+_VERSION = 3  # raise it when the bytes change, which invalidates older caches
 _ALIGN = 64
-_AHEAD = 2  # tensors that are made while one is written
+_AHEAD = 2  # tensors that are quantized while one is written
 _EXACT = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The form of every tensor of a model, at rest and in memory.
+    """The storage format of a model's tensors, on disk and in memory.
 
     Attributes
     ----------
     dtype : torch.dtype
-        Of everything that is not quantized.
+        Dtype of tensors that are not quantized.
     options : WeightOptions
-        Of the matrices.
+        Options of the matrices.
     exact : frozenset of (outputs, inputs)
-        Shapes of the matrices that are never quantized: routers of experts, which are small, and
-        by which a rounded number picks another expert.
+        Shapes of matrices that are never quantized, such as routers, which are small, and whose
+        rounding selects other experts.
     """
 
     dtype: torch.dtype
@@ -50,14 +50,14 @@ class WeightFormat:
     exact: frozenset[tuple[int, ...]] = frozenset()
 
     def layout(self, spec: TensorSpec) -> MatrixLayout | None:
-        """Return the layout of a tensor, or of some outputs of it; None if it is not quantized."""
+        """Return the layout of a tensor, or of a part of its outputs; None if not quantized."""
         shape = spec.shape
         if len(shape) != 2 or tuple(shape) in self.exact:
             return None
         return self.options.layout((shape[0], shape[1]), spec.name)
 
     def stored(self, spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return dtype and shape by which a checkpoint in this format knows a tensor."""
+        """Return dtype and shape of a tensor in a checkpoint of this format."""
         layout = self.layout(spec)
         if layout is None:
             return self.dtype, tuple(spec.shape)
@@ -77,28 +77,28 @@ class WeightFormat:
 
 
 class QuantizingCheckpoint(Checkpoint):
-    """Another checkpoint in a `WeightFormat` of fewer bits: what is read of it is quantized then.
+    """Another checkpoint in a `WeightFormat`; tensors are quantized when they are read.
 
     Parameters
     ----------
     inner : Checkpoint
         Closed with this one.
     names : mapping of str to str
-        Canonical names, which this checkpoint goes by, to those of `inner`.
+        Canonical names, which this checkpoint uses, to names in `inner`.
     form : WeightFormat
-        What it gives; an attribute, too.
+        The format of the tensors; also an attribute.
 
     Attributes
     ----------
     importance : mapping of str to float32 Tensor [inputs]
-        By canonical name: as of `ops.quantize_matrix`. Others are quantized without.
+        By canonical name: `importance` of `ops.quantize_matrix`. Optional for each matrix.
     """
 
     def __init__(self, inner: Checkpoint, names: Mapping[str, str], form: WeightFormat):
         self.source, self.form = inner.source, form
         self.importance: Mapping[str, Tensor] = {}
         self._inner, self._names = inner, dict(names)
-        self._mine = threading.local()
+        self._thread = threading.local()
         self._disk = Disk()
 
     def names(self) -> Collection[str]:
@@ -112,30 +112,30 @@ class QuantizingCheckpoint(Checkpoint):
         return TensorInfo(*self.form.stored(spec), None)
 
     def _fill(self, name: str, info: TensorInfo, out: Tensor) -> None:
-        own = self._names[name]
-        inner = self._inner.info(own)
+        source = self._names[name]
+        inner = self._inner.info(source)
         layout = self.form.layout(TensorSpec(name, inner.shape))
         if layout is None:
-            self._inner.read(own, out)
-        elif not self._inner.keep(own, layout, out):
+            self._inner.read(source, out)
+        elif not self._inner.keep(source, layout, out):
             # The same size, and a lower perplexity (benchmarks/results/quality).
-            ops.quantize_matrix(self._matrix(own, inner), layout, search=True, out=out,
+            ops.quantize_matrix(self._matrix(source, inner), layout, search=True, out=out,
                                 importance=self.importance.get(name))
 
-    def _matrix(self, own: str, info: TensorInfo) -> Tensor:
-        """A matrix of the other checkpoint, good until this thread asks for the next one."""
+    def _matrix(self, source: str, info: TensorInfo) -> Tensor:
+        """Return a matrix of the inner checkpoint, valid until this thread's next call."""
         extent, exact = info.extent, info.dtype in _EXACT
         if extent is None or not exact or extent.offset % info.dtype.itemsize:
             dtype = info.dtype if exact else torch.float32
             weight = torch.empty(info.shape, dtype=dtype)
-            self._inner.read(own, weight)
+            self._inner.read(source, weight)
             return weight
-        # Past the page cache: several times as fast where the file is not in it, and it goes on
-        # holding what it held.
+        # O_DIRECT is several times as fast if the file is not in the page cache, and keeps the
+        # page cache unchanged.
         reads, places, nbytes = plan_reads([extent])
-        buffer = getattr(self._mine, "buffer", None)
+        buffer = getattr(self._thread, "buffer", None)
         if buffer is None or buffer.nbytes < nbytes:
-            buffer = self._mine.buffer = Device().host_empty(nbytes)
+            buffer = self._thread.buffer = Device().host_empty(nbytes)
         self._disk.read(reads, buffer)
         return typed(buffer, places[extent], info.shape, info.dtype)
 
@@ -147,27 +147,27 @@ class QuantizingCheckpoint(Checkpoint):
 def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: Keep, title: str,
            calibration: str = "", measure: Callable[[], Mapping[str, Tensor]] | None = None,
            progress: ByteProgress | None = None) -> Checkpoint:
-    """A checkpoint's quantized tensors from the weight cache, where they are put first if need be.
+    """Return a checkpoint's quantized tensors in the weight cache, which is built if missing.
 
-    Every tensor lies at a multiple of 64 bytes, so that it can be read straight to where it is
-    used; those of a layer are neighbours.
+    Tensors start at multiples of 64 bytes, so that they can be read in place. The tensors of a
+    layer are adjacent.
 
     Parameters
     ----------
     checkpoint : QuantizingCheckpoint
         Closed when this returns.
     sources : sequence of Path
-        The files it is made from: their identity is the cache's key.
+        The files of the checkpoint, whose identity is part of the cache's key.
     keep : Keep
-        Where the cache is.
+        The folder of the cache.
     title : str
-        For people who look into it.
+        Readable part of the cache's name.
     calibration : str
-        The key of the calibration text, which is part of the cache's key; empty for none.
+        Key of the calibration text, part of the cache's key; empty for none.
     measure : callable, optional
-        Returns the checkpoint's `importance`. Called if there is something to quantize.
+        Returns the checkpoint's `importance`. Called only if the cache is built.
     progress : callable, optional
-        Called with (bytes done, bytes in all) while tensors are quantized.
+        Called with (bytes done, total bytes) while tensors are quantized.
 
     Raises
     ------
@@ -190,46 +190,46 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
 
 
 def tag(form: WeightFormat, calibration: str) -> str:
-    """Return what `cached` adds to the identity of the files in its key."""
+    """Return the format's part of the key of `cached`."""
     dtype = str(form.dtype).removeprefix("torch.")
-    options, what = form.options, AUTO
-    if options.asked_bits != AUTO:
-        what = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
+    options, bits = form.options, AUTO
+    if options.weight_bits != AUTO:
+        bits = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
                 + ("-mixed" if options.kept else ""))
-    by = calibration and f"-{calibration}"
-    return f"{what}-{dtype}{by}-v{_VERSION}"
+    suffix = calibration and f"-{calibration}"
+    return f"{bits}-{dtype}{suffix}-v{_VERSION}"
 
 
 def _layout(checkpoint: QuantizingCheckpoint) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The file's tensors in order, with fillers behind tensors of odd sizes."""
+    """Return the file's tensors in order, with fillers after tensors of unaligned sizes."""
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name in sorted(checkpoint.names(), key=natural_key):
         info = checkpoint.info(name)
         quantized = info.dtype == torch.uint8
         layout[name] = (info.dtype if quantized else checkpoint.form.dtype, info.shape)
-        odd = math.prod(info.shape) * layout[name][0].itemsize % _ALIGN
-        if odd:
-            layout[f"{name}.filler"] = (torch.uint8, (_ALIGN - odd,))
+        excess = math.prod(info.shape) * layout[name][0].itemsize % _ALIGN
+        if excess:
+            layout[f"{name}.filler"] = (torch.uint8, (_ALIGN - excess,))
     return layout
 
 
 def _chunks(checkpoint: QuantizingCheckpoint, layout: Mapping):
-    """For `write_weights`: tensors in the order of `layout`, made some ahead of their turn."""
-    def make(name: str) -> Tensor:
+    """Return the `chunks` of `write_weights`, which quantize `_AHEAD` tensors in advance."""
+    def quantized(name: str) -> Tensor:
         dtype, shape = layout[name]
         if name not in checkpoint.names():
             return torch.zeros(shape, dtype=dtype)
-        # Pages of its own: malloc would keep what one thread takes and another gives back.
+        # Own pages: malloc keeps memory that one thread allocates and another frees.
         out = typed(Device().host_empty(math.prod(shape) * dtype.itemsize), 0, shape, dtype)
         checkpoint.read(name, out)
         return out
 
-    def every() -> Iterator[Tensor]:
+    def in_order() -> Iterator[Tensor]:
         with ThreadPoolExecutor(_AHEAD) as pool:
             waiting: deque = deque()
             try:
                 for name in layout:
-                    waiting.append(pool.submit(make, name))
+                    waiting.append(pool.submit(quantized, name))
                     if len(waiting) > _AHEAD:
                         yield waiting.popleft().result()
                 while waiting:
@@ -238,5 +238,5 @@ def _chunks(checkpoint: QuantizingCheckpoint, layout: Mapping):
                 for future in waiting:
                     future.cancel()
 
-    tensors = every()
+    tensors = in_order()
     return lambda name: iter([next(tensors)])

@@ -45,24 +45,24 @@ FAMILIES: Mapping[str, str] = MappingProxyType({
 
 
 def published(name: str) -> ModelConfig | None:
-    """The shape of a published model, without any network.
+    """Return the configuration of a published model, without a network.
 
     Parameters
     ----------
     name : str
-        Such as "facebook/opt-30b" or "opt-30b"; case does not matter.
+        Such as "facebook/opt-30b" or "opt-30b", in any case.
 
     Returns
     -------
     ModelConfig or None
-        None for a name that is not in `shapes.PUBLISHED`.
+        None if the name is not in `shapes.PUBLISHED`.
     """
     values = _published(name)
     return None if values is None else from_transformers(values, name)
 
 
 def published_quantization(name: str) -> Quantization | None:
-    """The quantization of a published model's checkpoint; None where it has none."""
+    """Return the quantization of a published model's checkpoint; None if it has none."""
     return quantization(_published(name) or {}, name)
 
 
@@ -74,7 +74,7 @@ def _published(name: str) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path) -> dict:
-    """The `config.json` of a Hugging Face folder.
+    """Return the config.json of a Hugging Face folder.
 
     Raises
     ------
@@ -98,12 +98,12 @@ def from_transformers(config: Any, name: str) -> ModelConfig:
     config : dict or transformers.PretrainedConfig
         The content of config.json, or the object made from it.
     name : str
-        What the user called the model; error messages begin with it.
+        The user's name of the model; error messages begin with it.
 
     Raises
     ------
     UserError
-        For an architecture or option that is not supported, and for values that make no sense.
+        If the architecture or an option is not supported, or a value is out of range.
     """
     values = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):

@@ -1,7 +1,7 @@
-"""Rotary position embedding: how config.json spells it, and the tables of rotations.
+"""Rotary position embedding: reading it from config.json, and tables of cosines and sines.
 
-All scalings of transformers. LongRoPE and dynamic rope rotate by the length of the text, too, once
-that is past the context in which all texts rotate alike. Loads torch with the first table.
+All scalings of transformers are supported. In LongRoPE and dynamic rope, rotations also depend on
+the length of the text if it exceeds the original context. torch is imported with the first table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding (arXiv 2104.09864) and how it is stretched.
+    """Rotary position embedding (arXiv 2104.09864) and its scaling.
 
     Attributes
     ----------
@@ -38,23 +38,22 @@ class RopeConfig:
     rotary_dim : int
         Leading dimensions of each head that rotate; even.
     kind : str
-        One of `ROPE_KINDS`. `dynamic` stretches past the trained context only: within it is
-        `default`. The fields below are those of the other kinds.
+        One of `ROPE_KINDS`. `dynamic` is `default` within the original context.
     factor : float
-        By how much positions are compressed.
+        Divisor of positions.
     low_freq_factor, high_freq_factor : float
-        `llama3` only: the band, in turns per original context, between scaled and untouched.
+        `llama3`: the band, in turns per original context, between scaled and unscaled.
     original_max_positions : int
-        `llama3`, `yarn`, `longrope` and `dynamic`: the context length before stretching.
+        `llama3`, `yarn`, `longrope` and `dynamic`: the context length before scaling.
     beta_fast, beta_slow : float
-        `yarn` (arXiv 2309.00071): the same band as for `llama3`, between untouched and scaled.
+        `yarn` (arXiv 2309.00071): the band between unscaled and scaled, as for `llama3`.
     truncate : bool
-        `yarn`: the band ends at whole dimensions.
+        `yarn`: whether the band is rounded to whole dimensions.
     attention_factor : float
-        `yarn` and `longrope`: on cosines and sines.
+        `yarn` and `longrope`: factor of cosines and sines.
     short_factors, long_factors : tuple of float
-        `longrope` (arXiv 2402.13753): divisors of the frequencies, for each pair of dimensions, in
-        texts within the original context and in longer ones.
+        `longrope` (arXiv 2402.13753): divisors of the frequency of each pair of dimensions, for
+        texts within the original context and for longer ones.
     """
 
     theta: float
@@ -72,10 +71,10 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
 
     def reach(self, max_positions: int) -> int:
-        """The context of a model whose config says `max_positions`.
+        """Return the context of a model whose config.json has `max_positions`.
 
-        YaRN and dynamic rope reach to the factor times the original context, which configs leave
-        out, or often do.
+        With YaRN and dynamic rope it is the factor times the original context, which is often not
+        in config.json.
         """
         if self.kind not in ("yarn", "dynamic"):
             return max_positions
@@ -84,17 +83,17 @@ class RopeConfig:
 
     @property
     def plain_context(self) -> int | None:
-        """Tokens of a text up to which all texts rotate alike; None: texts of any length do."""
+        """The length of a text up to which rotations do not depend on it; None: no limit."""
         return self.original_max_positions if self.kind in ("dynamic", "longrope") else None
 
     def text_length(self, prompt: int, new: int) -> int | None:
-        """The length by which a text rotates at least, of a prompt and up to `new` computed tokens.
+        """Return the minimum length by which a text of `prompt` and up to `new` tokens rotates.
 
-        None where lengths do not matter; 0 within `plain_context`. LongRoPE: one beyond it if all
-        of the text is longer, so that a text rotates in one way from its first token on. (Where a
-        text crosses the limit while it is generated, transformers has short factors up to there,
-        and then computes all of it anew.) Dynamic rope: the prompt's length, as in transformers:
-        each new token rotates by the length so far, and what is cached stays as it was.
+        None if lengths do not matter; 0 within `plain_context`. LongRoPE: `plain_context` + 1 if
+        the whole text is longer, so that all its tokens rotate by the same factors. (transformers
+        recomputes the text with other factors when it crosses the limit.) Dynamic rope: the length
+        of the prompt, as in transformers; a new token rotates by the length so far, and cached keys
+        are not changed.
         """
         context = self.plain_context
         if context is None:
@@ -106,22 +105,22 @@ class RopeConfig:
 
 def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
               partial: bool = False) -> RopeConfig:
-    """Rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
+    """Read rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
     Parameters
     ----------
     f : Fields
     theta : number, optional
-        The base, if `given` has none. None: rope_theta.
+        The base if `given` has none. None: rope_theta.
     given : mapping, optional
-        In place of the two keys.
+        Used instead of the two keys.
     partial : bool
-        A part of each head may rotate.
+        Whether only a part of each head may rotate.
 
     Raises
     ------
     UserError
-        For what is not supported or makes no sense.
+        If options are not supported or out of range.
     """
     if given is None:
         given = f.values.get("rope_scaling") or f.values.get("rope_parameters") or {}
@@ -145,7 +144,7 @@ def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
         rope.reach(0)
         if kind == "yarn":
             _yarn_band(rope)
-    except (ArithmeticError, ValueError):  # such as a logarithm of 0, and a division by that of 1
+    except (ArithmeticError, ValueError):  # such as the logarithm of 0
         raise UserError(f"{f.name}: rope of type {kind} can't be computed with rope_theta "
                         f"{shown(base)} and the rope parameters {shown(dict(given))}; is "
                         "config.json damaged?") from None
@@ -221,7 +220,7 @@ _SCALINGS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn"
 
 
 def _original(f: Fields, given: Mapping) -> int:
-    # As transformers: a key beside the rope parameters wins over one inside.
+    # As in transformers, a key outside of the rope parameters takes precedence.
     original = first(f.raw("original_max_position_embeddings"),
                      given.get("original_max_position_embeddings"),
                      f.count("max_position_embeddings"))
@@ -229,29 +228,29 @@ def _original(f: Fields, given: Mapping) -> int:
 
 
 def _factor(f: Fields, given: Mapping, original: int) -> float:
-    """The stretch of the context: without a factor, what transformers takes for it."""
+    """Return the scaling of the context; without a factor, the default of transformers."""
     return f.fit(Positive, first(given.get("factor"),
                                  f.count("max_position_embeddings") / original), "rope factor")
 
 
 def all_tables(ropes: Iterable[RopeConfig], positions: Tensor, dtype: torch.dtype,
                lengths: Tensor | None = None) -> tuple[RopeTables, ...]:
-    """`rope_tables` of each of several."""
+    """Return `rope_tables` of several ropes."""
     return tuple(rope_tables(rope, positions, dtype, lengths) for rope in ropes)
 
 
 def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
                 lengths: Tensor | None = None) -> RopeTables:
-    """Cosines and sines of the rotations at some positions.
+    """Return cosines and sines of the rotations at positions.
 
     Parameters
     ----------
     rope : RopeConfig
     positions : Tensor [rows], int64
     dtype : torch.dtype
-        Of the result; angles are computed in float32.
+        Dtype of the result; angles are computed in float32.
     lengths : Tensor [rows], int64, optional
-        `RopeConfig.text_length` of each row's text. None: as within `RopeConfig.plain_context`.
+        `RopeConfig.text_length` of each row's text. None: within `RopeConfig.plain_context`.
 
     Returns
     -------
@@ -271,19 +270,21 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
 
 
 def frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None = None) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [rotary_dim / 2]; of texts of these
-    lengths [rows], where rotations hang on them, [rows, rotary_dim / 2]."""
+    """Return radians per position of each pair of dimensions, float32 [rotary_dim / 2].
+
+    With lengths [rows] of texts, the result may be [rows, rotary_dim / 2].
+    """
     return _plain_frequencies(rope, device) if lengths is None else _frequencies(
         rope, device, lengths)
 
 
-@functools.cache  # each step asks for them
+@functools.cache  # needed in each step
 def _plain_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
     return _frequencies(rope, device, None)
 
 
 def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None) -> Tensor:
-    import torch  # only now: sizes are read without it
+    import torch  # here, because sizes are read without it
 
     steps = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32, device=device)
     steepness = rope.theta ** (steps / rope.rotary_dim)
@@ -302,7 +303,7 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
         base = rope.theta * stretch ** (width / (width - 2))
         return 1.0 / base[:, None] ** (steps / width)
     if rope.kind == "llama3":
-        # Slow turns divided by the factor, fast ones kept, and a smooth passage in between.
+        # Low frequencies are divided by the factor, high ones kept, with interpolation between.
         cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context
         kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         kept = kept.clamp(0, 1)
@@ -314,15 +315,15 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: Tensor) -> Tensor:
-    """0 for pairs that turn fast, 1 for slow ones, and a line in between."""
+    """Return 0 for high frequencies, 1 for low ones, and a linear ramp between."""
     low, high = _yarn_band(rope)
     return ((pairs - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def _yarn_band(rope: RopeConfig) -> tuple[float, float]:
-    """The pairs between which the line is."""
+    """Return the pairs of dimensions between which the ramp is."""
     def pair(turns: float) -> float:
-        """The pair that turns so often in the original context."""
+        """Return the pair that makes `turns` turns in the original context."""
         wave = rope.original_max_positions / (turns * 2 * math.pi)
         return rope.rotary_dim * math.log(wave) / (2 * math.log(rope.theta))
 

@@ -1,9 +1,9 @@
-"""The safetensors format by byte range: headers read strictly, files written in a stream.
+"""The safetensors format: strict parsing of headers, and writing tensor by tensor.
 
-The safetensors library hands out tensors, not offsets, and reads through mmap, whose resident
-pages count beside the tensor they are copied to. The engine needs offsets (it streams weights
-from the checkpoint's own bytes), so the format is read here: 8 bytes of header length, a JSON
-header, the data. Source: https://github.com/huggingface/safetensors#format
+The safetensors library returns tensors, not offsets, and reads through mmap, whose resident pages
+count beside the copy. The engine streams weights from the checkpoint's bytes and needs offsets. A
+file is 8 bytes of header length, a JSON header, and the data.
+Source: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _TORCH_NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
-# The youngest of these are not in every torch; a file that uses one is then refused by name.
+# Older releases of torch lack some of these; a file that uses one is then refused by name.
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {code: getattr(torch, name) for code, name in _TORCH_NAMES.items() if hasattr(torch, name)}
 )
 _CODES = MappingProxyType({dtype: code for code, dtype in DTYPES.items()})
-# Of the reference's 100 MB a hostile file makes gigabytes of lists; the most layers take 8 MB.
+# The reference allows 100 MB, which a hostile file turns into gigabytes of lists. Models need 8.
 _MAX_HEADER = 16 << 20
 _MAX_DIMS = 16
-_CHECKSUMS = "xxh3_64"  # in the metadata: those of all tensors, in the order of their bytes
+_CHECKSUMS = "xxh3_64"  # metadata key: the checksums of all tensors, in file order
 _DIGITS = 16
 _LENGTH_BYTES = 8
 _DATA_ALIGNMENT = 64
@@ -59,20 +59,20 @@ _READ_CHUNK = 16 << 20
 
 
 def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
-    """Read and check the header of one safetensors file.
+    """Read and check the header of a safetensors file.
 
     Parameters
     ----------
     path : Path
-        The file's name, for messages and extents.
+        Name of the file, for error messages and extents.
     fd : int
         The file, open for reading.
 
     Returns
     -------
     dict of str to TensorInfo
-        In the order of their bytes in the file. Their extents lie inside the file, do not
-        overlap, leave no holes and have the size that dtype and shape call for.
+        In file order. The extents are inside the file, contiguous and without overlap, and their
+        sizes agree with dtype and shape.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def read_header(path: Path, fd: int) -> dict[str, TensorInfo]:
 def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
     """Fill `view` (writable bytes) from byte `offset` of the open file `fd`.
 
-    Safe from several threads: the file position is not used, and the GIL is not held.
+    Thread-safe: it does not use the file position. It releases the GIL.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
 
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes, whatever its dtype."""
+    """Return the memory of a contiguous CPU tensor of any dtype as writable bytes."""
     return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
 
 
@@ -144,22 +144,22 @@ def write_safetensors(
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a safetensors file tensor by tensor, without ever holding all of it.
+    """Write a safetensors file tensor by tensor.
 
-    The header is padded with spaces so that the data starts at a multiple of 64 bytes; the
-    format allows no holes between tensors. The header's metadata keep the tensors' checksums.
+    The header is padded with spaces so that the data starts at a multiple of 64 bytes. Its metadata
+    have the checksums of the tensors.
 
     Parameters
     ----------
     path : Path
-        The file to create. It is on stable storage when the function returns.
+        The file to create. It is synchronized to disk when the function returns.
     layout : mapping of str to (torch.dtype, tuple of int)
-        The tensors, in the order to write them.
+        The tensors, in file order.
     chunks : callable
-        Given a name, yields the tensor's elements in row-major order as contiguous CPU tensors
-        of the dtype in `layout`, in one chunk or in many.
+        Given a name, yields the elements in row-major order, as contiguous CPU tensors of the
+        dtype in `layout`.
     progress : callable, optional
-        Called with (bytes done, bytes in all) after each chunk.
+        Called with (bytes done, total bytes) after each chunk.
 
     Raises
     ------
@@ -188,8 +188,8 @@ def write_safetensors(
         file.seek(0)
         file.write(_header_of(layout, checksums)[0])
         file.flush()
-        os.fsync(file.fileno())  # the folder is renamed into place next and trusted from then on
-        # What is read past the page cache later need not stay there: it would have to be dropped.
+        os.fsync(file.fileno())  # the folder is renamed next, and trusted from then on
+        # The engine reads with O_DIRECT, so the page cache is not needed.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -212,10 +212,10 @@ def _header_of(layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], checks
 
 def _parse(path: Path, raw: bytes) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("the same key twice")
-        return found
+        entries = dict(pairs)
+        if len(entries) != len(pairs):
+            raise ValueError("duplicate key")
+        return entries
 
     try:
         entries = json.loads(raw.decode(), object_pairs_hook=unique)
@@ -227,7 +227,7 @@ def _parse(path: Path, raw: bytes) -> dict[str, object]:
 
 
 def _checksums(metadata: object, count: int) -> list[int | None]:
-    """The checksums of so many tensors that a file's metadata keep; None for each if not all."""
+    """Return the checksums of `count` tensors; None for each if the metadata lack any."""
     kept = metadata.get(_CHECKSUMS) if isinstance(metadata, dict) else None
     if not isinstance(kept, str) or not re.fullmatch(f"[0-9a-f]{{{_DIGITS * count}}}", kept):
         return [None] * count

@@ -1,9 +1,8 @@
-"""Published model shapes, in the words of config.json.
+"""The config.json of published models, with the keys of transformers 5.
 
-Plain data in today's spelling (`rope_parameters`), read by `spec.from_transformers` like any other
-config.json. A shape is enough for the memory plan and for `--path _DUMMY_`; a real checkpoint
-brings its own config. Values are those of the configs published on huggingface.co; the 175B shape
-is that of the OPT paper (arXiv 2205.01068, table 1), whose weights are not published there.
+`registry.from_transformers` reads them like any other config.json. They are enough for the memory
+plan and for `--path _DUMMY_`. Values are from huggingface.co, those of OPT-175B from the OPT paper
+(arXiv 2205.01068, table 1).
 """
 
 from __future__ import annotations
@@ -189,5 +188,4 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}),
 }
 
-# Repositories known under a second name.
 SAME_AS = {"meta-llama/Meta-Llama-3.1-8B": "meta-llama/Llama-3.1-8B"}

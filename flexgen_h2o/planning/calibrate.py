@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.version import VERSION
-from flexgen_h2o.config.weight_layout import CODED_BITS, WEIGHT_BITS
+from flexgen_h2o.config.weight_layout import INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.metrics.provenance import cpu_model
@@ -157,7 +157,7 @@ def _compute(rates: Rates, progress: Note) -> ComputeRates:
         progress(f"products with weights of {bits} bits")
         linear[bits] = _figures(rates.linear(bits))
     rounded = {}
-    for bits in CODED_BITS if rates.rounds_activations else ():
+    for bits in INTEGER_BITS if rates.rounds_activations else ():
         progress(f"products of rounded activations with weights of {bits} bits")
         rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")

@@ -16,7 +16,7 @@ from msgspec import Meta, defstruct
 from msgspec.structs import asdict
 
 from flexgen_h2o.config.validation import Entries, Share, Text, each_of, validated
-from flexgen_h2o.config.weight_layout import CODED_BITS, WEIGHT_BITS, MatrixLayout
+from flexgen_h2o.config.weight_layout import INTEGER_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
@@ -242,7 +242,7 @@ class _ComputeEntries(Entries):
     linear_seconds_per_billion_weights: dict[
         Literal[WEIGHT_BITS], dict[_Rows, _Rate]] | None = None
     rounded_linear_seconds_per_billion_weights: dict[
-        Literal[CODED_BITS], dict[_Rows, _Rate]] = msgspec.field(default_factory=dict)
+        Literal[INTEGER_BITS], dict[_Rows, _Rate]] = msgspec.field(default_factory=dict)
     linear_roofline: _Roofline | None = None
     bound_layer_microseconds: _Rate | None = None
     query_nanoseconds: each_of(("plain", "scored"), _Rate) | None = None

@@ -182,7 +182,7 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
             for host in on_host:
                 policy = replace(request.policy, cpu_cache_compute=host)
                 yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
-                                 weights.asked_bits in request.written_bits, cache, weights)
+                                 weights.weight_bits in request.written_bits, cache, weights)
 
 
 def _likely(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlannedRun]:

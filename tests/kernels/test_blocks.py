@@ -11,22 +11,22 @@ from gguf.quants import dequantize as reference
 from gguf_cases import SCALE_PLACES, random_blocks
 from kernel_cases import SETS
 
-from flexgen_h2o.config.weight_layout import KINDS, OTHERS, MatrixLayout
+from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, MatrixLayout
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import blocks as reference_blocks
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.blocks import dequantize
 
-CODED = {kind.name: kind for kind in KINDS.values() if kind.bits != 16}
+CODED = {kind.name: kind for kind in BLOCK_TYPES.values() if kind.bits != 16}
 EXACT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"}
-NAMES = [kind.name for kind in KINDS.values()]
+NAMES = [kind.name for kind in BLOCK_TYPES.values()]
 
 
 def test_the_table_is_that_of_gguf():
     for kind in GGMLQuantizationType:
-        known = KINDS.get(int(kind))
+        known = BLOCK_TYPES.get(int(kind))
         if known is None:
-            assert OTHERS[int(kind)] == kind.name
+            assert UNSUPPORTED_TYPES[int(kind)] == kind.name
         else:
             assert (known.name, (known.elements, known.nbytes)) == (kind.name,
                                                                     GGML_QUANT_SIZES[kind])
@@ -35,7 +35,7 @@ def test_the_table_is_that_of_gguf():
 @pytest.mark.parametrize("name", NAMES)
 def test_random_bytes(name):
     """Every byte occurs at every place; infinite and undefined scales are among them."""
-    kind = next(kind for kind in KINDS.values() if kind.name == name)
+    kind = next(kind for kind in BLOCK_TYPES.values() if kind.name == name)
     packed = np.random.default_rng(0).integers(0, 256, (700, 3 * kind.nbytes), dtype=np.uint8)
     with np.errstate(invalid="ignore"):
         expected = reference(packed, GGMLQuantizationType[name])
@@ -49,7 +49,7 @@ def test_every_scale_of_mxfp4():
     packed = np.tile(np.arange(17, dtype=np.uint8) * 15, (256, 1))
     packed[:, 0] = np.arange(256)
     expected = reference(packed, GGMLQuantizationType.MXFP4)
-    assert np.array_equal(dequantize(torch.from_numpy(packed), KINDS[39]).numpy(), expected)
+    assert np.array_equal(dequantize(torch.from_numpy(packed), BLOCK_TYPES[39]).numpy(), expected)
 
 
 def unpacked(data: torch.Tensor, layout: MatrixLayout) -> torch.Tensor:

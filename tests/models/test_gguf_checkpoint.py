@@ -90,7 +90,7 @@ def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, 
     exact_tokens, exact, options, _ = run(source, tmp_path, bits=16)
     assert options == WeightOptions()
     tokens, scores, options, stats = run(source, tmp_path)
-    assert stats.weight_bits == AUTO == options.asked_bits and tokens == exact_tokens
+    assert stats.weight_bits == AUTO == options.weight_bits and tokens == exact_tokens
     assert (scores - exact).abs().max() < 0.02
     assert not list((cache / "weights").glob("*")), "a second copy was written"
     for weights in PLACES[1:]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import MATRIX_TILE
-from flexgen_h2o.config.weight_layout import CODED_BITS, MatrixLayout
+from flexgen_h2o.config.weight_layout import INTEGER_BITS, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels.reference.matrix import pack_matrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
@@ -199,7 +199,7 @@ class DequantizingCheckpoint(Checkpoint):
     def keep(self, name: str, layout: MatrixLayout, out: Tensor,
              rows: range | None = None) -> bool:
         tensor = self._tensors.get(name)
-        if tensor is None or layout.bits not in CODED_BITS or not tensor.fits(layout):
+        if tensor is None or layout.bits not in INTEGER_BITS or not tensor.fits(layout):
             return False
         rows = range(tensor.rows) if rows is None else rows
         if (len(rows), tensor.shape[-1]) != (layout.outputs, layout.inputs):

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.config.weight_layout import KINDS, OTHERS, BlockType
+from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, BlockType
 from flexgen_h2o.errors import UserError, shown
 from flexgen_h2o.files.readers import whole_file
 
@@ -218,13 +218,13 @@ class _Parser:
         return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
-        if kind not in KINDS:
-            called = OTHERS.get(kind, f"number {kind}")
+        if kind not in BLOCK_TYPES:
+            called = UNSUPPORTED_TYPES.get(kind, f"number {kind}")
             raise UserError(f"{self._source}: tensor {name} is of the GGUF type {called}, which is "
                             "not supported; use another quantization of this model, such as Q4_K_M")
         if not all(shape):  # the size of the file bounds none of its other sizes
             raise UserError(f"{self._source}: tensor {name} is empty, of shape {shape}")
-        block = KINDS[kind]
+        block = BLOCK_TYPES[kind]
         if shape[-1] % block.elements:
             raise self._damaged(f"tensor {name} has rows of {shape[-1]} elements, in blocks of "
                                 f"{block.elements}")
