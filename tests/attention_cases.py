@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from attention_study.stats import ROWS
+from attention_stats import ROWS
 from hypothesis import given
 from hypothesis import strategies as st
 

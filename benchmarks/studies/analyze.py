@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from attention_study import plots as analysis_plots
-from attention_study.columns import EVICTED, NAMES, PARTS, RUN
-from attention_study.table import summary
+import attention_report
+from attention_report import EVICTED, NAMES, PARTS, RUN, summary
 
 from flexgen_h2o.cli import parser as task_flags
 from flexgen_h2o.cli.command import entry_point
@@ -149,8 +148,7 @@ def run(options: AnalyzeOptions) -> None:
 def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
     """The rows of each part; each part's files are written when it is done."""
     # Only now: they load torch, and bad flags answer at once.
-    from attention_study.evicted import KINDS
-    from attention_study.survey import Survey
+    from attention_survey import KINDS, Survey
 
     parts = [part for part in PARTS if part in options.only]
     cases = [(kind, percent) for percent in options.evict for kind in KINDS]
@@ -208,8 +206,8 @@ def _run_columns(llm, pairs: Sequence[Pair]) -> dict[str, object]:
 def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases: Sequence[tuple],
                   full: Sequence[Sequence[float]], run: dict, bar: ProgressBar) -> list[dict]:
     """Perplexities of the second halves without some keys of the first; rows as they come."""
-    from attention_study.evicted import Without
-    from attention_study.stats import share_of
+    from attention_stats import share_of
+    from attention_survey import Without
 
     contexts = [len(head) for head, _ in pairs]
     file, rows = _file(options, "evicted"), []
@@ -247,7 +245,7 @@ def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
 def _finish(options: AnalyzeOptions, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
     with writing("--output-dir", options.output_dir):
         file.finish()
-        analysis_plots.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
+        attention_report.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
     return rows
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/studies/quality_by_position.py --input-path xsum_0shot.jsonl
 
-The articles and halves are those of `commands.quality`. A budget is a share of the prompt;
+The articles and halves are those of `quality.py`. A budget is a share of the prompt;
 as the text goes on, it is an ever smaller share of what there is to remember, unless generated
 tokens are left in (``evict_generated=False``).
 """

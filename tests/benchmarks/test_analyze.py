@@ -9,12 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import analyze
+import attention_report as analysis_plots
 import pytest
 import torch
-from attention_study import plots as analysis_plots
-from attention_study.columns import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
-from attention_study.evicted import KINDS
-from attention_study.table import mean_by, summary, table
+from attention_report import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN, mean_by, summary, table
+from attention_survey import KINDS
 from internals import save_analysis
 from read_back import read_csv
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import DIM, KV_HEADS, cases, matrix, qkv
-from attention_study.evicted import KINDS, Without, attend_without, chosen_keys
-from attention_study.misses import EVICTING, POLICIES, Caches, miss_rates, sizes
-from attention_study.stats import ROWS, logit_blocks, observe
+from attention_stats import (
+    EVICTING,
+    POLICIES,
+    ROWS,
+    Caches,
+    logit_blocks,
+    miss_rates,
+    observe,
+    sizes,
+)
+from attention_survey import KINDS, Without, attend_without, chosen_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 from attention_cases import GROUP, KV_HEADS, cases, matrix, qkv
-from attention_study.stats import (
+from attention_stats import (
     ROWS,
     at_ranks,
     correlations,

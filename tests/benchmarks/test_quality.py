@@ -11,11 +11,11 @@ import types
 
 import pytest
 import quality
+import quality as quality_plot
+import quality_study as measures
 from error_cases import command_refused
 from fake_llm import FakeLLM
-from quality_study import measures
-from quality_study import plot as quality_plot
-from quality_study.configurations import GROUPS, Configuration, configurations
+from quality_study import GROUPS, Configuration, configurations
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.launch import llm_arguments

@@ -1,1 +1,0 @@
-"""The parts of `commands.quality`: caches of some budgets, measured and drawn."""
