@@ -125,7 +125,7 @@ def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float
 
 
 def claims(heads: int, tokens: int, slots: int) -> dict[str, Tensor]:
-    """A fast set of so many slots a head, all empty, on the GPU."""
+    """A hot set of so many slots a head, all empty, on the GPU."""
     return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32, device=GPU),
             "token_of": torch.full((heads, slots), -1, dtype=torch.int32, device=GPU),
             "log_weights": torch.zeros((heads, tokens), dtype=torch.int32, device=GPU)}
@@ -158,7 +158,7 @@ def check_claims(rows) -> None:
 
 
 class FastSteps:
-    """Decode steps over a cache in host memory of which the GPU holds a fast set.
+    """Decode steps over a cache in host memory of which the GPU holds a hot set.
 
     Queries of successive steps are alike to 0.97, as a text's are to some degree.
     """
@@ -187,7 +187,7 @@ class FastSteps:
         self.loads.append(counts.sum())
 
     def hits(self) -> float:
-        """The share of the chosen tokens that were in the fast set, in later steps."""
+        """The share of the chosen tokens that were in the hot set, in later steps."""
         loads = torch.stack(self.loads[len(self.loads) // 2 :]).float().mean().item()
         return 1 - loads / (self._count * self._cache.k.shape[0] * self._cache.k.shape[1])
 

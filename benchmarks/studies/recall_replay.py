@@ -153,7 +153,7 @@ def decode(cache: KVCache, recording: AttentionRecording, step: int, transfers: 
 
 
 def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]:
-    """Steps with one cache, after the first, which fills the fast set."""
+    """Steps with one cache, after the first, which fills the hot set."""
     share, fast_set = CACHES[name]
     h2o = None if share is None else H2OConfig(heavy_ratio=share / 2, recall=True)
     policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100),

@@ -1,0 +1,16 @@
+"""The KV cache of a block of GPU batches. Read `kv_cache` first.
+
+==================  ==================================================================
+`kv_cache`          append, attend, evict, write back: the interface to the engine
+`prefill`           attention within prompts, and the cut to their budgets
+`chunked_prefill`   the same by chunks, with eviction after each
+`decode_attention`  decode attention on the host, and with sparse values
+`retrieval`         recall: quantized key indices, and attention to selected tokens
+`eviction_state`    eviction states, step metadata, migration of continued sequences
+`layout`            sizes: bytes of a slot, slots of a layer
+`tiers`             parts of the cache that are resident, or fetched and written back
+`hot_set`           selective fetch from host memory by a GPU, and the hot set
+`disk_recall`       selective fetch from disk, and the choice of parts
+`alternatives`      caches with the same interface: simulated, probed, uncached
+==================  ==================================================================
+"""

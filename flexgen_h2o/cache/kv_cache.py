@@ -5,7 +5,8 @@ kinds are keys and values, or one kind that holds both (`config.cache_layout.Cac
 neither shifts nor concatenates. The sequences of a batch are split over the tiers (`tiers`). With
 an eviction policy (arXiv 2306.14048) there are as many slots as the budget has tokens, a new token
 takes the slot of an evicted one, and the order of slots has no meaning. Prompts that are prefilled
-in chunks are held whole until they are cut, unless tokens are evicted with each chunk (`prefill`).
+in chunks are held whole until they are cut, unless tokens are evicted with each chunk
+(`chunked_prefill`).
 
 A layer step is ``load``, then ``attend_prompt`` or ``attend_token``, then ``store``.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flexgen_h2o.cache.chunked_prefill import LayerAttention
 from flexgen_h2o.cache.decode_attention import (
     HostAttentionQueue,
     PendingAttention,
@@ -35,7 +37,7 @@ from flexgen_h2o.cache.eviction_state import (
 )
 from flexgen_h2o.cache.hot_set import RecallCounts, ZeroCopyPart
 from flexgen_h2o.cache.layout import CacheShape, CacheSize, Capacity, SlotLayout
-from flexgen_h2o.cache.prefill import LayerAttention, PromptAttention
+from flexgen_h2o.cache.prefill import PromptAttention
 from flexgen_h2o.cache.retrieval import Recall, RecallStep
 from flexgen_h2o.cache.tiers import CachePart, SlotUpdate
 from flexgen_h2o.config.h2o import H2OConfig

@@ -35,7 +35,7 @@ class GuessTrial:
 
     A guess takes a product, a choice, and reads of what is then not wanted; it spares waiting.
     Which is more depends on the model, the disk and the processor. Tokens do not depend on it. The
-    first step, which fills the fast set, does not count.
+    first step, which fills the hot set, does not count.
 
     Attributes
     ----------

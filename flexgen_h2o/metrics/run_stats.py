@@ -42,7 +42,7 @@ class RunStats:
 
     Of recall from disk: of the tokens that decode steps chose, one for each KV head, and that rest
     there, `recall_hits` were in memory when they were asked for and `recall_loads` had to be read
-    then, with all that filled the fast set; `recall_guesses` were read ahead, needed or not.
+    then, with all that filled the hot set; `recall_guesses` were read ahead, needed or not.
     `recall_wait_seconds` is how long compute waited for such reads.
     """
 

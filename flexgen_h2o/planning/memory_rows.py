@@ -288,7 +288,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
 
 def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow:
     """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
-    fast set, the newest, which slot has which, and what each has weighed."""
+    hot set, the newest, which slot has which, and what each has weighed."""
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
         fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
@@ -303,7 +303,7 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> Memory
 
 
 def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
-    """A GPU's bytes of a sequence that is recalled from host memory: the fast set, the newest
+    """A GPU's bytes of a sequence that is recalled from host memory: the hot set, the newest
     token, which slot has which, what each has weighed, and what orders them."""
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, most in enumerate(held):

@@ -1,4 +1,4 @@
-"""A cache on disk of which decode steps fetch what they choose: records, and the engine with it."""
+"""Selective fetch of a cache on disk: records on disk, and end to end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 @pytest.fixture
 def small_records(monkeypatch):
-    """Few tokens in a record, so that short texts have many, and a fast set that is full soon."""
+    """Few tokens in a record, so that short texts have many records, and a small hot set."""
     monkeypatch.setattr(PageLayout, "tokens", 5)
     monkeypatch.setattr(budget, "HOT_SET", 1)
 
@@ -52,7 +52,7 @@ def test_records_fill_pages_and_keep_their_tokens():
     {}, {"cache_bits": 4, "prefill_chunk": 16}, {"cache_bits": (8, 4)},
     {"prefill_chunk": 16, "overlap": False},
     {"cache": SOME, "gpu_batch_size": 2}, {"fast_set": 0.4}, {"fast_set": 0.4, "overlap": False}])
-def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records, options):
+def test_selective_fetch_equals_recall_in_memory(tiny_model, small_records, options):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     here = {name: value for name, value in options.items() if name in ("cache_bits",)}
@@ -63,7 +63,7 @@ def test_what_is_fetched_is_what_is_recalled_in_memory(tiny_model, small_records
     assert (stats.recall_guesses > 0) == options.get("overlap", True)
 
 
-def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records, monkeypatch):
+def test_small_buffers_change_nothing(tiny_model, small_records, monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, RECALL, new=40)
@@ -71,7 +71,7 @@ def test_buffers_that_hold_few_records_change_nothing(tiny_model, small_records,
     assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
 
 
-def test_tokens_that_a_kernel_does_not_bring_come_one_by_one(tiny_model, small_records,
+def test_tokens_that_the_kernel_fails_to_fetch_are_read_one_by_one(tiny_model, small_records,
                                                              monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -86,7 +86,7 @@ def test_tokens_that_a_kernel_does_not_bring_come_one_by_one(tiny_model, small_r
     assert sum(left) > 0
 
 
-def test_the_first_step_fills_the_fast_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
+def test_the_first_step_fills_the_hot_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
     monkeypatch.setattr(PageLayout, "tokens", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -109,7 +109,7 @@ def test_a_layer_that_is_full_and_layers_with_windows_are_fetched_whole(tiny_mod
         assert tokens(tiny, prompts, h2o, new=24, **FETCHED) == tokens(tiny, prompts, h2o, new=24)
 
 
-def test_a_text_on_disk_goes_on_from_call_to_call(tiny_model, small_records):
+def test_a_conversation_on_disk_continues(tiny_model, small_records):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, h2o, chunk=6) as llm:
@@ -118,7 +118,7 @@ def test_a_text_on_disk_goes_on_from_call_to_call(tiny_model, small_records):
         assert answers(llm, turns, max_tokens=140) == expected
 
 
-def test_sequences_go_on_in_other_blocks(tiny_model, small_records):
+def test_sequences_continue_in_other_blocks(tiny_model, small_records):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, RECALL, new=24)
@@ -126,7 +126,7 @@ def test_sequences_go_on_in_other_blocks(tiny_model, small_records):
                   refill_share=0.01, **FETCHED) == expected
 
 
-def test_what_fetches_no_choice_is_refused(tiny_model):
+def test_fetch_chosen_without_effect_is_an_error(tiny_model):
     from flexgen_h2o import LLM, Policy
 
     for h2o, placed, words in (

@@ -1,4 +1,4 @@
-"""Caches that grow where they rest: on disk, and in host memory beside a pretend GPU."""
+"""Fetched parts whose caches grow: on disk, and in host memory beside a fake GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DISK = Placement(0, 0, 100)
 @given(lines=st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 5)), few=st.integers(1, 9),
        more=st.integers(0, 30), width=st.integers(1, 5), itemsize=st.sampled_from([1, 2, 4]),
        seed=st.integers(0, 2**32))
-def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
+def test_slots_expand_in_place(lines, few, more, width, itemsize, seed):
     before, after = (*lines, few, width), (*lines, few + more, width)
     size = math.prod(after) * itemsize
     buffer = torch.randint(256, (size + 7,), dtype=torch.uint8,
@@ -41,8 +41,9 @@ def test_records_move_apart_in_place(lines, few, more, width, itemsize, seed):
        width=st.integers(1, 5), count=st.integers(0, WRITE_BACK_TOKENS),
        dtype=st.sampled_from([torch.bfloat16, torch.uint8, torch.float32]),
        seed=st.integers(0, 2**32))
-def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, count, dtype, seed):
-    """The last change of a slot stays; sequences that a batch lacks are left out."""
+def test_a_write_back_log_applies_updates_in_order(sequences, heads, slots, width, count, dtype,
+                                                   seed):
+    """The last update of a slot wins; sequences that a batch lacks are skipped."""
     random = torch.Generator().manual_seed(seed)
     shape = (WRITE_BACK_TOKENS, 2, sequences + 1, heads, width)
     log = WriteBackLog(torch.randint(100, shape, generator=random).to(dtype),
@@ -58,7 +59,7 @@ def test_a_log_is_written_as_its_changes_came(sequences, heads, slots, width, co
 
 @pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4), (5, (8, 4))])
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
-    """In step with the write-back log of what is on disk, and out of step."""
+    """With growth at the write-backs of the log on disk, and between them."""
     monkeypatch.setattr(tiers, "GROWTH", growth)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -79,7 +80,7 @@ def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatc
         assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
 
 
-def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, device,
+def test_layers_that_evict_beside_layers_that_grow(tiny_model, device,
                                                                    monkeypatch):
     monkeypatch.setattr(tiers, "GROWTH", 5)
     tiny = tiny_model("llama")
@@ -91,7 +92,7 @@ def test_layers_that_evict_stay_as_they_are_beside_those_that_grow(tiny_model, d
 
 
 def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
-    """What is cached of one prompt is copied to others, into parts that have other slots."""
+    """A cached prompt is copied to other sequences, in parts with other slots."""
     monkeypatch.setattr(tiers, "GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [20]) * 6
@@ -100,7 +101,7 @@ def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
                   num_gpu_batches=1) == expected
 
 
-def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
+def test_a_conversation_grows(tiny_model, device, monkeypatch):
     tiny = tiny_model("llama")
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, chunk=8) as llm:
@@ -112,7 +113,7 @@ def test_turns_grow_a_stream(tiny_model, device, monkeypatch):
                 assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
 
 
-def test_empty_slots_do_not_travel(tiny_model):
+def test_empty_slots_are_not_transferred(tiny_model):
     tiny = tiny_model("llama")
     prompt, new, page = 20, 200, 4096
     _, stats = run(tiny, prompts_of(tiny, [prompt] * 4), None, new=new, cache=DISK,
@@ -122,7 +123,7 @@ def test_empty_slots_do_not_travel(tiny_model):
         size = 4 * 2 * 2 * 8 * 4 * min(slots, prompt + new - 1)  # of a layer
         return 3 * -(-size // page) * page
 
-    # A backing store is read as it was left, and grows when its slots are full.
+    # A backing store is read with the slots it had, and grows when they are full.
     reads = [nbytes(prompt + GROWTH * (1 + max(0, token - 2) // GROWTH)) for token in range(1, new)]
     assert stats.links["disk->cpu"][0] == sum(reads)
     assert sum(reads) < 0.8 * (new - 1) * nbytes(prompt + new)

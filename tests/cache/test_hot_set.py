@@ -1,4 +1,4 @@
-"""The set of tokens in fast memory, against a dictionary for each head."""
+"""`HotSet` against a dictionary for each head."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Model:
 
     def take(self, tokens: list[int], first: int, weights: list[int]
              ) -> tuple[list[int], list[tuple[int, int]]]:
-        """The slots of tokens, and (token, slot) of those that had none."""
+        """Return the slots of tokens, and (token, slot) of missing tokens."""
         here = {token: slot for slot, token in self.held.items()}
         old = [token for token in tokens if 0 <= token < first]
         away = [token for token in old if token not in here]
@@ -38,8 +38,11 @@ class Model:
 
 @st.composite
 def histories(draw):
-    """Slots, and what two heads of one sequence choose in each step, where its newest tokens begin
-    and what weights tokens have, or from which token on they forget."""
+    """Slots, and steps of two heads of one sequence.
+
+    A step is the tokens that each head selects, the first of the newest tokens, and the weights of
+    tokens; or the token from which on each head forgets.
+    """
     slots = draw(st.integers(1, 8))
     chosen = st.lists(st.integers(0, TOKENS - 1), max_size=slots, unique=True)
     weights = st.lists(st.integers(0, 5), min_size=TOKENS, max_size=TOKENS)
@@ -52,7 +55,7 @@ def histories(draw):
 
 @settings(max_examples=150, deadline=None)
 @given(histories())
-def test_the_fast_set_is_a_dictionary_that_drops_what_weighs_least(history):
+def test_a_hot_set_evicts_the_tokens_of_least_weight(history):
     slots, steps = history
     fast, models = HotSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
     for step in steps:

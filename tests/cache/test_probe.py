@@ -1,4 +1,4 @@
-"""`LLM.probe`: attention handed to a function, with the text scored as ever."""
+"""`LLM.probe`: attention by a given function while a text is scored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAIRS = [([5, 9, 11, 4], [7, 3]), ([8], [1, 2, 3, 4, 5]), ([6, 7, 8, 9, 10], [2]
 
 
 @pytest.mark.parametrize("key", ["opt", "llama_untied_bias", "neox_partial"])
-def test_usual_attention_gives_the_usual_figures(tiny_model, key):
+def test_the_models_attention_gives_its_log_probabilities(tiny_model, key):
     tiny = tiny_model(key)
     seen = []
 
@@ -32,7 +32,7 @@ def test_usual_attention_gives_the_usual_figures(tiny_model, key):
                                   for pair, length in enumerate(lengths))
 
 
-def test_what_attend_returns_is_what_counts(tiny_model):
+def test_the_result_of_attend_is_used(tiny_model):
     with LLM(str(tiny_model("llama").folder), dtype="float32", device="cpu") as llm:
         blind = llm.probe(PAIRS, lambda layer, pair, q, k, v: torch.zeros_like(q))
         usual = llm.loglikelihood(PAIRS)
@@ -40,7 +40,7 @@ def test_what_attend_returns_is_what_counts(tiny_model):
         assert llm.probe([], lambda *_: pytest.fail("there is no pair")) == []
 
 
-def test_an_error_in_attend_comes_out_and_the_model_goes_on(tiny_model):
+def test_an_error_in_attend_is_raised_and_the_model_is_usable(tiny_model):
     def attend(layer, pair, q, k, v):
         raise ArithmeticError("mine")
 

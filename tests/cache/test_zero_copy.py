@@ -1,4 +1,4 @@
-"""A cache in host memory beside a GPU, whose kernels read in place what a step recalls."""
+"""A cache in host memory of which GPU kernels read selected tokens in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOST = Placement(0, 100, 0)
 
 @pytest.fixture
 def loaded(monkeypatch) -> list:
-    """A device with memory of its own; which (layer, batch) come to staging buffers."""
+    """A device with separate memory; return the (layer, batch) that are loaded."""
     found, load = [], BufferRing.load
     open_devices(monkeypatch, LazyDevice)
 
@@ -50,7 +50,7 @@ def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, opti
 
 
 @pytest.mark.parametrize("fetch", [False, True])
-def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded, fetch):
+def test_decode_steps_load_no_whole_layer(tiny_model, loaded, fetch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)[:3]
     few = {"cache": HOST, "gpu_batch_size": 3, "fetch_chosen": fetch}
@@ -62,7 +62,7 @@ def test_no_layer_comes_whole_in_decode_steps(tiny_model, loaded, fetch):
     assert counts[0] == counts[1] > 0
 
 
-def test_a_fast_set_misses_less_the_larger_it_is(tiny_model, loaded):
+def test_a_larger_hot_set_misses_less(tiny_model, loaded):
     tiny = tiny_model("llama")
     prompts, loads = prompts_of(tiny), []
     for share in (0.3, 0.6, 1.0):
@@ -85,7 +85,7 @@ def test_layers_that_attend_to_all_are_fetched_whole(tiny_model, loaded, fetch):
 
 
 @pytest.mark.parametrize("fetch", [False, True])
-def test_a_conversation_goes_on_in_host_memory(tiny_model, loaded, fetch):
+def test_a_conversation_continues_in_host_memory(tiny_model, loaded, fetch):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
@@ -94,7 +94,7 @@ def test_a_conversation_goes_on_in_host_memory(tiny_model, loaded, fetch):
         assert answers(llm, turns, max_tokens=140) == expected
 
 
-def test_a_fast_set_without_host_memory_to_fill_it_from_is_refused(tiny_model, loaded):
+def test_a_hot_set_without_a_cache_in_host_memory_is_an_error(tiny_model, loaded):
     folder = str(tiny_model("llama").folder)
     for placed, words in (({"cache": Placement(50, 0, 50)}, "of which none is in host memory"),
                           ({"cache": HOST, "cpu_cache_compute": True}, "leave one of them out")):
@@ -103,7 +103,7 @@ def test_a_fast_set_without_host_memory_to_fill_it_from_is_refused(tiny_model, l
 
 
 @pytest.mark.parametrize("zero_copy, kind", [(True, ZeroCopyPart), (False, FetchedPart)])
-def test_devices_that_read_no_host_memory_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
+def test_devices_without_zero_copy_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
                                                              kind):
     open_devices(monkeypatch, LazyDevice)
     monkeypatch.setattr(LazyDevice, "zero_copy", zero_copy)

@@ -1,4 +1,4 @@
-"""How many tokens stay cached, from what is documented of a configuration."""
+"""The number of tokens that stay cached, as documented in `H2OConfig`."""
 
 import pytest
 from hypothesis import assume, given
@@ -48,7 +48,7 @@ def test_sizes_left_out(values, expected):
 
 @given(st.data())
 def test_a_budget_of_the_text_grows_a_token_a_step_at_most(data):
-    """Step by step: a new token is cached, and one goes where the budget has no room for it."""
+    """Step by step: a new token is cached, and one is evicted if the budget is exceeded."""
     share = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
     h2o = H2OConfig(heavy_ratio=data.draw(st.none() | share), recent_ratio=data.draw(share),
                     sink_tokens=data.draw(st.integers(0, 4)), budget_of="text")
@@ -61,7 +61,7 @@ def test_a_budget_of_the_text_grows_a_token_a_step_at_most(data):
         assert (cached(h2o, 0, prompt_len, new), slots(h2o, 0, prompt_len, new)) == (held, held)
 
 
-def test_what_a_ratio_is_a_share_of():
+def test_ratios_of_the_prompt_and_of_the_text():
     for of, total in (("prompt", 20), ("text", 30)):
         h2o = H2OConfig(heavy_ratio=0.1, budget_of=of)
         assert budget(h2o, 0, 100).total == 20

@@ -1,4 +1,4 @@
-"""Which tokens stay cached, against the definition in plain Python."""
+"""The tokens that stay cached, against the definition in plain Python."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, laye
 
 
 def hold_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
-    """counts are of the tokens that the definition caches, after the cut and each new token."""
+    """`counts` are the tokens that the definition caches, after the cut and each new token."""
     assert kept(h2o, layer, prompt_len) == counts[0]
     assert [cached(h2o, layer, prompt_len, n) for n in range(len(counts))] == counts
     assert [slots(h2o, layer, prompt_len, n) for n in range(len(counts))] == [
@@ -195,7 +195,7 @@ def test_victims_by_example():
     assert victims(mean=True, sinks=4)[0] == 1  # 2/3 under 4/5
 
 
-def test_victims_where_nothing_can_go():
+def test_victims_where_nothing_can_be_evicted():
     positions = torch.tensor([[[0, 1, EMPTY]]], dtype=torch.int32)
     for mean in (False, True):
         found = Eviction(mean=mean, sinks=4).victims(
@@ -203,7 +203,7 @@ def test_victims_where_nothing_can_go():
         assert 0 <= found.item() < 3
 
 
-def test_a_configuration_gives_its_policy():
+def test_the_eviction_of_a_configuration():
     assert eviction_of(None) == Eviction(mean=False, decay=1.0, sinks=0)
     assert [eviction_of(H2OConfig(heavy_tokens=1, score=score, decay=0.5, sink_tokens=3))
             for score in ("sum", "mean", "decay")] == [
@@ -212,7 +212,7 @@ def test_a_configuration_gives_its_policy():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mean", [False, True])
-def test_a_gpu_chooses_the_same(mean):
+def test_a_gpu_selects_the_same(mean):
     generator = torch.Generator().manual_seed(0)
     eviction = Eviction(mean=mean, sinks=4)
     for levels in (3, 10_000):

@@ -1,4 +1,4 @@
-"""H2O end to end on tiny random models: real dropping against the simulation, on every tier."""
+"""H2O end to end on tiny random models: eviction against the simulation, on every tier."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompts_of(tiny, lengths=LENGTHS, seed=0):
 
 @pytest.mark.parametrize("share", [0.04, 0.2, 0.6])
 @pytest.mark.parametrize("key, positions", MODES)
-def test_dropping_equals_the_simulation(tiny_model, key, positions, share):
+def test_eviction_equals_the_simulation(tiny_model, key, positions, share):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     options = {"heavy_ratio": share / 2, "positions": positions}
@@ -291,7 +291,7 @@ def moved(tiny, monkeypatch, place, new, **options):
     return {link: nbytes for link, (nbytes, _) in stats.links.items()}
 
 
-def test_a_step_moves_down_only_what_changed(tiny_model, monkeypatch):
+def test_a_step_writes_back_only_changed_slots(tiny_model, monkeypatch):
     tiny = tiny_model("llama")
     head_bytes, slots = 2 * 8 * 4, 3 * 4 * 2  # key and value of a head; layers, sequences, heads
     few, many = (moved(tiny, monkeypatch, HOST, new)["gpu->cpu"] for new in (11, 31))
@@ -328,14 +328,14 @@ def test_attention_on_the_host_moves_no_cache(tiny_model, monkeypatch):
      "attn_sparsity reads keys without their values"),
     ({"h2o": H2OConfig(heavy_ratio=0.1, simulate=True), "cache_bits": 4}, "exact cache"),
 ])
-def test_what_cannot_be_is_refused_in_one_line(tiny_model, options, words):
+def test_errors_are_one_line(tiny_model, options, words):
     with pytest.raises(UserError, match=words) as caught:
         LLM(str(tiny_model("llama").folder), **options)
     assert "\n" not in str(caught.value)
 
 
-def test_what_eviction_knows_is_made_before_the_prompts(tiny_model, monkeypatch):
-    """Small tensors that last, made between large ones that don't, take the heap apart."""
+def test_eviction_states_are_allocated_before_the_prompts(tiny_model, monkeypatch):
+    """Small tensors with long lifetimes between large ones would fragment the heap."""
     began, made = [], []
     begin, new_state, attend = KVCache.begin, eviction_state.new_state, KVCache.attend_prompt
     monkeypatch.setattr(KVCache, "begin", lambda *args: (began.append(0), begin(*args)))

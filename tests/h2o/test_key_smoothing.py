@@ -1,4 +1,4 @@
-"""Key smoothing: attention is the same, and quantized keys keep what outliers would drown."""
+"""Key smoothing: attention is unchanged, and quantized keys are robust to outliers."""
 
 from dataclasses import replace
 
@@ -81,7 +81,7 @@ def test_keys_that_are_all_the_same_have_finite_constants(keys):
     assert torch.isfinite(smoothing.scale).all() and (smoothing.scale > 0).all()
 
 
-def test_constants_come_back_from_one_tensor():
+def test_constants_survive_stacking():
     samples = (keys_with_outliers(9, 2, 8, seed=seed) for seed in (0, 1))
     layer = LayerSmoothing(*(KeySmoothing.of(keys, keys) for keys in samples))
     again = LayerSmoothing.unstacked(layer.stacked())
@@ -119,7 +119,7 @@ def losses(folder, **options):
     {"cache_bits": 8}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, recall=True)}],
     ids=["cache", "recall"])
 def test_soft_caps_and_attention_sinks_see_true_logits(tiny_model, tmp_path, key, options):
-    """The offsets are not small: without them, results would be others."""
+    """The offsets are large enough to change results."""
     tiny = tiny_model(key)
     exact = losses(tiny.folder, h2o=options.get("h2o"))
     if options.get("h2o") is not None:
@@ -144,7 +144,7 @@ def test_a_cache_of_four_bits_survives_outliers_of_key_biases(tiny_model, tmp_pa
     assert smoothed < 0.3 * (losses(folder, cache_bits=4, **options) - exact).abs().mean()
 
 
-def test_a_policy_of_a_user_is_told_of_the_true_keys(tiny_model, tmp_path):
+def test_a_registered_policy_gets_keys_before_smoothing(tiny_model, tmp_path):
     folder = outliers(tiny_model("qwen2"), tmp_path / "model")
     seen = []
 

@@ -1,4 +1,4 @@
-"""Policies as functions of a state: their values, their registration, and their use by name."""
+"""Eviction policies: their scores, their registration, and their use by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 20
 
 
 def state_of(seed: int, filled: int, empty: int) -> PolicyState:
-    """A state of two heads at random, its empty slots anywhere among the others."""
+    """A random state of two heads with empty slots in random places."""
     generator = torch.Generator().manual_seed(seed)
     heads = []
     for _ in range(2):
@@ -37,7 +37,7 @@ def state_of(seed: int, filled: int, empty: int) -> PolicyState:
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS), empty=st.integers(0, 3),
        name=st.sampled_from(names.BUILT_IN))
-def test_a_policy_knows_no_order_and_no_empty_slots(seed, filled, empty, name):
+def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, name):
     state, policy = state_of(seed, filled, empty), policy_named(name)
     found = policy.score(state)
     order = torch.randperm(filled + empty)
@@ -73,7 +73,7 @@ def longest_keys(state: PolicyState) -> torch.Tensor:
 
 
 def total(state: PolicyState) -> torch.Tensor:
-    """The sum, unknown to the kernels."""
+    """The sum, which the kernels do not implement under this name."""
     return state.attention
 
 
@@ -88,8 +88,8 @@ def nan_in_empty_slots(state: PolicyState) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
-def test_a_policy_of_ones_own(tiny_model, positions):
-    """It drops what its simulation masks, and the sum under another name is the sum."""
+def test_a_registered_policy(tiny_model, positions):
+    """It equals its simulation, and the sum under another name equals the sum."""
     register_policy("longest keys", longest_keys, needs=["keys"])
     register_policy("total", total)
     tiny = tiny_model("llama")
@@ -117,7 +117,7 @@ def test_caote_on_mixed_tiers_and_in_windows(tiny_model, bits):
                                       cache=Placement(30, 30, 40), **options)
 
 
-def test_a_policy_that_the_kernels_do_not_know_says_so_once(tiny_model, caplog):
+def test_a_policy_without_kernels_is_logged_once(tiny_model, caplog):
     register_policy("said once", lambda state: state.attention)
     prompts = prompts_of(tiny_model("llama"))
     for _ in range(2):
@@ -148,8 +148,8 @@ def test_registration(tiny_model):
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_scores_that_are_nan_are_refused(tiny_model, simulate):
-    """Those of tokens: what a policy makes of empty slots does not count."""
+def test_nan_scores_are_errors(tiny_model, simulate):
+    """Scores of empty slots do not count."""
     register_policy("a root", negative_root)
     register_policy("of tokens", nan_in_empty_slots)
     tiny = tiny_model("llama")
@@ -164,13 +164,13 @@ def test_scores_that_are_nan_are_refused(tiny_model, simulate):
     assert found == expected
 
 
-def test_scores_that_are_nan_as_what_they_look_at_is_are_left_to_the_logits():
+def test_nan_scores_of_nan_states_are_left_to_the_check_of_logits():
     state = state_of(0, TOKENS, 0)
     state.values[0, 3] = torch.inf
     assert policy_named("caote").scores(state).isnan().any()
 
 
-def test_a_process_that_does_not_know_a_policy(monkeypatch):
+def test_a_process_in_which_a_policy_is_not_registered(monkeypatch):
     register_policy("there alone", total)
     h2o = pickle.loads(pickle.dumps(H2OConfig(heavy_ratio=0.1, score="there alone")))
     monkeypatch.setattr(names, "_registered", {})

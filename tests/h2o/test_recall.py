@@ -1,4 +1,4 @@
-"""Recall: the engine against the definition, on every tier, and what cannot go with it."""
+"""Recall: the engine against the simulation, on every tier, and error cases."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_placement_and_split_recalls_the_same(tiny_model):
 
 
 @pytest.mark.parametrize("key", ["llama", "gemma2"])  # the latter has windows
-def test_a_conversation_recalls_what_was_said(tiny_model, key):
+def test_a_conversation_with_recall(tiny_model, key):
     tiny, h2o = tiny_model(key), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
@@ -52,7 +52,7 @@ def test_a_conversation_recalls_what_was_said(tiny_model, key):
         llm.stream(max_tokens=100)
 
 
-def test_a_text_that_is_scored_recalls_however_it_comes(tiny_model):
+def test_scoring_with_recall_in_chunks(tiny_model):
     tiny = tiny_model("llama")
     (text,) = turns_of(tiny, [40])
     with (open_llm(tiny, H2OConfig(heavy_tokens=2, recall=True)) as llm,
@@ -69,7 +69,7 @@ def test_a_budget_of_everything_is_the_full_cache(tiny_model):
 
 
 @pytest.mark.parametrize("bits", [8, 4, (8, 4), (4, 8)])
-def test_a_compressed_cache_is_indexed_as_it_is(tiny_model, bits):
+def test_the_index_of_a_quantized_cache(tiny_model, bits):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [40, 23])
     full, some = (tokens(tiny, prompts, h2o, cache_bits=bits, new=16) for h2o in (None, RECALL))
@@ -89,7 +89,7 @@ def test_an_index_errs_by_half_a_step(length, bits, worst):
 
 
 @pytest.mark.parametrize("length", [64, 80, 128])
-def test_queries_of_an_index_are_whole_steps_of_8_bits(length):
+def test_rounded_queries_have_8_bits(length):
     layout = IndexLayout(length, 4)
     q = torch.randn(3, 5, length, generator=torch.Generator().manual_seed(0)).bfloat16()
     q[0, 0] = 0
@@ -101,7 +101,7 @@ def test_queries_of_an_index_are_whole_steps_of_8_bits(length):
     assert (codes - codes.round()).abs().max() < 1e-4 and codes.abs().max() < QUERY_LEVELS + 1e-4
 
 
-def test_of_equals_the_newer_is_chosen():
+def test_of_equal_weights_the_newer_token_is_selected():
     weights = torch.tensor([[[0.1, 0.3, 0.3, 0.3, 0.0], [0.0, 0.0, 0.0, 0.9, 0.9]]])
     found = select_tokens(weights, torch.tensor([2]), cached=torch.tensor([4]))
     assert found.tolist() == [[[False, False, True, True, False],
@@ -117,12 +117,12 @@ def test_of_equals_the_newer_is_chosen():
         {"sink_tokens": 2}, {"score": "mean"}, {"positions": "rolling"},
         {"evict_generated": False}, {"prompt_chunk": 4}) for name in more),
 ])
-def test_what_cannot_go_with_recall_is_refused(options, message):
+def test_options_that_recall_does_not_support(options, message):
     with pytest.raises(UserError, match=message):
         H2OConfig(**options)
 
 
-def test_sparse_values_and_recall_are_refused_together(tiny_model):
+def test_sparse_values_and_recall_are_an_error(tiny_model):
     from flexgen_h2o import LLM
 
     with pytest.raises(UserError, match="leave attn_sparsity out"):

@@ -19,12 +19,12 @@ from flexgen_h2o.kernels.reference import attention as reference
 
 DIM, HEADS = 64, 2
 SHARP = 8192.0
-"""Times a key of ones and zeros: attention that is exactly 1 for one key, and 0 for the others."""
+"""Scale of keys of ones and zeros with which attention is exactly 1 for one key, else 0."""
 
 
 @dataclass
 class Heads:
-    """What a layer holds of some sequences, driven as a KV cache drives the operations."""
+    """The cache of a layer, driven through the operations as `KVCache` does."""
 
     module: Any
     h2o: H2OConfig
@@ -82,7 +82,7 @@ class Heads:
 
 def hold_operations_to_definition(module, h2o, prompts, new, *, form=torch.float32, group=1,
                                   sharp=True, seed=0) -> None:
-    """sharp: each query attends to one cached token alone, so that many scores are equal."""
+    """With `sharp` each query attends to one cached token, so that many scores are equal."""
     generator = torch.Generator().manual_seed(seed)
     heads = Heads(module, h2o, prompts, new, form, group)
     shape = (len(prompts), HEADS, max(prompts) + new)
@@ -126,7 +126,7 @@ POLICIES = [{"heavy_ratio": 0.2}, {"heavy_tokens": 5, "recent_tokens": 3, "sink_
 @pytest.mark.parametrize("module", [ops, reference])
 @pytest.mark.parametrize("score", KERNELS)
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_operations_keep_what_the_definition_keeps(module, score, policy):
+def test_operations_keep_the_tokens_of_the_definition(module, score, policy):
     h2o = H2OConfig(**policy, score=score, decay=0.5)
     for group in (1, 3):
         hold_operations_to_definition(module, h2o, (20, 1, 7, 13), 30, group=group)
@@ -135,7 +135,7 @@ def test_operations_keep_what_the_definition_keeps(module, score, policy):
 
 @pytest.mark.parametrize("module", [ops, reference])
 @pytest.mark.parametrize("form", [torch.bfloat16, torch.float16, 8, 4, *MIXED])
-def test_whatever_the_cache_holds(module, form):
+def test_every_cache_layout(module, form):
     """The same tokens stay where keys are exact in every form."""
     for policy in POLICIES[1], POLICIES[4]:
         hold_operations_to_definition(module, H2OConfig(**policy), (24, 9), 40, form=form, group=4)

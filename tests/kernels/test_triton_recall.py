@@ -127,7 +127,7 @@ def test_the_largest_sums_of_whole_numbers_fit():
 
 
 def test_new_tokens_take_the_slots_that_they_are_given():
-    """Those of a fast set, anywhere; sequences that choose nothing attend to themselves."""
+    """Those of a hot set, anywhere; sequences that choose nothing attend to themselves."""
     slots = torch.randn(2, 2, 1, 9, 16)
     q, k, v = torch.randn(2, 4, 16), *torch.randn(2, 2, 1, 16)
     chosen = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()

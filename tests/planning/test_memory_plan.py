@@ -344,7 +344,7 @@ def test_a_compressed_cache_takes_its_groups(bits):
     assert both["cache"] == (8 * 102 * 32 * 2 * 8 * vector, 0, 0)
 
 
-def test_a_cache_that_is_recalled_from_disk_has_records_and_a_fast_set():
+def test_a_cache_that_is_recalled_from_disk_has_records_and_a_hot_set():
     h2o = {"heavy_ratio": 0.1, "recall": True}
     found = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, h2o=h2o))
     assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
@@ -357,7 +357,7 @@ def test_a_cache_that_is_recalled_from_disk_has_records_and_a_fast_set():
         0, 8 * 32 * (4096 * (271 + 16) + 8 * 4 * (2 * 543 + 271)), 0), "half of 543 tokens"
 
 
-def test_a_gpu_holds_a_fast_set_of_what_is_recalled_from_host_memory():
+def test_a_gpu_holds_a_hot_set_of_what_is_recalled_from_host_memory():
     placed = {"has_gpu": True, "h2o": {"heavy_ratio": 0.1, "recall": True}}
     found = rows(cache_plan(100, 0, 25, 75, fetch_chosen=True, **placed))
     slots = 2 * 2 * 54  # twice what is chosen of 543 tokens

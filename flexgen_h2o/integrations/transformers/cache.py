@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
 
-from flexgen_h2o.cache.prefill import LayerAttention
+from flexgen_h2o.cache.chunked_prefill import LayerAttention
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from flexgen_h2o.cache.prefill import LayerAttention, SequenceState, append_chunk
+from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig, windowed

@@ -1,4 +1,4 @@
-"""A fast set of recalled tokens in a GPU's memory: who gets its slots, and what is copied to them.
+"""A hot set of recalled tokens in a GPU's memory: who gets its slots, and what is copied to them.
 
 The rest of the tokens lies in page-locked host memory, which the copy reads where it is. What is
 missing is known on the device alone, and nothing waits for the host to hear of it. Of tokens that

@@ -1,4 +1,4 @@
-"""Eviction inside prompts (`H2OConfig.prompt_chunk`): the operation, and end to end."""
+"""Eviction inside of prompts (`H2OConfig.prompt_chunk`): `append_chunk`, and end to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy
-from flexgen_h2o.cache.prefill import LayerAttention, SequenceState, append_chunk
+from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
@@ -28,7 +28,7 @@ def draw(rows, heads, seed):
 
 
 def naive(q, keys, values, alive):
-    """Attention of the last rows over the living of all tokens [tokens, kv_heads, head_dim]."""
+    """Attend from the last rows over the alive ones of all tokens [tokens, kv_heads, head_dim]."""
     tokens, heads = keys.shape[:2]
     rows, group = len(q), q.shape[1] // heads
     newest = torch.arange(tokens - rows, tokens)
@@ -47,7 +47,7 @@ def naive(q, keys, values, alive):
        recent=st.integers(1, 6), sinks=st.integers(0, 2), mean=st.booleans(),
        bits=st.sampled_from([(16, 16), (8, 8), (8, 4)]), shuffle=st.booleans())
 def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
-    """Attention, what stays, its scores and its records, whatever order the slots are in."""
+    """Attention, the tokens that stay, their scores and entries, for any order of slots."""
     kv_heads, budget = 2, heavy + recent + sinks
     layout = CacheLayout.of(16, *bits)
     held = torch.full((2, kv_heads, budget, 16), float("nan")) if layout is None else (
@@ -68,7 +68,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
                 x.narrow(dim, 0, sequence.cached).copy_(x.index_select(dim, order))
         out = append_chunk(q, new_k, new_v, slots=held, sequence=sequence, state=state,
                            layout=layout, attention=LayerAttention())
-        # What came before is read as it lies at rest.
+        # Earlier tokens are read as they are cached.
         keys, values = torch.cat((k, new_k)), torch.cat((v, new_v))
         alive = torch.cat((alive, torch.ones(rows, kv_heads, dtype=torch.bool)))
         expected, received = naive(q, keys, values, alive)
@@ -122,7 +122,7 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk)
 
 
 @pytest.mark.parametrize("key, positions", MODES)
-def test_every_family_equals_its_simulation_and_not_the_usual(tiny_model, key, positions):
+def test_every_family_equals_its_simulation_and_differs_from_the_cut(tiny_model, key, positions):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=5)
@@ -132,7 +132,7 @@ def test_every_family_equals_its_simulation_and_not_the_usual(tiny_model, key, p
 
 
 @pytest.mark.parametrize("score", ["sum", "mean", "decay"])
-def test_a_chunk_that_holds_the_prompt_is_the_usual_cut(tiny_model, score):
+def test_a_chunk_of_the_whole_prompt_is_the_cut(tiny_model, score):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, score=score)
@@ -179,7 +179,7 @@ def test_a_prompt_far_longer_than_cache_and_context_takes_the_budget(tiny_model)
         run(tiny, prompts, replace(h2o, prompt_chunk=250))
 
 
-def test_what_contradicts_is_refused(tiny_model):
+def test_contradictions_are_errors(tiny_model):
     with pytest.raises(UserError, match="no effect on the full cache"):
         H2OConfig(prompt_chunk=4)
     with pytest.raises(UserError, match="at least 1"):
