@@ -1,4 +1,4 @@
-"""Staging buffers that are filled ahead of compute and emptied behind it, in a fixed order."""
+"""A ring of staging buffers that are filled ahead of compute and stored behind it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass
 class BackingStore:
-    """The place where a thing rests while it is not used: bytes on any of the three tiers.
+    """Memory of any tier where data rests while it is not used.
 
-    `busy` are the jobs that still put something there.
+    Attributes
+    ----------
+    gpu, host : uint8 Tensor or None
+    extent : Extent or None
+    busy : list of Handle
+        Jobs that still write to it.
     """
 
     gpu: Tensor | None = None
@@ -32,23 +37,23 @@ class BackingStore:
 
 @dataclass
 class StagingBuffer:
-    """Memory that compute uses, and what its contents pass on their way: uint8 tensors.
+    """Memory for data that compute uses next, with what transfers of it need.
 
     Attributes
     ----------
-    device : Tensor
+    device : uint8 Tensor
         In compute memory.
-    host : Tensor or None
-        In host memory, and the same tensor where that is compute memory; None where nothing
-        passes it.
-    landing : tuple of Tensor
-        In host memory, for results of compute that come down apart from the buffer.
+    host : uint8 Tensor or None
+        In host memory, on the way between disk and GPU; the same tensor as `device` if compute
+        memory is host memory.
+    landing : tuple of uint8 Tensor
+        In host memory, for results of compute that are copied down separately.
     loaded : Handle or None
-        The job that fills the buffer; None where compute does.
+        The job that fills the buffer; None if compute fills it.
     busy : list of Handle
         Jobs that may still read or write the buffer.
     free : Event or None
-        The end of compute's last use; None before that has been given to compute.
+        The end of compute's last use; None until that use is queued.
     """
 
     device: Tensor
@@ -60,19 +65,18 @@ class StagingBuffer:
 
 
 class BufferRing(Generic[Key]):
-    """Staging buffers that are taken in turn, each for one key at a time.
+    """Staging buffers that are used in turn, each for one key at a time.
 
-    A buffer is taken again only when the compute and the jobs that used it are over; no other
-    buffer's are waited for. The key that had it has none then. What a job raises comes out where
-    the job is waited for: in `get`, `take` and `settle`.
+    A buffer is reused when the compute and the jobs on it are done; its old key is dropped. An
+    exception of a job is raised where the job is waited for: in `get`, `take` and `settle`.
 
     Parameters
     ----------
     transfers : Transfers
     buffers : sequence of StagingBuffer
-        Of any number, but without one nothing can be loaded or taken.
+        May be empty if nothing is ever loaded or taken.
     kind : str
-        The lanes of loads; stores have their own.
+        Kind of the lanes of loads; stores have their own.
     """
 
     def __init__(self, transfers: Transfers, buffers: Sequence[StagingBuffer], *,
@@ -80,15 +84,22 @@ class BufferRing(Generic[Key]):
         self.buffers = tuple(buffers)
         self._transfers = transfers
         self._kind = kind
-        self._turns = cycle(self.buffers)
+        self._order = cycle(self.buffers)
         self._held: dict[Key, StagingBuffer] = {}
 
     def load(self, key: Key, fill: Callable[[Lane, StagingBuffer], Iterable[Handle] | None], *,
              after: Iterable[Handle] = ()) -> None:
-        """Start ``fill(lane, buffer)`` once the jobs `after` and all that used the buffer are over.
+        """Start to fill the next buffer for a key.
 
-        Compute may still use it then, but is over before what `fill` queues on the lane's stream.
-        `fill` returns the jobs that it has submitted and that use the buffer, too.
+        Parameters
+        ----------
+        key : hashable
+        fill : callable (lane, buffer)
+            Runs after all jobs on the buffer. Compute may still use the buffer, but is done before
+            the copies that `fill` queues on the lane's stream. Returns jobs on the buffer that it
+            has submitted itself.
+        after : iterable of Handle
+            Jobs to wait for first.
         """
         buffer = self._next(key)
         free = self._transfers.device.mark() if buffer.free is None else buffer.free
@@ -96,7 +107,7 @@ class BufferRing(Generic[Key]):
         busy: list[Handle] = []
 
         def job(lane: Lane) -> None:
-            # Not a copy of `before`: the first of these jobs may yet add those that it submits.
+            # Iterate over `before` itself: its first job may still append jobs of its own.
             for handle in chain(before, after):
                 handle.synchronize()
             busy.extend(fill(lane, buffer) or ())
@@ -106,21 +117,21 @@ class BufferRing(Generic[Key]):
         buffer.busy, buffer.free = busy, None
 
     def take(self, key: Key) -> StagingBuffer:
-        """The next buffer, ready for compute to overwrite."""
+        """Return the next buffer for a key, ready for compute to overwrite."""
         buffer = self._next(key)
         for handle in buffer.busy:
             self._transfers.ready(handle)
-        # Compute waits for these jobs, but the host does not: who fills the buffer next waits, too.
+        # Compute waits for these jobs, not the host: keep them in `busy` for the next load.
         buffer.loaded, buffer.free = None, None
         return buffer
 
     def get(self, key: Key) -> StagingBuffer:
-        """The key's buffer, ready for compute to use until `store` or `release`.
+        """Return the buffer of a key, ready for compute until `store` or `release`.
 
         Raises
         ------
         KeyError
-            The key has none.
+            The key has no buffer.
         """
         buffer = self._held[key]
         if buffer.loaded is not None:
@@ -128,10 +139,8 @@ class BufferRing(Generic[Key]):
         return buffer
 
     def store(self, key: Key, empty: Callable[[Lane, StagingBuffer], None]) -> Handle:
-        """Start ``empty(lane, buffer)`` behind what compute has been given; the key gives it up.
-
-        It comes after the buffer's other jobs, too, which may be writing what was loaded elsewhere.
-        """
+        """Release the buffer of a key, and start ``empty(lane, buffer)`` after compute and all jobs
+        on it."""
         buffer = self._held[key]
         self.release(key)
         before = buffer.busy
@@ -146,20 +155,20 @@ class BufferRing(Generic[Key]):
         return handle
 
     def release(self, key: Key) -> None:
-        """Give a key's buffer up, if it has one: compute has been given its last use of it."""
+        """Release the buffer of a key, if it has one, after the compute that is queued so far."""
         buffer = self._held.pop(key, None)
         if buffer is not None:
             buffer.free = self._transfers.device.mark()
 
     def settle(self) -> None:
-        """Wait for all jobs, and take all buffers from their keys."""
+        """Wait for all jobs, and drop all keys."""
         self._held.clear()
         for buffer in self.buffers:
             for handle in buffer.busy:
                 handle.synchronize()
 
     def reset(self) -> None:
-        """Do as `settle` does, but drop errors: what was loaded and stored is not used again."""
+        """Wait for all jobs, ignore their errors, and drop all keys."""
         self._held.clear()
         for buffer in self.buffers:
             for handle in buffer.busy:
@@ -168,8 +177,8 @@ class BufferRing(Generic[Key]):
             buffer.busy = []
 
     def _next(self, key: Key) -> StagingBuffer:
-        """The buffer whose turn it is, as the key's."""
-        buffer = next(self._turns)
+        """Assign the next buffer of the ring to a key."""
+        buffer = next(self._order)
         self._held = {other: held for other, held in self._held.items() if held is not buffer}
         self._held[key] = buffer
         return buffer

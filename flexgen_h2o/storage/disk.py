@@ -1,10 +1,10 @@
-"""Disk I/O: aligned O_DIRECT reads and writes in worker threads; errors come back to the caller.
+"""Disk I/O: page-aligned O_DIRECT reads and writes in worker threads, and offload folders.
 
-Transfers are cut into chunks of some MB which the workers take in order, and those of reads far
-ahead of their use after all others. A thread in ``preadv`` holds neither a core nor the interpreter
-lock, so that reads go on while all cores multiply. Hundreds of small reads at once are a kernel's
-(`ops.fetch_tokens`), which gets an open file here. benchmarks/links.py holds the rates beside the
-disk's own.
+Transfers are split into chunks of up to 8 MiB, which the workers take in order; reads far ahead of
+their use come last. A thread in ``preadv`` holds neither a core nor the interpreter lock, so that
+reads overlap compute on all cores. Hundreds of small reads at once are done by a kernel
+(`ops.fetch_tokens`), which gets an open file from here. benchmarks/links.py compares the rates with
+the disk's own.
 """
 
 from __future__ import annotations
@@ -34,29 +34,25 @@ from flexgen_h2o.storage.tiers import HUGE_PAGE, PAGE, round_up
 
 log = logging.getLogger(__name__)
 
-CHUNK = 8 << 20
+CHUNK = 8 << 20  # bytes
 WORKERS = 4
 READ, WRITE = "disk->cpu", "cpu->disk"
 RUN_PREFIX = "flexgen_h2o-run-"
 
-
 _Chunk = tuple[Future[None], Callable[[], None]]
-"""What a worker does, and what then comes to who waits for it."""
+"""The work on a chunk, and the future of its end."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A run of bytes in a file: the raw, row-major, little-endian elements of one tensor.
+    """A range of bytes in a file: the row-major, little-endian elements of one tensor.
 
     Attributes
     ----------
     path : Path
-        The file.
     offset : int
-        Where the bytes start, in bytes from the start of the file. Any value: the safetensors
-        format promises no alignment.
+        Bytes from the start of the file, with any alignment.
     nbytes : int
-        How many bytes.
     """
 
     path: Path
@@ -66,9 +62,16 @@ class Extent:
 
 @dataclass(frozen=True)
 class AlignedRead:
-    """A page-aligned file range and the page-aligned place in a buffer that it fills.
+    """A read of a page-aligned file range into a page-aligned range of a buffer.
 
-    The file must reach to byte `end`, where one is given: its last page may be a part of a page.
+    Attributes
+    ----------
+    path : Path
+    offset, nbytes : int
+        Range of the file.
+    buffer_offset : int
+    end : int
+        Byte that the file must reach: its last page may be incomplete.
     """
 
     path: Path
@@ -78,15 +81,20 @@ class AlignedRead:
     end: int = 0
 
 
-def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10):
-    """Merge byte ranges into few large aligned reads into one buffer.
+def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10
+               ) -> tuple[list[AlignedRead], dict[Extent, int], int]:
+    """Merge extents into few large aligned reads into one buffer.
 
-    Ranges of one file that lie within `gap` bytes of each other become one read. The bytes keep
-    their phase within a page, so that O_DIRECT puts them where they are used and nothing is copied.
+    Extents of one file that are at most `gap` bytes apart become one read. Bytes keep their offset
+    within a page, so that O_DIRECT reads them in place.
 
     Returns
     -------
-    (list of AlignedRead, dict of Extent to buffer offset, buffer size in bytes)
+    list of AlignedRead
+    dict of Extent to int
+        Offset of each extent in the buffer.
+    int
+        Bytes of the buffer.
     """
     reads: list[AlignedRead] = []
     places: dict[Extent, int] = {}
@@ -108,31 +116,33 @@ def plan_reads(extents: Iterable[Extent], *, gap: int = 64 << 10):
 
 
 class Checksums:
-    """XXH3 (64 bits) of extents of files, each made when its bytes were first read or written.
+    """Checksums (XXH3, 64 bits) of extents, computed when they are first read or written.
 
-    It finds what changes by accident: a failing disk, a file that is copied over. Somebody who
-    writes to the files on purpose can make other bytes of the same checksum. Threads may share it:
-    large buffers are hashed without the interpreter lock.
+    They detect accidents, such as a failing disk or an overwritten file, but no manipulation: the
+    hash is not cryptographic. Thread-safe; large buffers are hashed without the interpreter lock.
     """
 
     def __init__(self) -> None:
         self._known: dict[Extent, int] = {}
 
     def written(self, extent: Extent, data: torch.Tensor) -> None:
-        """Note what is written to an extent: uint8 on the host."""
+        """Keep the checksum of data that is written to an extent: uint8, on the host."""
         self._known[extent] = _checksum(data)
 
     def expect(self, extent: Extent, checksum: int) -> None:
-        """Hold an extent against a checksum that its file keeps."""
+        """Keep the checksum of an extent that its file contains."""
         self._known[extent] = checksum
 
     def read(self, extent: Extent, data: torch.Tensor) -> None:
-        """Check what was read of an extent (uint8 on the host); the first time, note it.
+        """Compare data that was read from an extent (uint8, on the host) with the known checksum.
 
-        Raises `UserError`, which names file and offset, where it is not what it was.
+        Raises
+        ------
+        UserError
+            The data has changed; the message names file and offset.
         """
-        found = _checksum(data)
-        if self._known.setdefault(extent, found) != found:
+        checksum = _checksum(data)
+        if self._known.setdefault(extent, checksum) != checksum:
             raise UserError(f"{extent.path} has changed: the {extent.nbytes} bytes at byte "
                             f"{extent.offset} are not those that were first read or written; "
                             "check the disk, and get or make the file again")
@@ -148,16 +158,16 @@ class Disk:
     Parameters
     ----------
     workers : int
-        Threads, that is, requests in flight.
+        Number of threads, and of requests in flight.
     record : callable, optional
-        ``record(link, nbytes, start, end)`` for every chunk moved; seconds of perf_counter.
+        Is called with (link, nbytes, start, end) for each chunk; times in seconds of perf_counter.
     """
 
     def __init__(self, workers: int = WORKERS, record: Callable[..., None] | None = None):
         self._workers = workers
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="disk")
-        self._soon: deque[_Chunk] = deque()  # chunks that no worker has taken
-        self._ahead: deque[_Chunk] = deque()  # the same, of reads far ahead of their use
+        self._chunks: deque[_Chunk] = deque()  # that no worker has taken
+        self._ahead_chunks: deque[_Chunk] = deque()  # of reads far ahead of their use
         self._record = record or (lambda *_: None)
         self._files: dict[tuple[Path, bool, bool], int] = {}
         self._lock = threading.Lock()
@@ -165,29 +175,38 @@ class Disk:
 
     def read(self, reads: Iterable[AlignedRead], buffer: torch.Tensor, *, ahead: bool = False
              ) -> None:
-        """Fill `buffer` (uint8, page-aligned, on the host) and return when all bytes are there.
+        """Read into a buffer, and wait until all bytes are there.
 
         Parameters
         ----------
+        reads : iterable of AlignedRead
+        buffer : uint8 Tensor, page-aligned, on the host
         ahead : bool
-            It is long until these bytes are used: other reads and writes, begun later too, come
-            first.
+            The bytes are used much later: other reads and writes come first, even later ones.
 
         Raises
         ------
         UserError
-            The file is gone, too short, or the disk reports an error.
+            The file is missing or too short, or the disk reports an error.
         """
         view = memoryview(buffer.numpy())
         self._each_chunk(((partial(self._read_chunk, r.end), r.path, r.offset, view,
                            r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
     def read_by(self, path: Path, kernel: Callable[..., tuple[int, int]]) -> int:
-        """Have a kernel read a file.
+        """Let a kernel read a file. After an error, use `read` for the rest: it reports errors.
 
-        ``kernel(file=descriptor, direct=whether reads pass the page cache by)`` returns how much of
-        its work is done and the bytes that it read. Returns the first; what is left is for `read`,
-        which tells what is wrong with it.
+        Parameters
+        ----------
+        path : Path
+        kernel : callable (file, direct) -> (done, nbytes)
+            Gets a file descriptor, and whether it bypasses the page cache. Returns the amount of
+            work that is done, and the bytes that were read.
+
+        Returns
+        -------
+        int
+            The amount of work that is done.
         """
         try:
             descriptor = self._open(path, writing=False)
@@ -199,12 +218,11 @@ class Disk:
         return done
 
     def write(self, extent: Extent, buffer: torch.Tensor) -> None:
-        """Write `buffer` (uint8, page-aligned) to a page-aligned extent of the same length."""
+        """Write a buffer (uint8, page-aligned) to a page-aligned extent of the same length."""
         self.write_each([extent], buffer)
 
     def write_each(self, extents: Sequence[Extent], buffer: torch.Tensor) -> None:
-        """Write `buffer` (uint8, page-aligned), one part after the other, to page-aligned
-        extents."""
+        """Write consecutive parts of a buffer (uint8, page-aligned) to page-aligned extents."""
         view = memoryview(buffer.numpy())
         starts = accumulate((extent.nbytes for extent in extents), initial=0)
         self._each_chunk([(self._write_chunk, extent.path, extent.offset, view, start,
@@ -212,13 +230,13 @@ class Disk:
                           for extent, start in zip(extents, starts, strict=False)])
 
     def forget(self, folder: Path) -> None:
-        """Close the files under `folder`, which is about to go."""
+        """Close the files in a folder, before it is removed."""
         with self._lock:
             for key in [key for key in self._files if folder in key[0].parents]:
                 os.close(self._files.pop(key))
 
     def close(self) -> None:
-        """Finish what is under way, stop the workers and close the files."""
+        """Finish running chunks, stop the workers and close all files."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         with self._lock:
             for descriptor in self._files.values():
@@ -227,9 +245,9 @@ class Disk:
 
     def _each_chunk(self, ranges, *, ahead: bool = False) -> None:
         futures: list[Future] = []
-        chunks = self._ahead if ahead else self._soon
+        chunks = self._ahead_chunks if ahead else self._chunks
         ranges = list(ranges)
-        # One for each worker at least, so that the next transfer's are taken up as these end.
+        # At least one chunk for each worker: then all workers reach the next transfer together.
         share = round_up(sum(nbytes for *_, nbytes in ranges) // self._workers, HUGE_PAGE)
         size = min(max(share, HUGE_PAGE), CHUNK)
         for work, path, offset, view, start, nbytes in ranges:
@@ -240,20 +258,20 @@ class Disk:
                     chunks.append((future, partial(work, path, offset + done, chunk)))
                 self._pool.submit(self._next)
                 futures.append(future)
-        # The buffer must outlive every chunk, so wait for all of them before an error is raised.
+        # The buffer must outlive its chunks: wait for all of them before raising an error.
         wait(futures)
         for future in futures:
             future.result()
 
     def _next(self) -> None:
-        """Do the chunks whose turn it is, until none is left.
+        """Process chunks until none is left.
 
-        Not one a call: an interrupt may have come between a chunk and its call, and later ones
-        would wait for ever.
+        One chunk per call is not enough: an interrupt between queuing a chunk and submitting its
+        call would leave a chunk behind.
         """
         while True:
             with self._lock:
-                chunks = self._soon or self._ahead
+                chunks = self._chunks or self._ahead_chunks
                 if not chunks:
                     return
                 future, work = chunks.popleft()
@@ -270,14 +288,14 @@ class Disk:
         self._record(READ, done, began, time.perf_counter())
 
     def _fill(self, end: int, path: Path, offset: int, chunk: memoryview) -> int:
-        """Bytes that were read into the chunk: all of it, but for the last page of a file."""
+        """Read into a chunk. Return the bytes read: all, except at the end of the file."""
         done = 0
         try:
             descriptor = self._open(path, writing=False)
             while done < len(chunk):
                 got = os.preadv(descriptor, [chunk[done:]], offset + done)
                 done += got
-                # The last page of a file that does not end on a page boundary comes back short.
+                # A read of the last page is short if the file does not end on a page boundary.
                 if got == 0 or done % PAGE and offset + done >= os.fstat(descriptor).st_size:
                     break
                 if done % PAGE:
@@ -304,10 +322,10 @@ class Disk:
         self._record(WRITE, len(chunk), began, time.perf_counter())
 
     def _open(self, path: Path, *, writing: bool, direct: bool = True) -> int:
-        """An open file. Not direct: through the page cache, from and to any byte.
+        """Return the descriptor of an open file.
 
-        Network file systems and FUSE may move fewer bytes than asked for, and not whole pages;
-        O_DIRECT cannot go on from there.
+        Without `direct`, transfers use the page cache and need no alignment. Network file systems
+        and FUSE may transfer less than whole pages, after which O_DIRECT cannot continue.
         """
         with self._lock:
             key = (path, writing, direct)
@@ -340,7 +358,7 @@ def _offload_error(error: OSError, path: Path) -> UserError:
 def _remove_folder(path: Path, owner: int | None = None) -> None:
     try:
         shutil.rmtree(path, ignore_errors=True)
-    except BaseException:  # an interrupt, which must not leave the rest behind
+    except BaseException:  # an interrupt must not leave files behind
         shutil.rmtree(path, ignore_errors=True)
         raise
     finally:
@@ -349,21 +367,25 @@ def _remove_folder(path: Path, owner: int | None = None) -> None:
 
 
 def _remove_own(path: Path, owner: int, process: int) -> None:
-    if os.getpid() == process:  # a forked child has the finalizer, too
+    if os.getpid() == process:  # not in a forked child
         _remove_folder(path, owner)
 
 
 class RunFolder:
-    """A private (0700) folder for one run's offload files, gone when the run is.
+    """Private folder (mode 0700) for the offload files of one run, which is removed with the run.
 
-    A lock held on the folder tells a living run from one that was killed; whatever a killed run
-    left behind in the same place is removed by the next. The kernel drops the lock with the
-    process, however it ends.
+    A lock on the folder shows that its run is alive. The kernel drops the lock when the process
+    ends, however it ends; the next run removes folders without a lock.
+
+    Parameters
+    ----------
+    offload_dir : path
+        Parent folder, which is created if needed.
 
     Raises
     ------
     UserError
-        The place can't be created or written.
+        The folder cannot be created or written.
     """
 
     def __init__(self, offload_dir: str | os.PathLike):
@@ -375,7 +397,7 @@ class RunFolder:
                                 "give a folder, or a name that is not taken yet")
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
-            # Creating and cleaning exclude each other: a new folder is never seen unlocked.
+            # Creation and cleaning exclude each other: no new folder is seen without its lock.
             guard = os.open(self._parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(guard, fcntl.LOCK_EX)
@@ -388,20 +410,20 @@ class RunFolder:
                             "choose a writable folder with --offload-dir") from error
 
     def _make(self) -> None:
-        # The name is known before the folder is there: an interrupt finds what it has to remove.
+        # Set the path before the folder exists, so that an interrupt can remove it.
         self.path = self._parent / f"{RUN_PREFIX}{uuid.uuid4().hex}"
         try:
             self.path.mkdir(mode=0o700)
             self._owner = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._owner, fcntl.LOCK_EX)
-            # Also when the interpreter exits and it was not closed.
+            # Runs at the interpreter's exit, too.
             self._remove = weakref.finalize(self, _remove_own, self.path, self._owner, os.getpid())
         except BaseException:
             _remove_folder(self.path)
             raise
 
     def file(self, name: str, nbytes: int) -> Path:
-        """Create the file `name` with `nbytes` reserved on disk (so that a full disk shows now)."""
+        """Create a file and allocate its bytes, so that a full disk is found at once."""
         path = self.path / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -414,7 +436,7 @@ class RunFolder:
         return path
 
     def close(self) -> None:
-        """Remove the folder with all that is in it; a second call does nothing."""
+        """Remove the folder and its files. A second call is a no-op."""
         self._remove()
 
     def _remove_stale(self) -> None:

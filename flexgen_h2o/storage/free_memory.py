@@ -1,4 +1,4 @@
-"""Memory of each tier, free or in all: GPU, host memory within the cgroup's limit, disk."""
+"""Free and total memory of each tier: GPU, host memory within the cgroup's limit, disk."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import psutil
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes that each tier has. `gpu_bytes` None: no GPU, the tier gpu is host memory."""
+    """Bytes of each tier; `gpu_bytes` is None without a GPU."""
 
     gpu_bytes: int | None
     cpu_bytes: int
     disk_bytes: int
 
     def free(self, tier: str) -> int | None:
-        """Free bytes of a tier, or None for a GPU that is not there."""
+        """Return the bytes of a tier; None for the GPU without one."""
         return getattr(self, f"{tier}_bytes")
 
     def within(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
-        """These, but at most so many bytes of host memory and of the GPU; None: no bound."""
-        def bound(free: int | None, most: int | None) -> int | None:
-            return free if None in (free, most) else min(free, most)
+        """Return the limits with upper bounds on host memory and the GPU; None: no bound."""
+        def bound(free: int | None, limit: int | None) -> int | None:
+            return free if None in (free, limit) else min(free, limit)
 
         return MemoryLimits(bound(self.gpu_bytes, gpu), bound(self.cpu_bytes, cpu),
                             self.disk_bytes)
 
 
 def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> MemoryLimits:
-    """Free memory: host memory within the cgroup's limit, and disk under `offload_dir`.
+    """Return the free memory of all tiers, with the disk of `offload_dir`.
 
     Parameters
     ----------
     offload_dir : path
-        Need not exist yet: the nearest folder above that does counts.
+        May not exist yet.
     device_free : int or None
-        Free bytes of the GPU, None without one.
+        Free bytes of the GPU; None without one.
     """
     cgroup = cgroup_free()
     available = psutil.virtual_memory().available
@@ -53,7 +53,7 @@ def free_memory(offload_dir: str | os.PathLike, device_free: int | None) -> Memo
 
 
 def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> MemoryLimits:
-    """Total memory, used or free; parameters as of `free_memory`."""
+    """Return the total memory of all tiers; parameters as of `free_memory`."""
     limit, total = cgroup_limit(), psutil.virtual_memory().total
     return MemoryLimits(
         gpu_bytes=device_bytes,
@@ -63,10 +63,7 @@ def whole_memory(offload_dir: str | os.PathLike, device_bytes: int | None) -> Me
 
 
 def nearest_folder(path: str | os.PathLike) -> Path:
-    """`path` itself if it exists, else the nearest folder above that does.
-
-    What may not be looked at, as in another user's folder, does not exist for this process.
-    """
+    """Return a path, or its nearest parent that exists and is accessible."""
     folder = Path(os.path.expanduser(path)).absolute()
     while not os.path.exists(folder):
         folder = folder.parent
@@ -74,22 +71,20 @@ def nearest_folder(path: str | os.PathLike) -> Path:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, in bytes."""
+    """Return the resident bytes of this process."""
     return psutil.Process().memory_info().rss
 
 
 def kept_heap(resident: int) -> int:
-    """Bytes that this process has taken, freed, and its allocator keeps for what comes next.
-
-    Of what it took since it had `resident` bytes; 0 where the allocator is not glibc's.
-    """
+    """Return the bytes that the allocator keeps for reuse, of those that this process has allocated
+    since it had `resident` bytes; 0 if the allocator is not glibc's."""
     try:
-        tell = ctypes.CDLL(None).mallinfo2
+        mallinfo = ctypes.CDLL(None).mallinfo2
     except (AttributeError, OSError, TypeError):
         return 0
-    tell.restype = _MallocInfo
-    # What the allocator has given back to the system counts as freed there, too.
-    return min(tell().fordblks, max(0, resident_bytes() - resident))
+    mallinfo.restype = _MallocInfo
+    # `fordblks` includes what the allocator has returned to the system.
+    return min(mallinfo().fordblks, max(0, resident_bytes() - resident))
 
 
 class _MallocInfo(ctypes.Structure):
@@ -104,21 +99,21 @@ _MOUNT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cgroup_free(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes that the memory cgroups of this process, v1 or v2, still allow; None without a limit.
+    """Return the bytes that the memory cgroups (v1, v2) of this process still allow, or None.
 
-    A group's inactive page cache counts as free: the kernel drops it before it refuses memory. What
-    of it is mapped does not, such as the code that runs: without that a process crawls.
+    Inactive page cache counts as free: the kernel drops it before it refuses memory. Mapped pages,
+    such as running code, do not count.
     """
     return min((free for _, free in _limits(mount, membership)), default=None)
 
 
 def cgroup_limit(mount: Path = _MOUNT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Bytes that the memory cgroups of this process allow in all; None without a limit."""
-    return min((most for most, _ in _limits(mount, membership)), default=None)
+    """Return the limit in bytes of the memory cgroups of this process, or None."""
+    return min((limit for limit, _ in _limits(mount, membership)), default=None)
 
 
 def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Bytes allowed, and bytes left, in each memory cgroup of this process that has a limit."""
+    """Yield the limit and the free bytes of each memory cgroup of this process with a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -126,7 +121,7 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            # Above memory.high nothing is refused, but the process is slowed until it crawls.
+            # Above memory.high the kernel throttles the process.
             root, prefix, limits = mount, "", ("memory.max", "memory.high")
             files = ("memory.current", "file_mapped")
         elif "memory" in controllers.split(","):
@@ -135,8 +130,8 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         folder = root / path.strip("/")
-        # A limit anywhere above counts. In a container the path may be the host's: then only the
-        # root of the mount is there, and it is the container's own group.
+        # Limits of all parents count. In a container the path may be the host's: then only the root
+        # of the mount exists, which is the container's group.
         for group in (folder, *folder.parents):
             if group.is_relative_to(root):
                 for limit in limits:
@@ -145,20 +140,27 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
 
 def _group_limit(group: Path, limit: str, usage: str, mapped: str, *, prefix: str
                  ) -> Iterator[tuple[int, int]]:
-    """Bytes allowed and left in one cgroup; nothing without a limit (v2: max, v1: nearly 2**63).
+    """Yield the limit and the free bytes of one cgroup, if it has a limit.
 
-    `limit` and `usage` are its files of those bytes, `mapped` a line of its memory.stat, as are
-    those of the page cache, which begin with `prefix`.
+    Parameters
+    ----------
+    group : Path
+    limit, usage : str
+        Names of its files.
+    mapped : str
+        Name of the line of mapped page cache in memory.stat.
+    prefix : str
+        Prefix of the other lines of page cache.
     """
     try:
-        most = int((group / limit).read_text())
+        limit_bytes = int((group / limit).read_text())
         used = int((group / usage).read_text())
         stat = {name: int(value) for name, value in (
             line.split() for line in (group / "memory.stat").read_text().splitlines())}
     except (OSError, ValueError):
         return
-    if most < 1 << 60:
+    if limit_bytes < 1 << 60:  # no limit: "max" in v2, nearly 2**63 in v1
         inactive = stat.get(f"{prefix}inactive_file", 0)
         unmapped = inactive + stat.get(f"{prefix}active_file", 0) - stat.get(mapped, 0)
         dropped = min(inactive, max(0, unmapped))
-        yield most, max(0, most - used + dropped)
+        yield limit_bytes, max(0, limit_bytes - used + dropped)

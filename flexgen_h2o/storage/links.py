@@ -1,7 +1,7 @@
-"""Measured rates of this machine: disk, copies, host memory, matrix products. A run's rooflines.
+"""Measured rates of this machine, for rooflines: disk, copies, memory, matmuls.
 
-A rate is measured the way that the engine would use it, with nothing else running, and on more
-memory than caches hold.
+Rates are measured as the engine uses the hardware, with nothing else running, on more memory than
+the caches hold.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flexgen_h2o.storage.tiers import PAGE, Device, typed
 
 REPEATS = 5
 LANES = 2
-"""Threads that each wait for the chunks of a load, as of `transfer.LANES_OF`."""
+"""Threads that wait for loads, as in `transfer.LANES_OF`."""
 WINDOW = 16 * CHUNK
 
 
@@ -34,16 +34,16 @@ def _median_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float
 
 
 def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
-    """Bytes per second of aligned O_DIRECT reads from the start of a file.
+    """Return the bytes per second of aligned O_DIRECT reads from the start of a file.
 
     Parameters
     ----------
     path : Path
-        A file; its first `nbytes` are read, or all whole pages of a shorter one.
+        A file, of at least a page.
     nbytes : int
-        How much to read in one go.
+        Bytes to read, at most those of the file.
     workers : int
-        Requests in flight.
+        Number of requests in flight.
     """
     def read(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.read([AlignedRead(path, start, len(window), 0)], window)
@@ -52,9 +52,9 @@ def disk_read_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS)
 
 
 def disk_write_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS) -> float:
-    """Bytes per second of aligned O_DIRECT writes over the start of a file; random bytes.
+    """Return the bytes per second of aligned O_DIRECT writes over the start of a file.
 
-    Parameters are those of `disk_read_rate`. What has been written is not synced.
+    Parameters are as of `disk_read_rate`. Random bytes are written, without a sync.
     """
     def write(disk: Disk, start: int, window: torch.Tensor) -> None:
         disk.write(Extent(path, start, len(window)), window)
@@ -64,8 +64,7 @@ def disk_write_rate(path: Path, *, nbytes: int = 1 << 30, workers: int = WORKERS
 
 def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbytes: int,
                workers: int) -> float:
-    """Bytes per second of `move`, which fills or writes a buffer at a place in the file, window by
-    window."""
+    """Return the bytes per second of ``move(disk, offset, buffer)``, window by window."""
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
     buffer = Device().host_empty(min(WINDOW, nbytes)).random_(0, 256)
     disk = Disk(workers)
@@ -82,17 +81,17 @@ def _disk_rate(move: Callable[[Disk, int, torch.Tensor], None], path: Path, nbyt
 
 def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
                 ) -> list[tuple[float, float, int]]:
-    """Rates of reading the start of a file beside work that is repeated.
+    """Measure how reading the start of a file slows down work that overlaps with it.
 
-    It is read as weights come in a run, in chunks of `disk.CHUNK` bytes each of which ends before
-    the next of its lane begins, in two lanes: that takes the processors far more than one long read
-    (measured: 0.45 against 0.13 of the time that the reading takes alone).
+    The file is read like weights in a run: in two lanes, each with one chunk of `disk.CHUNK` bytes
+    at a time. That needs more CPU time than one long read (0.45 instead of 0.13 of the time of the
+    read alone).
 
     Returns
     -------
     list of (float, float, int)
-        Of each of a few tries the seconds of reading alone, those beside the work, and how often
-        it was done meanwhile.
+        For each repetition: seconds of the read alone, seconds of the read beside `work`, and how
+        often `work` was done during the latter.
     """
     nbytes = min(nbytes, path.stat().st_size) // PAGE * PAGE
     starts = range(0, nbytes, CHUNK)
@@ -124,7 +123,7 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
 
 
 def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float]:
-    """Bytes per second of copies from pinned host memory to a GPU, and back."""
+    """Return the bytes per second of copies from pinned host memory to a GPU, and back."""
     host, there = device.host_empty(nbytes).random_(0, 256), device.empty(nbytes)
     stream = device.stream()
 
@@ -139,14 +138,14 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
 
 
 def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
-    """Bytes per second that a sum over the device's memory reads; None: host memory."""
+    """Return the bytes per second of a sum over memory of the device; None: host memory."""
     return nbytes / _median_seconds(memory_reader(nbytes, device=device))
 
 
 def memory_reader(nbytes: int, *, device: Device | None = None) -> Callable[[], None]:
-    """A function that reads so many bytes of the device's memory; None: of host memory.
+    """Return a function that reads `nbytes` of the device's memory; None: host memory.
 
-    On the host they lie in huge pages, as weights and caches do: small ones are slower.
+    On the host, the memory has huge pages, as weights and caches do.
     """
     device = device or Device()
     data = typed(device.empty(nbytes), 0, (nbytes // 4,), torch.float32).fill_(1)
@@ -160,9 +159,9 @@ def memory_reader(nbytes: int, *, device: Device | None = None) -> Callable[[], 
 
 def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 8192,
               device: Device | None = None) -> float:
-    """FLOP per second of [rows, width] x [width, depth] into a reused output, weights in turn.
+    """Return the FLOP per second of [rows, width] x [width, depth], with several weights in turn.
 
-    `device` None: by the processor.
+    The output is reused. A device of None is the CPU.
     """
     device = device or Device()
 
@@ -181,8 +180,10 @@ def gemm_rate(rows: int, dtype: torch.dtype, *, width: int = 2048, depth: int = 
 
 
 def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = None) -> float:
-    """`gemm_rate` of the faster of a dtype and float32, which a small product finds out: a CPU that
-    multiplies nothing shorter is slower in 16 bits."""
+    """Return `gemm_rate` of a dtype or of float32, whichever is faster in a small matmul.
+
+    CPUs without 16-bit matmul instructions are faster in float32.
+    """
     device = device or Device()
     if device.separate:
         return gemm_rate(rows, dtype, device=device)

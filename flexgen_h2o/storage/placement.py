@@ -1,4 +1,4 @@
-"""Percentages to places: which tensor, and which sequence, lives on which tier. No torch."""
+"""From percentages to tiers: the tier of each tensor and of each sequence. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, str]:
-    """Give every tensor a tier so that each tier's bytes match `placement`.
+    """Return a tier for each tensor, so that the bytes of each tier match a placement.
 
-    Each tensor goes to the tier that is furthest behind its share of the bytes so far. The
-    shortfall is then never more than 5/6 of the largest tensor, over any stretch from the start,
-    so that consecutive layers carry about the same offloaded bytes (FlexGen rounds per layer).
+    Each tensor goes to the tier that is furthest behind its share of the bytes so far. For every
+    prefix of the tensors, no tier is short by more than 5/6 of the largest tensor. Consecutive
+    layers therefore have about the same offloaded bytes (FlexGen rounds per layer).
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name
     tiers = {}
     for name, nbytes in sizes:
         behind = [owed + share * nbytes for owed, share in zip(behind, fractions, strict=True)]
-        # A tier with no share is never behind, but rounding could make it seem so.
+        # Rounding must not select a tier without a share.
         best = max((t for t in range(3) if fractions[t] > 0), key=lambda t: behind[t])
         behind[best] -= nbytes
         tiers[name] = TIERS[best]
@@ -44,12 +44,11 @@ def assign(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name
 
 
 def fill(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, str]:
-    """Give the first tensors to the fastest tier until its share of the bytes is full, the next
-    ones to the second, and so on.
+    """Return a tier for each tensor: the first ones go to the fastest tier until its share of the
+    bytes is full, the next ones to the second, and so on.
 
-    Parameters and result are those of `assign`, which spreads the tiers; what is to be on the
-    fastest one comes first here. No tier has more, or less, than its share by more than the largest
-    tensor.
+    Parameters and result are as of `assign`. No tier differs from its share by more than the
+    largest tensor.
     """
     sizes = list(sizes)
     total, before, tiers = sum(nbytes for _, nbytes in sizes), 0.0, {}
@@ -63,24 +62,24 @@ def fill(sizes: Iterable[tuple[Name, int]], placement: Placement) -> dict[Name, 
 
 
 def compute_tiers(has_gpu: bool) -> tuple[str, ...]:
-    """The tiers from which compute takes weights as they lie: without a GPU host memory is one."""
+    """Return the tiers that compute reads in place: without a GPU, host memory is one of them."""
     return TIERS[:1] if has_gpu else TIERS[:2]
 
 
 def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[str]
               ) -> tuple[str | None, Placement]:
-    """Put `nbytes` of `total` bytes onto the first of `tiers` whose share has room for them.
+    """Place one tensor of `nbytes`, of `total` bytes, on the first of `tiers` whose share suffices.
 
     Returns
     -------
     tier : str or None
-        None where no share has room.
+        None if no share suffices.
     rest : Placement
-        Of the other bytes, so that all of them together are placed as `placement` says.
+        Placement of the other bytes, so that all bytes together match `placement`.
     """
     for tier in tiers:
-        room = getattr(placement, tier) / 100 * total
-        if nbytes <= room and 0 < nbytes < total:
+        capacity = getattr(placement, tier) / 100 * total
+        if nbytes <= capacity and 0 < nbytes < total:
             shares = (getattr(placement, each) * total - 100 * nbytes * (each == tier)
                       for each in TIERS)
             return tier, Placement(*(max(0.0, share) / (total - nbytes) for share in shares))
@@ -88,39 +87,50 @@ def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[s
 
 
 def shard_rows(outputs: int, nbytes: int, layer: int) -> int:
-    """Outputs in each chunk of a matrix of so many bytes, of a model whose layers have `layer`: a
-    multiple of the tile that quantized outputs lie in, or all."""
-    most = max(layer // SHARDS_PER_LAYER, MIN_SHARD_BYTES)
-    rows = -(-outputs // -(-nbytes // most))
+    """Return the rows of each shard of a matrix: a multiple of `MATRIX_TILE`, or all.
+
+    Parameters
+    ----------
+    outputs, nbytes : int
+        Rows and bytes of the matrix.
+    layer : int
+        Bytes of a decoder layer.
+    """
+    max_bytes = max(layer // SHARDS_PER_LAYER, MIN_SHARD_BYTES)
+    rows = -(-outputs // -(-nbytes // max_bytes))
     return min(outputs, -(-rows // MATRIX_TILE) * MATRIX_TILE)
 
 
 def place_experts(others: int, experts: int, placement: Placement, given: Placement | None
                   ) -> tuple[Placement, Placement]:
-    """The placements of so many bytes of `others` and of so many bytes of `experts`.
+    """Return the placements of a model's experts and of its other weights, the others first.
 
     Parameters
     ----------
+    others, experts : int
+        Bytes.
     placement : Placement
-        Of the others if the experts' is `given`. If not, of both together: what every token needs
-        gets the fastest memory first, and the experts what is left.
+        Of the others, if `given` is set. Otherwise of all weights together: the others, which every
+        token needs, get the fastest memory first.
+    given : Placement or None
+        Of the experts.
     """
     if given is not None or experts == 0:
         return placement, given or placement
-    room, parts = [share * (others + experts) for share in placement.fractions()], []
+    capacity, parts = [share * (others + experts) for share in placement.fractions()], []
     for nbytes in (others, experts):
         taken, left = [], float(nbytes)
-        for tier, free in enumerate(room):
+        for tier, free in enumerate(capacity):
             taken.append(min(free, left))
             left -= taken[-1]
-            room[tier] -= taken[-1]
-        parts.append(Placement(*(100 * each / max(sum(taken), 1) for each in taken))
+            capacity[tier] -= taken[-1]
+        parts.append(Placement(*(100 * share / max(sum(taken), 1) for share in taken))
                      if nbytes else placement)
     return parts[0], parts[1]
 
 
 def split(count: int, placement: Placement) -> tuple[int, int, int]:
-    """Split `count` sequences (or rows) over (gpu, cpu, disk) by largest remainder."""
+    """Split a number of sequences or rows into (gpu, cpu, disk) by largest remainder."""
     exact = [fraction * count for fraction in placement.fractions()]
     parts = [int(share + 1e-9) for share in exact]
     by_remainder: Sequence[int] = sorted(range(3), key=lambda t: parts[t] - exact[t])

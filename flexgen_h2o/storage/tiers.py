@@ -1,8 +1,8 @@
-"""Memory on the tiers: the compute device, the host (pinned where there is a GPU), events.
+"""Memory, streams and events of the compute device and the host.
 
-A `Device` hides the one difference that matters to the engine: whether compute memory is
-*separate* from host memory. On a machine without a GPU it is not: nothing is copied between the
-tiers ``gpu`` and ``cpu``, streams do their work at once, and events have always happened.
+A `Device` hides whether compute memory is *separate* from host memory. Without a GPU it is not:
+nothing is copied between the tiers ``gpu`` and ``cpu``, streams work synchronously, and events are
+always complete.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from flexgen_h2o.metrics.report import format_bytes
 HUGE_PAGE = 2 << 20
 ARENA_BYTES = 64 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
-_LACKING = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-"""Words of errors that have no class of their own: of PyTorch's allocator for a CPU, of CUDA and
-Triton, and of cuBLAS and cuDNN, for which a GPU has nothing left beside PyTorch's share."""
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
+"""Messages of errors without a class of their own: PyTorch's CPU allocator; CUDA and Triton; cuBLAS
+and cuDNN, which allocate outside of PyTorch."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
-def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype):
-    """View `shape` of `dtype` that starts `offset` bytes into the uint8 tensor `buffer`."""
+def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+          ) -> torch.Tensor:
+    """Return a view of a uint8 tensor from byte `offset` on, as a tensor of a shape and dtype."""
     count = 1
     for size in shape:
         count *= size
@@ -42,15 +43,16 @@ def typed(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torc
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True if it says that memory could not be had: of the system, of PyTorch, on any device."""
+    """Return True for out-of-memory errors of the system and of PyTorch, on any device."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _LACKING))
+        isinstance(error, RuntimeError)
+        and any(message in str(error) for message in _OUT_OF_MEMORY))
 
 
 class Pages(mmap.mmap):
-    """Anonymous pages; `on_free` runs before they go back to the system."""
+    """Anonymous memory pages; `on_free` is called before they are unmapped."""
 
     on_free: Callable[[], object] | None = None
 
@@ -60,57 +62,70 @@ class Pages(mmap.mmap):
 
 
 class Event:
-    """A point in a stream's work. On the host, work is done when the call returns."""
+    """A point in the work of a stream. On the host it is complete at once."""
 
     def synchronize(self) -> None:
-        """Block the calling thread until the point has been reached."""
+        """Wait on the host until the point is reached."""
 
 
 class CopyStream:
-    """A queue of copies beside compute. The host's does each copy at once."""
+    """A queue of copies beside compute. On the host, copies are synchronous."""
 
     def wait(self, event: Event) -> None:
-        """Let everything queued from here on start after `event`."""
+        """Order later work of this stream after an event."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue ``target.copy_(source)``; both must stay untouched until it is done."""
+        """Queue ``target.copy_(source)``; neither may be changed before it is done."""
         target.copy_(source)
 
     def mark(self) -> Event:
-        """The point after everything queued so far."""
+        """Return the point after all queued work."""
         return Event()
 
     def stamp(self):
-        """A clock reading at this point of the queue, for `Device.seconds`."""
+        """Return a timestamp at this point of the queue, for `Device.seconds`."""
         return time.perf_counter()
 
 
 class Device:
-    """The compute device when there is no GPU: host memory, used in place."""
+    """The CPU as compute device: its memory is host memory.
+
+    Attributes
+    ----------
+    separate : bool
+        True if compute memory is separate from host memory.
+    zero_copy : bool
+        True if kernels access page-locked host memory in place.
+    """
 
     separate = False
     zero_copy = False
-    """True if kernels on it read and write page-locked host memory in place."""
 
     def __init__(self, name: str = "cpu"):
         self.torch = torch.device(name)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised page-aligned bytes in compute memory: uint8 [nbytes rounded to a page].
+        """Return uninitialized page-aligned compute memory: uint8 [nbytes, rounded up to pages].
 
-        On the host its pages are made now and not when compute first writes to them, which
-        measured 1.3 s per GB in the middle of a prefill.
+        On the host, pages are populated at once: page faults cost a prefill 1.3 s per GB.
         """
         return self.host_empty(nbytes, touch=True)
 
     def host_empty(self, nbytes: int, *, pinned: bool = True, touch: bool = False) -> torch.Tensor:
-        """Uninitialised page-aligned bytes in host memory that the device can copy from.
+        """Return uninitialized page-aligned host memory: uint8 [nbytes, rounded up to pages].
 
-        Anonymous pages of their own rather than malloc's: they go back to the system when the
-        tensor goes. Large ones ask for huge pages, which spares the page faults, and begin with
-        one: a disk read into fewer chunks of memory is faster (measured: 3.1 GB/s, not 2.7). What
-        fills no huge page at the end has small ones, as it would else take a whole one: thousands
-        of experts of 2.7 MB each took half as much again.
+        The memory is mapped separately from malloc's, so that it is returned to the system with the
+        tensor. Large buffers are aligned to huge pages and use them, which makes disk reads faster
+        (3.1 instead of 2.7 GB/s). An incomplete huge page at the end uses small pages: otherwise
+        thousands of experts of 2.7 MB each would take 50 % more memory.
+
+        Parameters
+        ----------
+        nbytes : int
+        pinned : bool
+            Page-lock the memory for copies to a GPU; a no-op without one.
+        touch : bool
+            Populate the pages at once.
         """
         size = max(round_up(nbytes, PAGE), PAGE)
         large = size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE")
@@ -121,82 +136,85 @@ class Device:
             pages.madvise(mmap.MADV_NOHUGEPAGE)
             pages.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE_PAGE * HUGE_PAGE)
         if touch:
-            with contextlib.suppress(OSError):  # an older kernel: the pages come when written
+            with contextlib.suppress(OSError):  # before Linux 5.14: populated when written
                 pages.madvise(MADV_POPULATE_WRITE, start, size)
         tensor = tensor[start : start + size]
         self._pin(tensor, pages, pinned)
         return tensor
 
     def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
-        """Page-lock what lies in `pages`, until they go; the host itself has no need of it."""
+        """Page-lock a tensor in `pages` until they are unmapped; a no-op without a GPU."""
 
     def stream(self) -> CopyStream:
-        """A new stream for copies."""
+        """Return a new stream for copies."""
         return CopyStream()
 
     def mark(self) -> Event:
-        """The point after everything that compute has been given so far."""
+        """Return the point after all queued compute."""
         return Event()
 
     def wait(self, event: Event) -> None:
-        """Let compute that is given from here on start after `event`."""
+        """Order later compute after an event."""
 
     def stamp(self):
-        """A clock reading in compute's own queue, for `seconds`."""
+        """Return a timestamp in the queue of compute, for `seconds`."""
         return time.perf_counter()
 
     def reached(self, stamp) -> bool:
-        """True if the stamp's point has been reached."""
+        """Return True if the point of a timestamp is reached."""
         return True
 
     def seconds(self, stamp) -> float:
-        """A stamp on the clock of `time.perf_counter`; its point must have been reached."""
+        """Return a timestamp whose point is reached, in seconds of `time.perf_counter`."""
         return stamp
 
     def limit(self, nbytes: int | None) -> None:
-        """Let this process take no more of the device's memory; None: all.
+        """Limit this process to some bytes of the device's memory; None: no limit.
 
-        Raises `UserError` where there is none of its own.
+        Raises
+        ------
+        UserError
+            The device has no memory of its own.
         """
         if nbytes is not None:
             raise UserError("--device-memory-limit has no effect without a GPU: give "
                             "--memory-limit")
 
     def begin_run(self) -> None:
-        """Start measuring anew: the clock's base and `peak_bytes`."""
+        """Reset the base of timestamps, and `peak_bytes`."""
 
     def peak_bytes(self) -> int:
-        """Most memory of the device in use since `begin_run`; 0 where it is host memory."""
+        """Return the peak of the device's memory use since `begin_run`; 0 on the host."""
         return 0
 
     def used_bytes(self) -> int | None:
-        """Memory of the device in use now, in bytes; None where it is host memory."""
+        """Return the bytes of the device's memory in use; None on the host."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Memory of the device that can be had, in bytes; None where it is host memory."""
+        """Return the free bytes of the device's memory; None on the host."""
         return None
 
     def total_bytes(self) -> int | None:
-        """Memory of the device in all, in bytes; None where it is host memory."""
+        """Return all bytes of the device's memory; None on the host."""
         return None
 
     def description(self) -> str:
-        """The device in a word, for reports."""
+        """Return the name of the device, for reports."""
         return "cpu"
 
 
 class Arena:
-    """Buffers one after the other in shared memory, which goes when all of them have gone.
+    """Host memory for many small permanent buffers, allocated from large ones.
 
-    Alone a buffer of few MB has small pages where it fills no huge one (`Device.host_empty`), and
-    two mappings of its own; thousands of experts are read faster, and are fewer pages to look up,
-    side by side.
+    A separate buffer of a few MB has small pages at its end and two mappings of its own (see
+    `Device.host_empty`). In an arena, thousands of experts have huge pages: they are read faster
+    and need fewer TLB entries. Memory is freed when all buffers in it are freed.
 
     Parameters
     ----------
     device : Device
-        Gives the memory: its `host_empty`.
+        Its `host_empty` allocates.
     """
 
     def __init__(self, device: Device):
@@ -204,7 +222,7 @@ class Arena:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised page-aligned bytes in host memory: uint8 [nbytes rounded to a page]."""
+        """Return uninitialized page-aligned host memory: uint8 [nbytes, rounded up to pages]."""
         size = max(round_up(nbytes, PAGE), PAGE)
         if size > len(self._left):
             self._left = self._device.host_empty(max(size, ARENA_BYTES), pinned=False)
@@ -214,7 +232,7 @@ class Arena:
 
 class _CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False):
-        # Blocking: a thread that waits must not take a core from the disk's workers.
+        # Blocking: a waiting thread must not spin on a core that the disk's workers need.
         self.event = torch.cuda.Event(enable_timing=timed, blocking=not timed)
         self.event.record(stream)
 
@@ -234,7 +252,7 @@ class _CudaStream(CopyStream):
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
         for tensor in (target, source):
-            if tensor.is_cuda:  # its memory must not be handed out again before the copy is done
+            if tensor.is_cuda:  # the allocator must not reuse its memory before the copy is done
                 tensor.record_stream(self.stream)
 
     def mark(self) -> Event:
@@ -245,7 +263,7 @@ class _CudaStream(CopyStream):
 
 
 class CudaDevice(Device):
-    """A GPU: memory of its own, copies on streams of their own, pinned host buffers."""
+    """A GPU: separate memory, copies on separate streams, pinned host buffers."""
 
     separate = True
     zero_copy = True
@@ -260,11 +278,11 @@ class CudaDevice(Device):
         return torch.empty(round_up(nbytes, PAGE), dtype=torch.uint8, device=self.torch)
 
     def _pin(self, tensor: torch.Tensor, pages: Pages, pinned: bool) -> None:
-        # Page-locked by hand: PyTorch's own pinned allocator rounds up to a power of two, which
-        # nearly doubles a layer of OPT-30B, and never gives anything back.
+        # PyTorch's pinned allocator rounds up to a power of two, which nearly doubles a layer of
+        # OPT-30B, and never returns memory.
         if pinned:
             runtime, address = torch.cuda.cudart(), tensor.data_ptr()
-            # In a new thread the first GPU is the current one, and would open a context for this.
+            # A new thread would create a context on the first GPU.
             with torch.cuda.device(self.torch):
                 status = runtime.cudaHostRegister(address, tensor.nbytes, 0)
             if int(status) != 0:
@@ -304,7 +322,7 @@ class CudaDevice(Device):
         return torch.cuda.memory_allocated(self.torch)
 
     def begin_run(self) -> None:
-        # Event times are float32 milliseconds since the base: a young base keeps them exact.
+        # Event times are float32 milliseconds since the base: a recent base keeps them exact.
         torch.cuda.synchronize(self.torch)
         self._base = _CudaEvent(torch.cuda.current_stream(self.torch), timed=True)
         self._base.synchronize()
@@ -312,7 +330,7 @@ class CudaDevice(Device):
         torch.cuda.reset_peak_memory_stats(self.torch)
 
     def free_bytes(self) -> int | None:
-        torch.cuda.empty_cache()  # what PyTorch holds back for itself can be had too
+        torch.cuda.empty_cache()  # includes the memory that PyTorch caches
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def total_bytes(self) -> int | None:
@@ -323,12 +341,12 @@ class CudaDevice(Device):
 
 
 def open_device(name: str = "auto") -> Device:
-    """The device called `name`: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
+    """Return a device by name: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
 
     Raises
     ------
     UserError
-        The name is unknown, or a GPU is asked for that is not there.
+        The name is unknown, or there is no such GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,10 +1,9 @@
-"""Movement beside compute: lanes of jobs, handles to wait for, and the record of what moved.
+"""Transfers that overlap compute: lanes of jobs, handles to wait for, and a record of transfers.
 
-A lane is a thread with a stream. A job on it may read the disk, copy between host and device, and
-write the disk; it runs after the jobs that it names, while compute goes on. Jobs name only jobs
-that were submitted before them and every lane is first in, first out: there can be no deadlock.
-Jobs of one kind go to two lanes in turn, so that the disk has chunks of the next one at hand while
-the last ones of a job come in; what has to be in order must name what it follows.
+A lane is a thread with a stream. Its jobs read the disk, copy between host and device, and write
+the disk, after other jobs that they depend on. Jobs depend only on earlier jobs and lanes are first
+in, first out, which excludes deadlocks. Jobs of one kind alternate between lanes, so that the disk
+starts on the next job while the last chunks of one arrive; order needs a dependency.
 """
 
 from __future__ import annotations
@@ -28,38 +27,37 @@ ATTENTION, EXPERTS, RECALLS = "attention", "host experts", "recalls"
 LANES_OF = {kind: (f"{kind} 0", f"{kind} 1") for kind in ("weights", "loads", "stores")} | {
     ATTENTION: (ATTENTION,), EXPERTS: (EXPERTS,), RECALLS: (RECALLS,),
     "experts": tuple(f"experts {lane}" for lane in range(4))}
-"""The lanes of each kind of job, which take turns; the host attends to one thing, and computes the
-experts of one layer, at a time. What is recalled comes in the order in which it is wanted. An
-expert that comes is small: several do at once, so that the disk has enough to do."""
+"""The lanes of each kind of job, used in turn. Attention and experts on the host run one job at a
+time, and recalls run in order. Loads of experts are small: four at once keep the disk busy."""
 
 LANES = tuple(chain.from_iterable(LANES_OF.values()))
 
 
 class Handle:
-    """A job under way."""
+    """A submitted job."""
 
     def __init__(self, future: Future):
         self._future = future
 
     def event(self) -> Event:
-        """Wait until the job has been carried out by the host; the event after its copies.
+        """Wait until the host has run the job; return the event after its copies.
 
-        Raises whatever the job raised.
+        Raises the exception of the job, if it failed.
         """
         return self._future.result()
 
     @property
     def done(self) -> bool:
-        """True if the host has carried the job out; its copies may be under way."""
+        """True if the host has run the job; its copies may still run."""
         return self._future.done()
 
     def synchronize(self) -> None:
-        """Wait until every byte that the job moves is in place."""
+        """Wait until the job and its copies are done."""
         self.event().synchronize()
 
 
 class Lane:
-    """A thread and its stream; jobs get it to move bytes with."""
+    """A thread and its stream, with which jobs transfer data."""
 
     def __init__(self, name: str, transfers: Transfers):
         self._transfers = transfers
@@ -68,11 +66,11 @@ class Lane:
 
     @property
     def disk(self) -> Disk:
-        """The disk, for reads and writes that this lane waits for."""
+        """The disk; its reads and writes block this lane."""
         return self._transfers.disk
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
-        """Queue a copy on the stream and record it under `link`."""
+        """Queue a copy on the stream, and record it for a link."""
         began = self.stream.stamp()
         self.stream.copy(target, source)
         self._transfers.moved(link, target.nbytes, began, self.stream.stamp())
@@ -82,13 +80,13 @@ class Lane:
         self.stream.mark().synchronize()
 
     def submit(self, job: Callable[[Lane], None], after: Iterable[Handle | Event]) -> Handle:
-        """Queue `job`; the stream starts its copies after `after`."""
+        """Queue a job, whose copies start after `after`."""
         before = tuple(after)
 
         def run() -> Event:
             for item in before:
                 self.stream.wait(item.event() if isinstance(item, Handle) else item)
-            # The mode is the thread's own, and a caller's may have made the buffers.
+            # Inference mode is per thread, and buffers may have been allocated in it.
             with torch.inference_mode():
                 job(self)
             return self.stream.mark()
@@ -96,25 +94,33 @@ class Lane:
         return Handle(self._pool.submit(run))
 
     def finish(self) -> None:
-        """Wait until all jobs that have been submitted so far have been carried out by the host."""
+        """Wait until the host has run all jobs that have been submitted."""
         self._pool.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Drop what has not started and wait for what has."""
+        """Cancel jobs that have not started, and wait for the running one."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class Transfers:
-    """The lanes of one engine, its disk, and the record of bytes, times and spans.
+    """The lanes of one engine, its disk, and its record of transfers and spans.
 
-    Weights, other loads and stores have lanes of their own, so that a write never stalls a read.
+    Weights, other loads and stores have separate lanes, so that a write never blocks a read.
+
+    Parameters
+    ----------
+    device : Device
+    links : LinkStats
+        Gets the bytes and times of transfers.
+    trace : Trace
+        Gets the spans of transfers and compute.
     """
 
     def __init__(self, device: Device, *, links: LinkStats, trace: Trace):
         self.device = device
         self._links = links
         self._trace = trace
-        self._unsettled: deque[tuple] = deque()
+        self._pending: deque[tuple] = deque()
         self.disk = Disk(record=self._record)
         self._latest: dict[str, Handle] = {}
         self._lock = threading.Lock()
@@ -122,62 +128,62 @@ class Transfers:
         self._next_lanes = {kind: cycle(names) for kind, names in LANES_OF.items()}
 
     def submit(self, kind: str, job, *, after: Iterable[Handle | Event] = ()) -> Handle:
-        """Run ``job(lane)`` on the next lane of a kind of `KINDS`, its copies after `after`."""
+        """Run ``job(lane)`` on the next lane of a kind, with its copies after `after`."""
         with self._lock:  # a job may submit another
             lane = next(self._next_lanes[kind])
             handle = self._latest[lane] = self._lanes[lane].submit(job, after)
         return handle
 
     def drain(self) -> None:
-        """Wait until all that was submitted is done (a lane's newest job is its last)."""
-        for handle in self._under_way():
+        """Wait until all submitted jobs are done."""
+        for handle in self._latest_jobs():
             handle.synchronize()
 
-    def _under_way(self) -> Iterator[Handle]:
-        """The newest job of each lane, until there is none; each must be waited for.
+    def _latest_jobs(self) -> Iterator[Handle]:
+        """Yield the latest job of each lane, for the caller to wait for, until there is none.
 
-        What is waited for may submit more meanwhile, so `_latest` is walked through under the lock.
+        Jobs may submit others in the meantime: `_latest` is accessed under the lock only.
         """
         while True:
             with self._lock:
-                found = next(iter(self._latest.items()), None)
-            if found is None:
+                latest = next(iter(self._latest.items()), None)
+            if latest is None:
                 return
-            lane, handle = found
+            lane, handle = latest
             yield handle
             with self._lock:
                 if self._latest.get(lane) is handle:
                     del self._latest[lane]
 
     def ready(self, handle: Handle) -> None:
-        """Order compute after `handle`; the host waits only for its own share (disk reads)."""
+        """Order compute after a job; the host waits only for the host's part (disk reads)."""
         with self.compute_span("wait", lane=WAITING):
             self.device.wait(handle.event())
 
     def moved(self, link: str, nbytes: int, began, ended) -> None:
-        """Record a copy between two stamps, whose times may not be known yet."""
-        self._unsettled.append((link, link, nbytes, began, ended))
+        """Record a copy between two timestamps that may not be reached yet."""
+        self._pending.append((link, link, nbytes, began, ended))
 
     def compute_span(self, name: str, *, lane: str = COMPUTE) -> AbstractContextManager[None]:
-        """Record the body of a ``with`` statement as a span in compute's own queue."""
+        """Return a context manager that records its body as a span in the queue of compute."""
         return self._stamped(name, lane) if self._trace.enabled else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _stamped(self, name: str, lane: str) -> Iterator[None]:
         began = self.device.stamp()
         yield
-        self._unsettled.append((name, lane, None, began, self.device.stamp()))
+        self._pending.append((name, lane, None, began, self.device.stamp()))
 
     def host_span(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """Record the body of a ``with`` statement as a span of the host's own work."""
+        """Return a context manager that records its body as a span of work on the host."""
         return self._trace.span(name, lane)
 
     def settle(self) -> None:
-        """Turn the stamps that have been reached into times; the others wait for the next call."""
-        for _ in range(len(self._unsettled)):
-            name, lane, nbytes, began, ended = entry = self._unsettled.popleft()
+        """Record the copies and spans whose timestamps are reached; the others stay pending."""
+        for _ in range(len(self._pending)):
+            name, lane, nbytes, began, ended = entry = self._pending.popleft()
             if not self.device.reached(ended):
-                self._unsettled.append(entry)
+                self._pending.append(entry)
                 continue
             start, end = self.device.seconds(began), self.device.seconds(ended)
             if nbytes is None:
@@ -186,22 +192,22 @@ class Transfers:
                 self._record(lane, nbytes, start, end)
 
     def abandon(self) -> None:
-        """Let nothing be under way any more, whatever became of it: before buffers go."""
-        for lane in self._lanes.values():  # an interrupt may come before `submit` has the handle
+        """Wait for all jobs and copies and ignore errors, before buffers are freed."""
+        for lane in self._lanes.values():  # also jobs without a handle, after an interrupt
             with contextlib.suppress(Exception):
                 lane.finish()
-        for handle in self._under_way():
+        for handle in self._latest_jobs():
             with contextlib.suppress(Exception):
                 handle.synchronize()
-        for lane in self._lanes.values():  # copies before a job that failed
+        for lane in self._lanes.values():  # copies of failed jobs
             with contextlib.suppress(Exception):
                 lane.flush()
-        with contextlib.suppress(Exception):  # a GPU may read and write host memory in place
+        with contextlib.suppress(Exception):  # zero-copy access to host memory
             self.device.mark().synchronize()
-        self._unsettled.clear()
+        self._pending.clear()
 
     def close(self) -> None:
-        """Stop the lanes, then the disk under them."""
+        """Stop the lanes, then the disk."""
         for lane in self._lanes.values():
             lane.close()
         self.disk.close()
