@@ -29,8 +29,8 @@ def test_the_changelog_knows_this_version():
 
 
 def test_the_installed_command_is_the_command_line(wheel):
-    script = f"{parser.SCRIPT}=flexgen_h2o.cli.commands:main"
-    assert script in (ROOT / "setup.py").read_text(encoding="utf-8")
+    script = f'{parser.SCRIPT} = "flexgen_h2o.cli.commands:main"'
+    assert script in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert wheel.SCRIPT == parser.SCRIPT
 
 
