@@ -48,8 +48,8 @@ class BuildKernels(build_ext):
     """Build the CPU kernels: each source once per instruction set, all in one library.
 
     The instruction set is chosen at run time. Without a compiler, the package is installed without
-    kernels: PyTorch does the same, slowly, and a warning says so. FLEXGEN_H2O_OBJECTS names a folder
-    that keeps object files; they are reused for the same sources, compiler and flags.
+    kernels: PyTorch does the same, slowly, and a warning says so. FLEXGEN_H2O_OBJECTS names a
+    folder that keeps object files; they are reused for the same sources, compiler and flags.
     """
 
     def build_extension(self, ext: Extension) -> None:

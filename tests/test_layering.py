@@ -19,10 +19,10 @@ ROOT = Path(flexgen_h2o.__file__).parent
 PACKAGE = ROOT.name
 BENCHMARKS = ROOT.parent / "benchmarks"
 
-# From low to high: a module imports from its own room and from those on higher lines of this text,
-# that is, lower in the building. Rooms on one line do not know each other. Imports inside of
-# functions and those for types alone count too. The package's __init__ loads names on first use.
-ROOMS = """
+# Packages and modules from the lowest layer to the highest: a module imports from its own package
+# and from lower layers. Packages on one line are independent of each other. Imports inside of
+# functions and for type checking count too. The package's __init__ imports names on first use.
+LAYERS = """
     errors  outputs
     config  files
     h2o  metrics
@@ -37,7 +37,7 @@ ROOMS = """
     flex_opt  batch  __main__
 """
 
-# Modules that import by a computed name, which no parser can follow, and why they may.
+# Modules that import by a computed name, and why.
 DYNAMIC = {
     "flexgen_h2o": "the public names are loaded on first use, so that flags answer without torch",
     "cli.commands": "a command is found by its name, above what commands share",
@@ -45,13 +45,13 @@ DYNAMIC = {
     "kernels.ops": "Triton's modules are loaded when a GPU first needs them",
 }
 
-TORCH_ROOMS = {"kernels", "storage", "cache", "models", "engine", "integrations", "conversation",
-               "llm"}
+TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
+                  "conversation", "llm"}
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.cache_rates",
          "planning.calibrate", "distributed.control_messages", "distributed.pipeline"}
-"""What may load torch when it is imported: these rooms and modules, but none of `LIGHT`."""
+"""Modules that may import torch, beside `TORCH_PACKAGES`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.placement", "cache", "models", "models.model_config",
          "models.shapes", "models.positions", "models.registry", "models.fields",
@@ -104,7 +104,7 @@ def edges() -> dict[str, set[str]]:
             for name, path in found.items() if name != PACKAGE}
 
 
-def room(name: str) -> str:
+def package(name: str) -> str:
     return name.split(".")[0]
 
 
@@ -132,18 +132,18 @@ class C:
 
 
 def test_imports_point_downward():
-    level = {name: number for number, line in enumerate(ROOMS.splitlines())
+    level = {name: number for number, line in enumerate(LAYERS.splitlines())
              for name in line.split()}
-    assert {room(name) for name in edges()} == set(level), "put new rooms into ROOMS"
+    assert {package(name) for name in edges()} == set(level), "add new packages to LAYERS"
     upward = {f"{name} imports {other}" for name, others in edges().items() for other in others
-              if room(name) != room(other) and level[room(other)] >= level[room(name)]}
+              if package(name) != package(other) and level[package(other)] >= level[package(name)]}
     assert not upward
 
 
-def test_the_algorithm_is_alone_and_planner_and_benchmarks_know_no_commands():
+def test_packages_that_never_import_each_other():
     never = [("h2o", "kernels"), ("h2o", "cache"), ("h2o", "storage"), ("planning", "cli"),
              ("engine", "planning")]
-    met = {(room(name), room(other)) for name, others in edges().items() for other in others}
+    met = {(package(name), package(other)) for name, others in edges().items() for other in others}
     assert not met & set(never)
     for path in BENCHMARKS.rglob("*.py"):
         used = set(imports(path.read_text(encoding="utf-8"), set(modules())))
@@ -151,7 +151,7 @@ def test_the_algorithm_is_alone_and_planner_and_benchmarks_know_no_commands():
                     if name.startswith("commands.") and name != "commands.generate"], path
 
 
-def test_there_is_no_circle_of_files():
+def test_imports_have_no_cycle():
     graphlib.TopologicalSorter(edges()).prepare()  # CycleError names it
     names = modules(BENCHMARKS)
     between = {name: set() for name in names}
@@ -163,7 +163,7 @@ def test_there_is_no_circle_of_files():
     graphlib.TopologicalSorter(between).prepare()
 
 
-def test_only_those_with_a_reason_import_by_a_computed_name():
+def test_modules_that_import_by_a_computed_name_are_listed():
     found = set()
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -174,11 +174,11 @@ def test_only_those_with_a_reason_import_by_a_computed_name():
     assert all(DYNAMIC.values())
 
 
-def test_what_answers_before_torch_imports_without_it():
+def test_light_modules_import_without_torch():
     """Flags, the memory plan and the schedule: no seconds spent on loading torch."""
     assert set(modules()) >= LIGHT | TORCH
     light = [name for name in modules() if name in LIGHT or name.startswith("models.families.")
-             or (room(name) not in TORCH_ROOMS and name not in TORCH)]
+             or (package(name) not in TORCH_PACKAGES and name not in TORCH)]
     names = [name if name == PACKAGE else f"{PACKAGE}.{name}" for name in light]
     code = f"""
 import importlib, sys
