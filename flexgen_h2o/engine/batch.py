@@ -1,6 +1,6 @@
-"""Requests, GPU batches and blocks: who is computed together, and which rows are whose. No torch.
+"""Requests, GPU batches, and the queue that forms blocks of batches. No torch.
 
-In the prefill the sequences of a batch lie packed, one after the other, with no pads between them.
+In the prefill the sequences of a batch are packed one after the other, without padding.
 """
 
 from __future__ import annotations
@@ -18,12 +18,23 @@ from flexgen_h2o.outputs import TokenLogProb
 
 @dataclass
 class Request:
-    """One prompt on its way: `key` is its place among the prompts of the call.
+    """A prompt and its continuation so far.
 
-    `finish_reason` is empty until it has ended. `seed` is that of its random numbers, `log_probs`
-    what is known of the generated tokens if that was asked for. `rope_length` is
-    `RopeConfig.text_length` of its text; None: it rotates as all texts do. `params` are its
-    sampling parameters.
+    Attributes
+    ----------
+    key : int
+        Its index among the prompts of the call.
+    prompt, generated : list of int
+        Token ids.
+    finish_reason : str
+        Empty until the request has finished.
+    seed : int
+        Of its random numbers.
+    log_probs : list of TokenLogProb
+        Of generated tokens, if the sampling parameters ask for them.
+    rope_length : int or None
+        `RopeConfig.text_length` of its text; None if the rotation does not depend on it.
+    params : SamplingParams
     """
 
     key: int
@@ -43,7 +54,7 @@ class Request:
 
     @property
     def shared(self) -> tuple[int | None, tuple[int, ...]]:
-        """The text that is computed once for all requests that have the same."""
+        """Key under which equal prompts are computed once: rotation length and tokens."""
         return self.rope_length, tuple(self.prompt)
 
     @property
@@ -53,12 +64,24 @@ class Request:
 
 
 class Batch:
-    """The sequences computed together; `index` is the batch's place in its block.
+    """Sequences that are computed together.
 
-    `batch_layout` says how their prompts are cut into forward passes and how many tokens may
-    follow. With `shares`, a prompt that several sequences have goes through the network once, for
-    the first of them, and is cached for each; with `shares_prefix`, so does what several prompts
-    begin with, unless prompts come in chunks.
+    Parameters
+    ----------
+    index : int
+        Of the batch in its block.
+    requests : sequence of Request
+    batch_layout : BatchLayout
+        Forward passes of the prompts, and the most tokens that follow.
+    shares : bool
+        Compute equal prompts once, and copy their cache.
+    shares_prefix : bool
+        Also compute common prefixes once, unless prompts come in chunks.
+
+    Attributes
+    ----------
+    duplicates : dict of int to list of int
+        All sequences with a prompt, by the first of them.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
@@ -66,59 +89,60 @@ class Batch:
         self.index = index
         self.requests = list(requests)
         self.batch_layout = batch_layout
-        self.alike: dict[int, list[int]] = {}  # of each prompt: its first sequence to all of them
+        self.duplicates: dict[int, list[int]] = {}
         first: dict[object, int] = {}
-        for place, request in enumerate(requests):
-            if batch_layout.origin(place) is not None:
+        for sequence, request in enumerate(requests):
+            if batch_layout.origin(sequence) is not None:
                 continue
-            lead = first.setdefault(request.shared if shares else place, place)
-            self.alike.setdefault(lead, []).append(place)
-        alike: dict[object, list[int]] = {}
+            lead = first.setdefault(request.shared if shares else sequence, sequence)
+            self.duplicates.setdefault(lead, []).append(sequence)
+        by_prefix: dict[object, list[int]] = {}
         shares_prefix = shares_prefix and not batch_layout.appends
-        for lead in self.alike:
+        for lead in self.duplicates:
             length, prompt = self.requests[lead].shared
-            # Others stand in their order, each by itself: one that is all beginning leaves nothing.
-            begins = shares_prefix and len(prompt) > SHARED_PREFIX
-            alike.setdefault((length, prompt[:SHARED_PREFIX]) if begins else lead, []).append(lead)
-        # Sequences whose prompts stand together, and how many tokens these begin with alike.
+            # A prompt that is no longer than the prefix would have no row of its own.
+            has_prefix = shares_prefix and len(prompt) > SHARED_PREFIX
+            key = (length, prompt[:SHARED_PREFIX]) if has_prefix else lead
+            by_prefix.setdefault(key, []).append(lead)
+        # Sequences whose prompts have a common prefix, and the tokens of that.
         self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads]))
-                        for leads in alike.values()]
+                        for leads in by_prefix.values()]
 
     def __len__(self) -> int:
         return len(self.requests)
 
     @property
     def fresh(self) -> list[Request]:
-        """The requests whose prompts come in this block."""
+        """Requests whose prompts are computed in this block."""
         return [request for sequence, request in enumerate(self.requests)
                 if self.batch_layout.origin(sequence) is None]
 
     @property
     def finished(self) -> bool:
-        """True if every sequence of the batch has ended."""
+        """True if every sequence has finished."""
         return all(request.finish_reason for request in self.requests)
 
     @property
     def ended(self) -> int:
-        """Sequences that have ended."""
+        """The number of finished sequences."""
         return sum(bool(request.finish_reason) for request in self.requests)
 
     def rows(self, forward_pass: int) -> int:
-        """Rows of hidden states in a forward pass."""
+        """Return the rows of hidden states in a forward pass."""
         if not self.batch_layout.in_prefill(forward_pass):
             return len(self)
         return sum(map(len, self.spans(forward_pass)))
 
     @property
     def shares(self) -> bool:
-        """True if some prompt, or what some begin with, stands for several sequences."""
+        """True if several sequences share a prompt or a prefix."""
         return any(prefix for _, prefix in self._groups) or any(
-            len(places) > 1 for places in self.alike.values())
+            len(sequences) > 1 for sequences in self.duplicates.values())
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
-        """The tokens of the prompts in a forward pass of the prefill, in its order.
+        """Yield the parts of prompts in a forward pass of the prefill, in the order of rows.
 
-        What several prompts begin with comes as a part of the first, then what each has beside it.
+        A common prefix comes once, as a part of the first prompt; then come the parts after it.
         """
         spans = list(self.batch_layout.spans(forward_pass))
         for leads, prefix in self._groups:
@@ -128,14 +152,14 @@ class Batch:
                         for lead in leads)
 
     def sampled(self, forward_pass: int) -> list[Request]:
-        """The requests that get a token from a forward pass: in the prefill, those of prompts."""
+        """Return the requests that get a token from a forward pass: in the prefill, fresh ones."""
         return self.fresh if self.batch_layout.in_prefill(forward_pass) else self.requests
 
     def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
-        """Token ids and positions of the rows: of the prompts, or each sequence's newest token."""
+        """Return token ids and positions of the rows: of prompts, or of each newest token."""
         if not self.batch_layout.in_prefill(forward_pass):
             token = self.batch_layout.token(forward_pass)
-            # A sequence that has ended repeats its last token; what comes of it is not used.
+            # A finished sequence repeats its last token; the result is not used.
             ids = [request.generated[-1] for request in self.requests]
             return ids, [self.batch_layout.tokens(sequence, token) - 1
                          for sequence in range(len(self))]
@@ -147,7 +171,7 @@ class Batch:
         return ids, positions
 
     def rope_lengths(self, forward_pass: int) -> list[int] | None:
-        """The length by which each row's text rotates; None: all do as every text does."""
+        """Return the rotation length of each row; None if rotations do not depend on it."""
         lengths = [request.rope_length for request in self.requests
                    if request.rope_length is not None]
         if len(lengths) < len(self.requests):
@@ -158,9 +182,9 @@ class Batch:
                 for _ in range(len(span))]
 
     def chunks(self, forward_pass: int, most_rows: int) -> Iterator[RowChunk]:
-        """Cut the rows of a prefill between sequences so that a chunk has at most `most_rows`.
+        """Yield the rows of a prefill in chunks of whole spans, with at most `most_rows` rows.
 
-        A span longer than that is a chunk of its own.
+        A longer span is a chunk of its own.
         """
         spans: list[PromptChunk] = []
         row = rows = 0
@@ -178,15 +202,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Spans of prompts that go through a layer together; their rows are row:end."""
+    """Parts of prompts that are computed together: rows row:end of a batch."""
 
     spans: tuple[PromptChunk, ...]
     row: int
     end: int
 
     def beginnings(self, past: int) -> Iterator[slice]:
-        """The rows, among these, with which prompts begin that follow so many tokens of the past.
-        """
+        """Yield the rows of spans that begin a prompt, after `past` tokens of earlier runs."""
         first = 0
         for span in self.spans:
             if span.start == past:
@@ -195,36 +218,42 @@ class RowChunk:
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
-    """Tokens with which all prompts begin, fewer than any of them has; 0 for one alone, or so few
-    that sharing them does not pay."""
+    """Return the length of the common prefix, shorter than each prompt.
+
+    It is 0 for one prompt, and if it is shorter than `SHARED_PREFIX`.
+    """
     if len(prompts) < 2:
         return 0
-    first, last = min(prompts), max(prompts)  # between these, in order, lie all others
+    first, last = min(prompts), max(prompts)  # in lexical order, all others are between them
     most = min(map(len, prompts)) - 1
-    found = next((place for place in range(most) if first[place] != last[place]), most)
-    return found if found >= SHARED_PREFIX else 0
+    length = next((index for index in range(most) if first[index] != last[index]), most)
+    return length if length >= SHARED_PREFIX else 0
 
 
 def next_turn(request: Request, new: int, *, past: int, chunk: int) -> Batch:
-    """A batch of one sequence that goes on: `past` of its tokens came in earlier runs.
+    """Return a batch of one sequence that continues after `past` tokens of earlier runs.
 
-    The request's prompt comes next, in chunks of `chunk` tokens, and then up to `new` tokens.
+    The request's prompt comes in chunks of `chunk` tokens; up to `new` tokens follow.
     """
     tokens = len(request.prompt)
     passes = prefill_passes(tokens, chunk)
     return Batch(0, [request],
-                 BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes,
-                                           past))
-
-
-# The queue of a call's requests, and the blocks of batches that they come in. No torch.
+                 BatchLayout((past + tokens,), new, chunk if passes > 1 else None, passes, past))
 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """The most of a block: sequences of a batch, batches, and tokens of a prompt that are read at
-    once (None: all). With `shares`, a batch computes equal prompts once, and with `shares_prefix`
-    what several begin with."""
+    """The limits of a block.
+
+    Attributes
+    ----------
+    gpu_batch_size, num_gpu_batches : int
+        Sequences of a batch, and batches.
+    prefill_chunk : int or None
+        Tokens of a prompt in a forward pass; None: all.
+    shares, shares_prefix : bool
+        See `Batch`.
+    """
 
     gpu_batch_size: int
     num_gpu_batches: int
@@ -234,29 +263,29 @@ class BlockSize:
 
     @property
     def sequences(self) -> int:
-        """Those of all batches."""
+        """Sequences of all batches."""
         return self.gpu_batch_size * self.num_gpu_batches
 
 
 class BlockQueue:
-    """Requests on their way through blocks: those that wait, and those of the block before.
+    """The requests that wait, and those of the current block.
 
-    They wait sorted by length, so that those of a batch are alike. The longest come first: what
-    does not fit shows at once. Those that may go on for twice as long come before others. With
-    `shares`, equal prompts come next to each other.
+    They are sorted: first by the power of two of the tokens to generate, then by prompt length,
+    longest first. So a batch has similar lengths, and a block that does not fit in memory comes
+    first. With `shares`, equal prompts are adjacent.
 
     Parameters
     ----------
     requests : sequence of Request
     new : int or mapping
-        Up to so many tokens will be appended to each, or so many as it has by key.
+        The most tokens that are appended to each request, or to each by its key.
     size : BlockSize
 
     Attributes
     ----------
     evicts : tuple of bool
-        Layers in which some request loses tokens, which has to be told where blocks carry
-        sequences; none: each batch is looked at alone.
+        Whether some request loses tokens, by layer. Blocks with continued sequences need it;
+        empty: each batch decides alone.
     """
 
     def __init__(self, requests: Sequence[Request], new: int | Mapping[int, int], size: BlockSize):
@@ -274,11 +303,11 @@ class BlockQueue:
 
     @property
     def left(self) -> bool:
-        """True if some request has not ended."""
+        """True if some request has not finished."""
         return bool(self._waiting) or not all(batch.finished for batch in self._block)
 
     def next(self) -> list[Batch]:
-        """The next block: what has not ended in the block before, and others in free places.
+        """Form the next block: unfinished requests of the last one, and waiting requests.
 
         The last block may be partial.
         """
@@ -307,9 +336,12 @@ class BlockQueue:
         return self._block
 
     def halve(self) -> list[Request] | None:
-        """Put the last block's requests back in front, for blocks of half as many sequences.
+        """Put the block's requests back to the front, and halve the size of blocks.
 
-        Returns them, to be begun anew; None where a block has one sequence only.
+        Returns
+        -------
+        list of Request or None
+            The requests, which start again; None if a block has only one sequence.
         """
         requests = [request for batch in self._block for request in batch.requests]
         self._waiting.extendleft(reversed(requests))
@@ -325,28 +357,27 @@ class BlockQueue:
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
-        """Prompt lengths of what waits, with the tokens that may be appended."""
+        """Lengths of waiting prompts, with the most tokens that are appended to each."""
         return {(len(request.prompt), self._new[request.key]) for request in self._waiting}
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that waits."""
+        """Length of the longest waiting prompt."""
         return max(len(request.prompt) for request in self._waiting)
 
     def batches(self) -> tuple[int, int]:
-        """The most sequences of a batch, and batches of a block, that what waits can fill."""
+        """Return the most sequences of a batch, and batches of a block, of waiting requests."""
         sequences = min(len(self._waiting), self.size.gpu_batch_size)
         return sequences, min(self.size.num_gpu_batches, -(-len(self._waiting) // sequences))
 
     def rows(self) -> int:
-        """The most rows of a batch in a forward pass: of prompts that stand together in the queue,
-        and of new tokens."""
+        """Return the most rows of a batch of adjacent waiting requests in a forward pass."""
         limit = self.size.prefill_chunk or self.longest
         lengths = [min(len(request.prompt), limit) for request in self._waiting]
         prompts = [request.shared for request in self._waiting]
-        # What equal prompts add to a batch that holds the one before.
-        added = [0 if self.size.shares and place and prompts[place] == prompts[place - 1]
-                 else length for place, length in enumerate(lengths)]
+        # Rows that each prompt adds to a batch with the one before it: none if they are equal.
+        added = [0 if self.size.shares and index and prompts[index] == prompts[index - 1]
+                 else length for index, length in enumerate(lengths)]
         sums = [0, *accumulate(added)]
         sequences, _ = self.batches()
         return max(sequences, max(

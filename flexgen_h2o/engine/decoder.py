@@ -1,4 +1,4 @@
-"""Decides whether guesses at what the next layer recalls are worth what they cost."""
+"""The layers of one block: embedding, attention and MLP of prompts and new tokens, logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
-from flexgen_h2o.engine.captured_step import TokenLayers
+from flexgen_h2o.engine.captured_step import CapturedLayers
 from flexgen_h2o.engine.experts import ROUTING, ExpertLayers
 from flexgen_h2o.engine.schedule import LayerStep, num_layer_steps
 from flexgen_h2o.engine.weight_files import Weight
@@ -26,39 +26,36 @@ from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeTables, all_tables
 from flexgen_h2o.storage.transfer import Transfers
 
-STEPS = 4
-"""Decode steps with guesses, and as many without, that are compared."""
+TRIAL_STEPS = 4
+"""Decode steps with prefetch, and as many without, that the autotune compares."""
 
 
-class GuessTrial:
-    """Tries the steps of a block with guesses and without, in turns; goes on with what is faster.
+class PrefetchAutotune:
+    """Measures decode steps with and without speculative prefetch, and keeps the faster way.
 
-    A guess takes a product, a choice, and reads of what is then not wanted; it spares waiting.
-    Which is more depends on the model, the disk and the processor. Tokens do not depend on it. The
-    first step, which fills the hot set, does not count.
+    A prefetch costs a matmul, a selection, and reads of tokens that are not recalled; it saves
+    waiting for reads. Which is more depends on the model, the disk and the processor. Tokens do not
+    depend on it. The first step, which fills the hot set, does not count.
 
     Attributes
     ----------
-    guessing : bool
-        The step that begins now is one with guesses.
+    enabled : bool
+        The current step prefetches.
     """
 
     def __init__(self) -> None:
-        self.guessing = False
+        self.enabled = False
         self._seconds: list[float] = []
 
-    def ended(self, seconds: float) -> None:
-        """Note the time of a step."""
-        if len(self._seconds) > 2 * STEPS:
+    def record(self, seconds: float) -> None:
+        """Add the time of a step, and decide about the next one."""
+        if len(self._seconds) > 2 * TRIAL_STEPS:
             return
         self._seconds.append(seconds)
-        self.guessing = len(self._seconds) % 2 == 0
-        if len(self._seconds) > 2 * STEPS:
-            without, guessed = self._seconds[1::2], self._seconds[2::2]
-            self.guessing = statistics.median(guessed) < statistics.median(without)
-
-
-# The layers of one block: embedding, attention and MLP of prompts and of new tokens, logits.
+        self.enabled = len(self._seconds) % 2 == 0
+        if len(self._seconds) > 2 * TRIAL_STEPS:
+            without, prefetched = self._seconds[1::2], self._seconds[2::2]
+            self.enabled = statistics.median(prefetched) < statistics.median(without)
 
 
 class DecoderLayers:
@@ -68,26 +65,27 @@ class DecoderLayers:
     ----------
     config : ModelConfig
     weights : WeightStore
-        Loaded; those of a step's layer are ready when it is computed.
+        Loaded. Those of a layer are fetched before its step is computed.
     workspace : Workspace
         Its cache has begun or resumed the block.
     policy : Policy
-        Its overlap and sep_layer count here.
+        Overlap and sep_layer are used.
     transfers : Transfers
     stage : Stage
         The rank's layers.
     experts : ExpertLayers or None
-        Those of a model with experts, whose policy separates attention and MLP. Layers of it that
-        have none are computed as any others.
+        Of a mixture of experts, whose policy separates attention and MLP. It may have layers
+        without experts.
 
     Attributes
     ----------
-    own : range
+    layer_steps : range
         The layer steps of the rank.
     last : int
         The layer step of the head.
     chunk_rows : int
         The most rows of prompts that are computed together.
+    prefetch : PrefetchAutotune
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
@@ -98,17 +96,17 @@ class DecoderLayers:
         self._weights = weights
         self._cache = workspace.cache
         self._hidden = workspace.hidden
-        self._do = workspace.operations
+        self._operations = workspace.operations
         self._transfers = transfers
         self._dtype = workspace.dtype
         self._overlap = policy.overlap
-        self.guess_trial = GuessTrial()
+        self.prefetch = PrefetchAutotune()
         self._sep_layer = policy.sep_layer
         self._stage = stage
-        self.own = stage.layer_steps(policy.sep_layer)
+        self.layer_steps = stage.layer_steps(policy.sep_layer)
         self.last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
-        self._token_layers = TokenLayers(
+        self._captured = CapturedLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
             dtype=workspace.dtype, first=stage.first)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
@@ -117,30 +115,30 @@ class DecoderLayers:
         self.chunk_rows = CHUNK_ROWS[transfers.device.torch.type]
 
     def begin(self, batches: Sequence[Batch], groups: int) -> None:
-        """Start the block, whose batches go through the layers in so many groups."""
+        """Begin a block, whose batches go through the layers in `groups` groups."""
         self._batches = batches
         self._started.clear()
-        self.guess_trial = GuessTrial()
+        self.prefetch = PrefetchAutotune()
         if self._experts is not None:
             self._experts.begin(batches, groups)
 
     def set_positions(self, step: LayerStep, positions: torch.Tensor) -> None:
-        """Note where the rows of a batch's forward pass stand: int64 [rows], on the host."""
+        """Compute the rotations of a batch's rows; positions are int64 [rows], on the host."""
         batch = self._batches[step.batch]
-        given = batch.rope_lengths(step.forward_pass)
-        lengths = None if given is None else torch.tensor(given)
+        rope_lengths = batch.rope_lengths(step.forward_pass)
+        lengths = None if rope_lengths is None else torch.tensor(rope_lengths)
         if not batch.batch_layout.in_prefill(step.forward_pass):
-            self._token_layers.prepare_replay(
+            self._captured.prepare_replay(
                 step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
-            if self._token_layers.complete:
+            if self._captured.complete:
                 return
-        here = self._transfers.device.torch
+        device = self._transfers.device.torch
         self._rope[step.batch] = all_tables(
-            self._config.ropes, positions.to(here), ops.table_dtype(here, self._dtype),
-            None if lengths is None else lengths.to(here))
+            self._config.ropes, positions.to(device), ops.table_dtype(device, self._dtype),
+            None if lengths is None else lengths.to(device))
 
     def embed(self, step: LayerStep) -> None:
-        """Begin a forward pass of a batch with its tokens."""
+        """Write the embeddings of a batch's tokens to its hidden states; set positions."""
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
@@ -150,45 +148,57 @@ class DecoderLayers:
                                          ids[rows], positions[rows])
         self.set_positions(step, positions)
 
-    def logits(self, step: LayerStep, wanted: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The logits of a batch's rows `wanted` (int64 [rows], on the host), a few rows at a time:
-        the number of the first of them, and float [some rows, vocab]."""
+    def logits(self, step: LayerStep, selected: torch.Tensor
+               ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Compute the logits of selected rows of a batch, chunk by chunk.
+
+        Parameters
+        ----------
+        step : LayerStep
+        selected : Tensor int64 [rows]
+            On the host.
+
+        Yields
+        ------
+        (int, Tensor float [chunk_rows, vocab])
+            Index of the chunk's first row among `selected`, and the logits.
+        """
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        if batch.shares or len(wanted) < len(x):
-            x = x[wanted.to(self._transfers.device.torch)]
+        if batch.shares or len(selected) < len(x):
+            x = x[selected.to(self._transfers.device.torch)]
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 
     def cached(self, step: LayerStep) -> int:
-        """The decoder layer of a layer step, from the rank's first on."""
+        """Return the decoder layer of a layer step, counted from the rank's first."""
         return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
 
     def _has_experts(self, step: LayerStep) -> bool:
-        """True if the decoder layer of a layer step has experts."""
+        """Return True if the decoder layer of a layer step has experts."""
         return self._experts is not None and self._config.has_experts(
             self._stage.first + self.cached(step))
 
     def _tables(self, step: LayerStep) -> RopeTables | None:
-        """The rotations of a layer step's rows."""
+        """Return the rotations of a layer step's rows; None without rotary positions."""
         tables = self._rope[step.batch]
         layer = self._stage.first + self.cached(step)
         return tables[self._config.rope_number(layer)] if tables else None
 
     def attend(self, step: LayerStep) -> None:
-        """Start the attention of a layer step of new tokens ahead of `compute`."""
+        """Start the attention of a decode step's layer before its `compute`."""
         self._started[step.batch] = self._start(step)
 
     def compute(self, step: LayerStep) -> None:
-        """Compute a layer step of a decoder layer."""
+        """Compute a layer step of a decoder layer: a whole layer, or attention or MLP."""
         batch = self._batches[step.batch]
         if self._sep_layer and step.layer % 2 == 0:
             self._mlp(step, batch)
         elif batch.batch_layout.in_prefill(step.forward_pass):
             self._prompt_layer(step, batch)
-        elif step.layer in self._token_layers.bound:
-            self._token_layers.run(step, cached=self.cached(step), rows=len(batch),
+        elif step.layer in self._captured.layer_steps:
+            self._captured.run(step, cached=self.cached(step), rows=len(batch),
                                    attend=self._attend_new)
             if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
@@ -204,77 +214,82 @@ class DecoderLayers:
         for chunk in batch.chunks(step.forward_pass, self.chunk_rows):
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
-            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._do)
+            qkv = self._family.attention_inputs(self._config, weights, x[rows], self._operations)
             attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
             self._finish(step, weights, x[rows], attended, chunk.row,
                          list(chunk.beginnings(batch.batch_layout.past)))
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend within prompts, and cache them: q, k and v [rows, heads, head_dim]."""
+        """Attend within prompts, and cache them; q, k and v are [rows, heads, head_dim]."""
         return self._cache.attend_prompt(self.cached(step), step.batch, *qkv, spans=spans,
                                          rope=rope, sinks=sinks)
 
     def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                      rope, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend within prompts, or parts of them, that several sequences share; where a prompt
-        ends, all sequences that have it get its cache."""
+        """Attend within prompts that several sequences share, and copy their cache to each.
+
+        Spans may be parts of prompts: a cache is copied when its prompt ends.
+        """
         outputs, first = [], 0
         batch = self._batches[step.batch]
-        for span in spans:  # one at a time, as a cache takes neighbours, and these may be none
+        for span in spans:  # one by one: the cache takes only adjacent sequences
             rows = slice(first, first + len(span))
             first = rows.stop
             outputs.append(self._attend_prompts(
                 step, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope], sinks))
             if span.end == batch.batch_layout.lengths[span.sequence]:
-                self._cache.repeat(self.cached(step), step.batch, *batch.alike[span.sequence])
+                self._cache.repeat(self.cached(step), step.batch, *batch.duplicates[span.sequence])
         return torch.cat(outputs)
 
     def _token_layer(self, step: LayerStep, batch: Batch) -> None:
-        attending = self._started.pop(step.batch, None) or self._start(step)
+        pending = self._started.pop(step.batch, None) or self._start(step)
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._finish(step, weights, x, self._attended(step, x, attending))
+        self._finish(step, weights, x, self._attended(step, x, pending))
 
     def _attend_new(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """Attend over new tokens; see `TokenLayers.run`."""
+        """Attend from new tokens between captured parts of a layer: see `CapturedLayers.run`."""
         return self._attended(step, x, self._start_with(step, *qkv))
 
-    def _attended(self, step: LayerStep, x: torch.Tensor, attending: PendingAttention
+    def _attended(self, step: LayerStep, x: torch.Tensor, pending: PendingAttention
                   ) -> torch.Tensor:
-        """Attention that is under way, once it is done; x [rows, hidden] is the layer's input."""
-        attended = attending.result(self._transfers)
-        if self._overlap and self._cache.supports_prefetch and self.guess_trial.guessing:
-            self._expect(step, self._batches[step.batch], x)
+        """Wait for attention, return its output, and prefetch for the next layer.
+
+        x [rows, hidden] is the layer's input.
+        """
+        attended = pending.result(self._transfers)
+        if self._overlap and self._cache.supports_prefetch and self.prefetch.enabled:
+            self._prefetch(step, self._batches[step.batch], x)
         return attended
 
-    def _expect(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
-        """Let the next layer's cache bring what its queries may choose, as this layer's input x
-        lets them be guessed (InfiniGen, arXiv 2406.19707); x [rows, hidden].
+    def _prefetch(self, step: LayerStep, batch: Batch, x: torch.Tensor) -> None:
+        """Prefetch the tokens that the next layer is likely to recall.
 
-        Not where the next layer's weights have yet to come.
+        Its queries are predicted from this layer's input x [rows, hidden] (InfiniGen, arXiv
+        2406.19707). Without resident weights of the next layer it is a no-op.
         """
         following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
-        if (following.layer not in self.own or following.layer >= self.last
+        if (following.layer not in self.layer_steps or following.layer >= self.last
                 or not self._weights.is_resident(following.layer)):
             return
         weights = self._weights.get(following.layer)
-        q, k, _ = self._family.attention_inputs(self._config, weights, x, self._do)
+        q, k, _ = self._family.attention_inputs(self._config, weights, x, self._operations)
         self._cache.prefetch_token(
             self.cached(following), step.batch, q, k, rope=self._tables(following),
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _start(self, step: LayerStep) -> PendingAttention:
-        """Give compute a decoder layer's attention over new tokens."""
+        """Start a layer's attention from new tokens."""
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         return self._start_with(
-            step, *self._family.attention_inputs(self._config, weights, x, self._do))
+            step, *self._family.attention_inputs(self._config, weights, x, self._operations))
 
     def _start_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
-        """The same with queries, keys and values, which may be overwritten."""
+        """Start attention with these queries, keys and values, which it may overwrite."""
         return self._cache.attend_token(
             self.cached(step), step.batch, *qkv, rope=self._tables(step),
             token=self._batches[step.batch].batch_layout.token(step.forward_pass),
@@ -283,17 +298,20 @@ class DecoderLayers:
     def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ShardedMatrix],
                 x: torch.Tensor, attended: torch.Tensor, row: int = 0,
                 beginnings: Sequence[slice] | None = None) -> None:
-        """The rest of a layer step, once attention is done; x [rows, hidden], of a batch's rows
-        from number `row` on, is updated. With the rows `beginnings` prompts begin."""
-        self._family.attention_output(self._config, weights, x, attended, self._do)
+        """Compute the part of a layer step after attention; x [rows, hidden] is updated.
+
+        `row` is the number of x's first row in the batch. `beginnings` are rows of x at which
+        prompts begin.
+        """
+        self._family.attention_output(self._config, weights, x, attended, self._operations)
         if self._has_experts(step):
             self._route(step, weights, x, row, beginnings)
         elif not (self._sep_layer or self._config.parallel_residual):
-            self._family.mlp(self._config, weights, x, self._do)
+            self._family.mlp(self._config, weights, x, self._operations)
 
     def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
                beginnings: Sequence[slice] | None = None) -> None:
-        """Let rows of a batch, from number `row` on, choose their experts."""
+        """Compute the router for rows x [rows, hidden]; other parameters as of `_finish`."""
         self._experts.route(self.cached(step), weights, x, batch=step.batch,
                             forward_pass=step.forward_pass, row=row, beginnings=beginnings,
                             following=self._weights.resident_weights(
@@ -305,7 +323,7 @@ class DecoderLayers:
         if self._has_experts(step):
             self._experts.add_(weights, x, batch=step.batch, forward_pass=step.forward_pass)
         else:
-            self._family.mlp(self._config, weights, x, self._do)
+            self._family.mlp(self._config, weights, x, self._operations)
 
 
 def _row_chunks(rows: int, most: int) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""The one generation loop: carries out the schedule's steps for a block of GPU batches."""
+"""The loop over the schedule's steps for a block of GPU batches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ from flexgen_h2o.storage.transfer import Transfers
 
 @dataclass
 class Timing:
-    """Wall-clock seconds of one block, and when it began (`time.perf_counter`).
+    """Wall-clock times of one block.
 
-    `slots` are the rows of its decode steps, `idle_slots` those of sequences that had ended.
+    Attributes
+    ----------
+    began : float
+        `time.perf_counter` at its beginning.
+    prefill : float
+        Seconds of the prefill.
+    steps : list of float
+        Seconds of each decode step.
+    slots, idle_slots : int
+        Rows of all decode steps, and those of finished sequences among them.
     """
 
     began: float = 0.0
@@ -46,15 +55,15 @@ class Executor:
     weights : WeightStore
         Loaded.
     workspace : Workspace
-        Has room for every block that will be run.
+        Large enough for every block.
     transfers : Transfers
     policy : Policy
-        Its overlap, sep_layer and refill_share count here; with sep_layer the weights are
-        separated, too.
+        Overlap, sep_layer and refill_share are used. With sep_layer, the weights are separated
+        too.
     exchange : Exchange, optional
-        With the other ranks of a pipeline, each of which runs the same blocks through its layers.
+        With other ranks of a pipeline, which run the same blocks through their layers.
     experts : ExpertSlots, optional
-        Those of a model with experts, whose policy separates attention and MLP.
+        Of a mixture of experts, whose policy separates attention and MLP.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
@@ -65,40 +74,43 @@ class Executor:
         self._cache, self._hidden = workspace.cache, workspace.hidden
         self._transfers = transfers
         self._exchange = exchange
-        self._still = _still(weights, workspace)
+        self._no_ops = _no_ops(weights, workspace)
         self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
         self._layers = DecoderLayers(
             config, weights, workspace, policy=policy, transfers=transfers, stage=self._stage,
             experts=None if experts is None else ExpertLayers(
                 config, experts, workspace.operations, transfers))
-        # As objects of their own, since every step asks for them.
-        self._first, self._last = self._layers.own[0], self._layers.last
+        self._first, self._last = self._layers.layer_steps[0], self._layers.last
         self._batches: list[Batch] = []
-        self._found: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        """What the consumer reduced logits to, by batch, to be sent to other ranks."""
         self._ended: list[int] = []
-        """Sequences that have ended with each forward pass."""
+        """Sequences that ended with each forward pass."""
 
     def run(self, batches: Sequence[Batch], consumer: LogitsConsumer, *, keeps: bool = False,
             on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
-        """Run one block: its prompts and the new tokens that it has places for, or until so many
-        sequences have ended that others should have their places.
+        """Run one block: prompts and new tokens, until the share `refill_share` has ended.
 
-        The last token that a consumer appends is not computed, and so not cached.
+        The last token of a sequence is not computed, and so not cached.
 
         Parameters
         ----------
         batches : sequence of Batch
             The block.
         consumer : LogitsConsumer
-            Gets the logits; appends to the requests what they continue with.
+            Gets the logits, and appends tokens to the requests.
         keeps : bool
-            The block goes on with what the cache holds, and leaves it for another to go on with.
+            The block continues with the contents of the cache, and leaves them to another one.
         on_compute : callable
-            Called after each compute, to show progress.
+            Called after each compute.
+
+        Returns
+        -------
+        Timing
         """
         groups = 1 if self._exchange is None else self._exchange.groups
         overlap, stage = self._policy.overlap, self._stage
-        ends_pass = self._layers.own[-1], len(batches) - 1
+        ends_pass = self._layers.layer_steps[-1], len(batches) - 1
         self._batches = list(batches)
         self._layers.begin(self._batches, groups)
         self._consumer = consumer
@@ -117,7 +129,7 @@ class Executor:
                 passes, stage.num_layers, len(batches), overlap=overlap,
                 sep_layer=self._policy.sep_layer, keeps=keeps, stage=stage, groups=groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None,
-                still=self._still):
+                no_ops=self._no_ops):
             if step.batch is None or self._takes_part(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
@@ -134,35 +146,35 @@ class Executor:
         return timing
 
     def _is_over(self, forward_pass: int) -> bool:
-        """True if so many sequences have ended that the block does before a forward pass.
+        """Return True if enough sequences have ended for the block to end before a forward pass.
 
-        In a pipeline the tokens of the pass before don't count: no rank is to wait for them.
+        In a pipeline, tokens of the previous pass do not count: no rank waits for them.
         """
         known = forward_pass if self._exchange is None else forward_pass - 1
         return sum(self._ended[:known]) >= self._policy.refill_share * sum(map(len, self._batches))
 
     def _takes_part(self, step: LayerStep) -> bool:
-        """True if a batch has not ended yet, and has begun (a short prompt has fewer chunks)."""
+        """Return True if a batch has rows in a step: short prompts have fewer chunks."""
         if step.kind in (Kind.TAKE_TOKENS, Kind.SEND_TOKENS):
-            return True  # the batch took part, if there are any
+            return True  # tokens exist only if the batch took part
         if step.kind is Kind.RECEIVE_HIDDEN and self._is_over(step.forward_pass):
             return False
         batch = self._batches[step.batch]
         return not batch.finished and batch.rows(step.forward_pass) > 0
 
     def _end_pass(self, timing: Timing, prefill: bool, began: float) -> float:
-        """Note the time of a forward pass. Its tokens are on the host: the device has done it."""
+        """Record the time of a forward pass. With its tokens on the host, it has finished."""
         now = time.perf_counter()
         if prefill:
             timing.prefill += now - began
         else:
             timing.steps.append(now - began)
-            self._layers.guess_trial.ended(now - began)
+            self._layers.prefetch.record(now - began)
         self._transfers.settle()
         return now
 
     def _depart(self, step: LayerStep) -> None:
-        """Send what follows the last compute of a block that ends before its schedule does."""
+        """Send to other ranks after the last compute of a block that ends before its schedule."""
         if self._exchange is None:
             return
         kind = Kind.SEND_TOKENS if self._stage.is_last_stage else Kind.SEND_HIDDEN
@@ -170,7 +182,7 @@ class Executor:
             self._ACTIONS[kind](self, step)
 
     def _end_exchange(self, timing: Timing, began: float) -> None:
-        """Wait for all that is under way between ranks, as a part of the last forward pass."""
+        """Wait for all messages between ranks, as a part of the last forward pass."""
         if self._exchange is None:
             return
         for batch, forward_pass in self._exchange.under_way():
@@ -183,7 +195,7 @@ class Executor:
             timing.prefill += seconds
 
     def _attend(self, step: LayerStep) -> None:
-        """Begin a decoder layer, whose attention may go on while other batches compute."""
+        """Start the attention of a decoder layer, which overlaps the compute of other batches."""
         with self._transfers.compute_span(f"attention of layer {step.layer} batch {step.batch}"):
             self._layers.attend(step)
 
@@ -200,8 +212,7 @@ class Executor:
                 self._layers.compute(step)
 
     def _enter(self, step: LayerStep, batch: Batch) -> None:
-        """Begin a forward pass of a batch, with the hidden states of the rank before if there is
-        one."""
+        """Begin a forward pass of a batch, with the hidden states of the previous rank if any."""
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._timing.slots += len(batch)
             self._timing.idle_slots += batch.ended
@@ -213,24 +224,25 @@ class Executor:
         self._layers.set_positions(step, torch.tensor(positions))
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
-        found = []
+        """Compute the logits of a batch, and let the consumer extend its requests."""
+        values = []
         for row, logits in self._layers.logits(step, self._consumer.rows(batch, step.forward_pass)):
-            found.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
-            self._take(batch, step.forward_pass, row, found[-1])
+            values.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
+            self._apply(batch, step.forward_pass, row, values[-1])
         self._hidden.drop(step.batch)
-        if found and self._exchange is not None:
-            self._found[step.batch] = torch.cat(found)
+        if values and self._exchange is not None:
+            self._values[step.batch] = torch.cat(values)
 
-    def _take(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Give the consumer what was found of rows from number `row` on."""
+    def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Let the consumer extend requests by the values of rows from number `row` on."""
         before = batch.ended
-        self._consumer.apply(batch, forward_pass, row, found)
+        self._consumer.apply(batch, forward_pass, row, values)
         self._ended[forward_pass] += batch.ended - before
 
     def _take_tokens(self, batch: int, forward_pass: int) -> None:
-        found = self._exchange.take_tokens(batch, forward_pass)
-        if found is not None:
-            self._take(self._batches[batch], forward_pass, 0, found)
+        values = self._exchange.take_tokens(batch, forward_pass)
+        if values is not None:
+            self._apply(self._batches[batch], forward_pass, 0, values)
 
     def _receive_tokens(self, step: LayerStep) -> None:
         rows = len(self._consumer.rows(self._batches[step.batch], step.forward_pass))
@@ -239,16 +251,16 @@ class Executor:
                                           (rows, self._consumer.width))
 
     def _send_tokens(self, step: LayerStep) -> None:
-        found = self._found.pop(step.batch, None)
-        if found is not None:
-            self._exchange.send_tokens(found)
+        values = self._values.pop(step.batch, None)
+        if values is not None:
+            self._exchange.send_tokens(values)
 
     def _send_hidden(self, step: LayerStep) -> None:
         self._exchange.send_hidden(self._hidden.get(step.batch, self._rows(step)))
         self._hidden.drop(step.batch)
 
-    def _trips(self, step: LayerStep) -> int:
-        """The number of times that compute goes through the weights of a layer step."""
+    def _weight_passes(self, step: LayerStep) -> int:
+        """Return how often compute reads the weights of a layer step: once a chunk of rows."""
         batch = self._batches[0]
         if step.layer in (0, self._last) or not batch.batch_layout.in_prefill(step.forward_pass):
             return 1
@@ -257,10 +269,11 @@ class Executor:
     def _rows(self, step: LayerStep) -> int:
         return self._batches[step.batch].rows(step.forward_pass)
 
-    # Of the class and not of the object: an executor that pointed at itself would keep its cache
-    # in memory until the garbage collector came by.
+    # Of the class: an executor that refers to itself would keep its cache in memory until the
+    # garbage collector runs.
     _ACTIONS = {
-        Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(step.layer, self._trips(step)),
+        Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(
+            step.layer, self._weight_passes(step)),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
         Kind.LOAD_CACHE: lambda self, s: self._cache.load(
             self._layers.cached(s), s.batch, s.forward_pass),
@@ -279,8 +292,8 @@ class Executor:
     }
 
 
-def _still(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
-    """The kinds of steps that would move what stays where it is: there is nothing to do."""
+def _no_ops(weights: WeightStore, workspace: Workspace) -> frozenset[Kind]:
+    """Return the kinds of steps that are no-ops because the data is resident."""
     kinds: set[Kind] = set()
     if all(map(weights.is_resident, range(len(weights.units)))):
         kinds |= {Kind.LOAD_WEIGHTS, Kind.RELEASE_WEIGHTS}

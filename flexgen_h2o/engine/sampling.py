@@ -1,4 +1,4 @@
-"""The next token: greedy, or sampled through transformers' logits processors."""
+"""From logits to tokens and scores: samplers, and the consumers of logits that use them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flexgen_h2o.outputs import Scored, TokenLogProb
 
 
 class Sampler:
-    """Chooses next tokens for sequences that are sampled alike.
+    """Chooses the next tokens of sequences with the same sampling parameters.
 
-    Each sequence draws from a generator of its own, by the seed of its request: what it gets does
-    not depend on the batch that it runs in.
+    Greedy, or sampled through transformers' logits processors. Each request has its own random
+    generator, so its tokens do not depend on its batch.
 
     Parameters
     ----------
     params : SamplingParams
-        Its `seed` does not count. transformers' defaults replace None.
+        `seed` is not used. transformers' defaults replace None.
     eos_token_ids : tuple of int
-        Tokens that end a sequence; min_new_tokens and min_length keep them away.
+        Tokens that end a sequence. min_new_tokens and min_length suppress them.
     """
 
     def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]):
@@ -39,7 +39,7 @@ class Sampler:
         self._generators: dict[int, torch.Generator] = {}
         self._history = _history_processors(params, eos_token_ids)
         self._warpers = _warpers(params)
-        self._biased = torch.tensor([*dict(params.logit_bias)], dtype=torch.int64)
+        self._bias_tokens = torch.tensor([*dict(params.logit_bias)], dtype=torch.int64)
         self._biases = torch.tensor([*dict(params.logit_bias).values()],
                                     dtype=torch.float32)
 
@@ -50,18 +50,17 @@ class Sampler:
         ----------
         logits : Tensor [sequences, vocab]
         requests : sequence of Request
-            The rows' requests: their seeds, and what they hold so far, without pads.
+            The rows' requests, with their seeds and tokens so far.
 
         Raises
         ------
         UserError
-            A row holds NaN or infinity, or no token is left in it. Rows of requests that have
-            ended are not looked at.
+            A row of an unfinished request has NaN or infinity, or no token is left to choose.
         """
         raw = logits
-        if len(self._biased):
+        if len(self._bias_tokens):
             biases = self._biases.to(logits.device).expand(len(logits), -1)
-            logits = logits.float().index_add(1, self._biased.to(logits.device), biases)
+            logits = logits.float().index_add(1, self._bias_tokens.to(logits.device), biases)
         suppressed = [(row, token) for row, request in enumerate(requests)
                       for token in self._suppressed(request) if token < logits.shape[1]
                       ] if self._suppresses else []
@@ -91,11 +90,11 @@ class Sampler:
         return _checked(chosen, sums, raw, requests)
 
     def restart(self, request: Request) -> None:
-        """Draw the same random numbers again for a request that begins anew."""
+        """Draw the same random numbers again, for a request that starts again."""
         self._generators.pop(request.key, None)
 
     def _suppressed(self, request: Request) -> Sequence[int]:
-        """Return the tokens that must not come next."""
+        """Return the tokens that must not be chosen."""
         params, new = self._params, len(request.generated)
         tokens = params.suppress_tokens
         if not new:
@@ -104,7 +103,7 @@ class Sampler:
         return tokens + self._ends if early else tokens
 
     def _penalized(self, logits: torch.Tensor, generated: Sequence[int]) -> torch.Tensor:
-        """The logits [vocab] less what each token's number among the generated ones costs."""
+        """Subtract presence and frequency penalties of generated tokens from logits [vocab]."""
         tokens, counts = torch.tensor(generated, dtype=torch.int64).unique(return_counts=True)
         cost = self._params.presence_penalty + self._params.frequency_penalty * counts
         return logits.index_add(0, tokens.to(logits.device), -cost.to(logits))
@@ -117,46 +116,46 @@ class Sampler:
 
 @retry_imports
 def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[Callable]:
-    """transformers' processors that look at the text so far. It is loaded only for those."""
+    """Return transformers' processors that need the text so far. Only they load transformers."""
     repeated, ngram = params.repetition_penalty != 1.0, params.no_repeat_ngram_size
     words = [list(word) for word in params.bad_words_ids
-             if len(word) > 1 or word[0] not in ends]  # an end token alone may always come
+             if len(word) > 1 or word[0] not in ends]  # end tokens are always allowed
     if not (repeated or ngram > 0 or words):
         return []
     from transformers import generation as hf
 
-    found: list[Callable] = []
+    processors: list[Callable] = []
     if repeated:
-        found.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if ngram > 0:
-        found.append(hf.NoRepeatNGramLogitsProcessor(ngram))
+        processors.append(hf.NoRepeatNGramLogitsProcessor(ngram))
     if words:
-        found.append(hf.NoBadWordsLogitsProcessor(words))
-    return found
+        processors.append(hf.NoBadWordsLogitsProcessor(words))
+    return processors
 
 
 @retry_imports
 def _warpers(params: SamplingParams) -> list[Callable]:
-    """transformers' processors that change the distribution to draw from."""
+    """Return transformers' processors that change the distribution to sample from."""
     if not params.do_sample:
         return []
     from transformers import generation as hf
 
-    found: list[Callable] = []
+    processors: list[Callable] = []
     if params.temperature != 1.0:
-        found.append(hf.TemperatureLogitsWarper(params.temperature))
+        processors.append(hf.TemperatureLogitsWarper(params.temperature))
     if params.top_k:
-        found.append(hf.TopKLogitsWarper(params.top_k))
+        processors.append(hf.TopKLogitsWarper(params.top_k))
     if params.top_p < 1.0:
-        found.append(hf.TopPLogitsWarper(params.top_p))
+        processors.append(hf.TopPLogitsWarper(params.top_p))
     if params.min_p:
-        found.append(hf.MinPLogitsWarper(params.min_p))
-    return found
+        processors.append(hf.MinPLogitsWarper(params.min_p))
+    return processors
 
 
 def _processed(processors: Sequence[Callable], logits: torch.Tensor,
                history: torch.Tensor | None = None) -> torch.Tensor:
-    """The logits [rows, vocab] after one processor and then the next."""
+    """Apply processors to logits [rows, vocab]."""
     for process in processors:
         logits = process(history, logits)
     return logits
@@ -164,9 +163,16 @@ def _processed(processors: Sequence[Callable], logits: torch.Tensor,
 
 def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
              requests: Sequence[Request]) -> list[int]:
-    """The tokens, once the number that came with each is known to be finite: else it is no choice.
+    """Return the tokens if their values are finite.
 
-    The model's logits [rows, vocab] are looked at only to say what is wrong.
+    Parameters
+    ----------
+    tokens : list of int
+    values : list of float
+        The logit of each token, or the sum of a row's probabilities.
+    logits : Tensor [rows, vocab]
+        Of the model, for the error message.
+    requests : sequence of Request
     """
     for row, (request, value) in enumerate(zip(requests, values, strict=False)):
         if not math.isfinite(value) and not request.finish_reason:
@@ -180,35 +186,29 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
 
 
 def not_finite(key: int, value: float) -> NotFinite:
-    """The error for logits of prompt `key` that hold `value`, or nothing above it."""
+    """Return the error for logits of prompt `key`, whose maximum is `value`."""
     return NotFinite(f"the model's logits of prompt {key} are not finite ({value}): its weights "
                      "are damaged, or too large for this dtype (try another --dtype)", key)
-
-
-# Sinks of logits: the next token of each sequence, or the log-probability of a given one.
-#
-# A sink first finds figures in logits, which is done where the logits are, and then takes them,
-# which
-# every rank of a pipeline does.
 
 
 OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Rules:
-    """The rules by which requests go on and end.
+class GenerationRules:
+    """How requests are sampled, and when they finish.
 
     Attributes
     ----------
     sampler : Sampler
     max_new_tokens : int
     end_tokens : collection of int
-        A sequence ends with any of them.
+        Any of them ends a sequence.
     stops : callable, optional
-        Whether a sequence ends with what it has generated; asked after each token.
+        Returns True if the generated tokens end a sequence. Called after each token.
     top : int or None
-        Log-probabilities that are kept of each place, beside the token's own; None: none.
+        The number of likeliest tokens whose log-probabilities are kept beside the chosen token's.
+        None: keep none.
     """
 
     sampler: Sampler
@@ -218,156 +218,176 @@ class Rules:
     top: int | None = None
 
     def reason_to_end(self, generated: Sequence[int]) -> str:
-        """The finish reason of a sequence after its newest token; empty while it goes on."""
+        """Return the finish reason after the newest token; empty if the sequence continues."""
         if generated[-1] in self.end_tokens or self.stops and self.stops(generated):
             return "stop"
         return "length" if len(generated) == self.max_new_tokens else ""
 
 
 class LogitsConsumer(ABC):
-    """Takes the logits of a forward pass."""
+    """Turns the logits of a forward pass into tokens or scores, in two steps.
+
+    `reduce` computes a few values of each row, on the rank that has the logits. `apply` extends the
+    requests by these values, on every rank of a pipeline.
+    """
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        """Take logits [rows, vocab] of the chosen rows from number `row` on."""
+        """Reduce and apply logits [rows, vocab] of the rows from number `row` on."""
         self.apply(batch, forward_pass, row, self.reduce(batch, forward_pass, row, logits))
 
     @abstractmethod
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """The rows of a batch's forward pass that get logits: int64 [rows], on the host."""
+        """Return the rows of a forward pass that need logits: int64 [rows], on the host."""
 
     @property
     @abstractmethod
     def width(self) -> int:
-        """Figures of a row."""
+        """Values of a row."""
 
     @abstractmethod
     def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """Figures, float64 [rows, width] on the host, of logits [rows, vocab] of the chosen rows
-        from number `row` on."""
+        """Reduce logits [rows, vocab] to values: float64 [rows, width], on the host.
+
+        They are of the rows that `rows` returned, from number `row` on.
+        """
 
     @abstractmethod
-    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Go on by what was found, of the chosen rows from number `row` on."""
+    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Extend requests by the values of the rows from number `row` on."""
 
     @abstractmethod
     def restart(self, request: Request) -> None:
-        """Forget what it knows of a request, which begins anew."""
+        """Forget a request, which starts again."""
 
 
 class GenerationSampler(LogitsConsumer):
-    """A sink that extends each request by a token, until EOS, a stop string or the length.
+    """Extends each request by a token, until an end token, a stop string or the length.
 
-    It finds of each row the token and, where some request asks for log-probabilities, that of the
-    token, and the likeliest tokens and theirs.
+    Values of a row are the token; with log-probabilities also that of the token, the ids of the
+    likeliest tokens, and theirs.
 
     Parameters
     ----------
-    rules : mapping
-        By the requests' keys. Those that share a sampler are sampled together.
+    rules : mapping of int to GenerationRules
+        By the requests' keys. Requests with one sampler are sampled together.
     on_token : callable, optional
         Called with each new token as it comes.
     """
 
-    def __init__(self, rules: Mapping[int, Rules], *,
+    def __init__(self, rules: Mapping[int, GenerationRules], *,
                  on_token: Callable[[int], None] | None = None):
         self._on_token = on_token
         self._rules = rules
-        tops = {each.top for each in rules.values()} - {None}
+        tops = {own.top for own in rules.values()} - {None}
         self._top = max(tops) if tops else None
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Rows that get logits: the newest token of each sequence, once its prompt has ended."""
+        """Return the row of each sequence's newest token, once its prompt has ended."""
         return newest_rows(batch, forward_pass)
 
     @property
     def width(self) -> int:
-        """Figures of a row."""
+        """Values of a row."""
         return 1 if self._top is None else 2 + 2 * self._top
 
     def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """The tokens to go on with; see `LogitsConsumer.reduce`."""
+        """Choose the next tokens: see `LogitsConsumer.reduce`."""
         requests = batch.sampled(forward_pass)[row : row + len(logits)]
-        alike: dict[Sampler, list[int]] = {}
-        for place, request in enumerate(requests):
-            alike.setdefault(self._rules[request.key].sampler, []).append(place)
-        if len(alike) == 1 and self._top is None:  # the usual case: nothing to index
-            (sampler, _), = alike.items()
+        by_sampler: dict[Sampler, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_sampler.setdefault(self._rules[request.key].sampler, []).append(index)
+        if len(by_sampler) == 1 and self._top is None:  # the usual case: nothing to index
+            (sampler, _), = by_sampler.items()
             return torch.tensor(sampler(logits, requests), dtype=torch.float64)[:, None]
-        found = torch.zeros((len(requests), self.width), dtype=torch.float64)
-        for sampler, places in alike.items():
-            index = torch.tensor(places)
-            some = logits if len(alike) == 1 else logits[index.to(logits.device)]
-            mine = [requests[place] for place in places]
-            chosen = torch.tensor(sampler(some, mine))
-            found[index, 0] = chosen.double()
-            self._find_log_probs(some, mine, chosen, found, index)
-        return found
+        values = torch.zeros((len(requests), self.width), dtype=torch.float64)
+        for sampler, indices in by_sampler.items():
+            rows = torch.tensor(indices)
+            group_logits = logits if len(by_sampler) == 1 else logits[rows.to(logits.device)]
+            group = [requests[index] for index in indices]
+            chosen = torch.tensor(sampler(group_logits, group))
+            values[rows, 0] = chosen.double()
+            self._write_log_probs(group_logits, group, chosen, values, rows)
+        return values
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Append the tokens; see `LogitsConsumer.apply`."""
-        requests = batch.sampled(forward_pass)[row : row + len(found)]
-        for request, (first, *figures) in zip(requests, found.tolist(), strict=True):
+    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Append the tokens: see `LogitsConsumer.apply`."""
+        requests = batch.sampled(forward_pass)[row : row + len(values)]
+        for request, (first, *log_probs) in zip(requests, values.tolist(), strict=True):
             if request.finish_reason:
                 continue
             rules, token = self._rules[request.key], int(first)
             if rules.top is not None:
-                request.log_probs.append(_log_prob(token, figures, rules.top))
+                request.log_probs.append(_log_prob(token, log_probs, rules.top))
             request.generated.append(token)
             if self._on_token is not None:
                 self._on_token(token)
             request.finish_reason = rules.reason_to_end(request.generated)
 
     def restart(self, request: Request) -> None:
-        """Go on with a request from its beginning."""
+        """Restart the random numbers of a request, which starts again."""
         self._rules[request.key].sampler.restart(request)
 
-    def _find_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
-                        chosen: torch.Tensor, found: torch.Tensor, index: torch.Tensor) -> None:
-        """Note the log-probabilities of the chosen tokens, and of the likeliest, where asked; the
-        logits' rows are those of `found` at `index`."""
+    def _write_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
+                         chosen: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write log-probabilities of chosen and likeliest tokens, if requests ask for them.
+
+        Parameters
+        ----------
+        logits : Tensor [requests, vocab]
+        requests : sequence of Request
+        chosen : Tensor int64 [requests]
+        values : Tensor float64 [all requests, width]
+            Written to.
+        rows : Tensor int64 [requests]
+            The rows of `values` that belong to the requests.
+        """
         if self._top is None:
             return
-        wanted = torch.tensor([row for row, request in enumerate(requests)
-                               if self._rules[request.key].top is not None
-                               and not request.finish_reason], dtype=torch.int64)
-        if not len(wanted):
+        selected = torch.tensor([row for row, request in enumerate(requests)
+                                 if self._rules[request.key].top is not None
+                                 and not request.finish_reason], dtype=torch.int64)
+        if not len(selected):
             return
-        here = wanted.to(logits.device)
-        known = logits[here].float().log_softmax(-1)
-        own = known.gather(1, chosen[wanted].to(logits.device)[:, None])
-        best = known.topk(min(known.shape[1], self._top))
-        figures = torch.cat([own.double(), best.indices.double(), best.values.double()], 1)
-        # A small vocabulary may have fewer tokens than were asked for.
-        found[index[wanted], 1:] = float("nan")
+        log_probs = logits[selected.to(logits.device)].float().log_softmax(-1)
+        own = log_probs.gather(1, chosen[selected].to(logits.device)[:, None])
+        best = log_probs.topk(min(log_probs.shape[1], self._top))
+        columns = torch.cat([own.double(), best.indices.double(), best.values.double()], 1)
+        # A small vocabulary may have fewer tokens than requested.
+        values[rows[selected], 1:] = float("nan")
         count = best.indices.shape[1]
-        for column, part in ((1, figures[:, :1]), (2, figures[:, 1 : 1 + count]),
-                             (2 + self._top, figures[:, 1 + count :])):
-            found[index[wanted], column : column + part.shape[1]] = part.cpu()
+        for column, part in ((1, columns[:, :1]), (2, columns[:, 1 : 1 + count]),
+                             (2 + self._top, columns[:, 1 + count :])):
+            values[rows[selected], column : column + part.shape[1]] = part.cpu()
 
 
-def _log_prob(token: int, figures: Sequence[float], top: int) -> TokenLogProb:
-    """The log-probabilities of a place out of the figures after its token."""
-    own, *likeliest = figures
+def _log_prob(token: int, values: Sequence[float], top: int) -> TokenLogProb:
+    """Return a token's log-probabilities from the values after it: see `GenerationSampler`."""
+    own, *likeliest = values
     half = len(likeliest) // 2
-    pairs = [(int(each), value) for each, value in zip(likeliest[:half], likeliest[half:],
-                                                       strict=True) if not math.isnan(each)]
+    pairs = [(int(top_token), log_prob) for top_token, log_prob
+             in zip(likeliest[:half], likeliest[half:], strict=True) if not math.isnan(top_token)]
     return TokenLogProb(token, own, tuple(pairs[:top]))
 
 
-class _Continuations(LogitsConsumer):
-    """A sink that collects the log-probabilities of given continuations.
-
-    `likeliest` says by key of each token so far whether it has been the likeliest.
+class _ContinuationScorer(LogitsConsumer):
+    """Collects the log-probabilities of given continuations.
 
     Parameters
     ----------
-    continuations : mapping
-        Request key to token ids, at least one each.
+    continuations : mapping of int to sequence of int
+        Token ids by request key, at least one each.
     on_logits : callable (places, logits), optional
-        Called with logits [rows, vocab] that predict tokens of continuations. `places` holds the
+        Called with logits [rows, vocab] that predict tokens of continuations. `places` has the
         request key and the token's index of each row.
+
+    Attributes
+    ----------
+    log_probs : dict of int to list of float
+        Of the tokens so far, by request key.
+    likeliest : dict of int to list of bool
+        Whether each of these tokens has the highest probability.
     """
 
     def __init__(self, continuations: Mapping[int, Sequence[int]],
@@ -379,44 +399,46 @@ class _Continuations(LogitsConsumer):
 
     @property
     def width(self) -> int:
-        """Figures of a row: the log-probability of its token, and 1 if that is the likeliest."""
+        """Values of a row: the log-probability of its token, and 1 if it is the likeliest."""
         return 2
 
     def scored(self) -> list[Scored]:
-        """The scores of the continuations, by ascending keys."""
+        """Return the scores of the continuations, by ascending keys."""
         return [Scored(self.log_probs[key], self.likeliest[key])
                 for key in sorted(self.log_probs)]
 
     def restart(self, request: Request) -> None:
-        """Forget what was found of a request."""
+        """Forget the scores of a request, which starts again."""
         self.log_probs[request.key] = []
         self.likeliest[request.key] = []
 
     @abstractmethod
     def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
-        """Return the request key and the index of the predicted token of each row with logits.
+        """Return (request key, index of the predicted token) of each row with logits.
 
-        The index is past the end for a sequence that has ended.
+        The index of a finished sequence is past the end.
         """
 
     def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
-        """Score the tokens to predict; see `LogitsConsumer.reduce`."""
+        """Score the predicted tokens: see `LogitsConsumer.reduce`."""
         places = self._places(batch, forward_pass)[row : row + len(logits)]
         tails = [self._continuations[key] for key, _ in places]
         if self._on_logits is not None:
-            live = [i for i, (_, place) in enumerate(places) if place < len(tails[i])]
+            live = [i for i, (_, index) in enumerate(places) if index < len(tails[i])]
             self._on_logits([places[i] for i in live],
                             logits if len(live) == len(places) else logits[live])
-        # A sequence that has ended repeats its last token, whose probability is not used.
-        return _log_probs(logits, [tail[min(place, len(tail) - 1)]
-                                   for (_, place), tail in zip(places, tails, strict=True)])
+        # A finished sequence repeats its last token; the value is not used.
+        return _log_probs(logits, [tail[min(index, len(tail) - 1)]
+                                   for (_, index), tail in zip(places, tails, strict=True)])
 
-    def _note(self, key: int, log_prob: float, likeliest: float) -> None:
-        """Add what was found of the next token of a continuation.
+    def _append(self, key: int, log_prob: float, likeliest: float) -> None:
+        """Append the score of the next token of a continuation.
 
-        Raises `UserError` for NaN, which one NaN or infinity among the logits makes of them all; a
-        token of which the probability is 0 is all right.
+        Raises
+        ------
+        NotFinite
+            It is NaN: some logit is NaN or infinity. A probability of 0 is valid.
         """
         if math.isnan(log_prob):
             raise not_finite(key, log_prob)
@@ -424,67 +446,67 @@ class _Continuations(LogitsConsumer):
         self.likeliest[key].append(bool(likeliest))
 
 
-class PrefillScorer(_Continuations):
+class PrefillScorer(_ContinuationScorer):
     """Scores continuations in one prefill.
 
-    A request's prompt is context and continuation without its last token; the logits of the last
-    ``len(continuation)`` rows of each prompt predict the continuation.
+    A request's prompt is context and continuation without the last token. The logits of its last
+    ``len(continuation)`` rows predict the continuation.
     """
 
     def joined(self, contexts: Sequence[Request]) -> list[Request]:
-        """These requests with such prompts."""
+        """Return requests whose prompts are context and continuation."""
         return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
                 for context in contexts]
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Rows of a forward pass that predict a continuation: int64 [rows]."""
-        return torch.tensor([row for row, _, _ in self._owners(batch, forward_pass)],
+        """Return the rows of a forward pass that predict a continuation: int64 [rows]."""
+        return torch.tensor([row for row, _, _ in self._predictions(batch, forward_pass)],
                             dtype=torch.int64)
 
     def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
-        return [(key, place) for _, key, place in self._owners(batch, forward_pass)]
+        return [(key, index) for _, key, index in self._predictions(batch, forward_pass)]
 
-    def _owners(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
+    def _predictions(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
         """Return (row, request key, index of the predicted token) of the rows that predict."""
-        owners, row = [], 0
+        predictions, row = [], 0
         for span in batch.batch_layout.spans(forward_pass):
             request = batch.requests[span.sequence]
             begin = len(request.prompt) - len(self._continuations[request.key])
-            owners += [(row + position - span.start, request.key, position - begin)
-                       for position in range(max(span.start, begin), span.end)]
+            predictions += [(row + position - span.start, request.key, position - begin)
+                            for position in range(max(span.start, begin), span.end)]
             row += len(span)
-        return owners
+        return predictions
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Note the scores; see `LogitsConsumer.apply`."""
-        owners = self._owners(batch, forward_pass)[row : row + len(found)]
-        for (_, key, _), each in zip(owners, found.tolist(), strict=True):
-            self._note(key, *each)
+    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Append the scores: see `LogitsConsumer.apply`."""
+        predictions = self._predictions(batch, forward_pass)[row : row + len(values)]
+        for (_, key, _), score in zip(predictions, values.tolist(), strict=True):
+            self._append(key, *score)
         if batch.batch_layout.token(forward_pass) == 0:
             for request in batch.requests:
                 request.finish_reason = "length"
 
 
-class DecodeScorer(_Continuations):
-    """Scores continuations by feeding them token by token.
+class DecodeScorer(_ContinuationScorer):
+    """Scores continuations token by token, as if they were generated (teacher forcing).
 
-    What an evicting cache predicts depends on how tokens came: only the context is a prompt.
+    Only the context is a prompt: predictions of an evicting cache depend on how tokens came.
     """
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Rows that get logits: as in generation."""
+        """Return the row of each sequence's newest token, once its prompt has ended."""
         return newest_rows(batch, forward_pass)
 
     def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
         return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
 
-    def apply(self, batch: Batch, forward_pass: int, row: int, found: torch.Tensor) -> None:
-        """Append the tokens and note their scores; see `LogitsConsumer.apply`."""
-        requests = batch.sampled(forward_pass)[row : row + len(found)]
-        for request, each in zip(requests, found.tolist(), strict=True):
+    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
+        """Append the tokens and their scores: see `LogitsConsumer.apply`."""
+        requests = batch.sampled(forward_pass)[row : row + len(values)]
+        for request, score in zip(requests, values.tolist(), strict=True):
             if request.finish_reason:
                 continue
-            self._note(request.key, *each)
+            self._append(request.key, *score)
             tail = self._continuations[request.key]
             request.generated.append(tail[len(request.generated)])
             if len(request.generated) == len(tail):
@@ -492,8 +514,10 @@ class DecodeScorer(_Continuations):
 
 
 def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
-    """The row of each newest token of `batch.sampled`, int64 [rows]; none while prompts have not
-    ended."""
+    """Return the row of the newest token of each of `batch.sampled`: int64 [rows].
+
+    It is empty in a prefill pass before the last.
+    """
     if batch.batch_layout.token(forward_pass) < 0:
         return torch.empty(0, dtype=torch.int64)
     if not batch.batch_layout.in_prefill(forward_pass):
@@ -501,13 +525,15 @@ def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
     newest, row = {}, -1
     for span in batch.spans(forward_pass):
         row += len(span)
-        newest.update(dict.fromkeys(batch.alike[span.sequence], row))
+        newest.update(dict.fromkeys(batch.duplicates[span.sequence], row))
     return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
 
 
 def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """Probability of one token per row of logits [rows, vocab]: float64 [rows, 2] on the host,
-    natural log-probability, and 1 if it is the top."""
+    """Return float64 [rows, 2], on the host, for one token of each row of logits [rows, vocab].
+
+    The columns are its natural log-probability, and 1 if it is the likeliest.
+    """
     index = torch.tensor(targets, device=logits.device)
     values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
     # max() and not argmax(), which takes ten times as long on a CPU.

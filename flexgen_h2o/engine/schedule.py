@@ -74,7 +74,7 @@ def num_layer_steps(num_layers: int, sep_layer: bool) -> int:
 
 def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: bool = True,
              split_from: int | None = None, sep_layer: bool = False, keeps: bool = False,
-             stage: Stage | None = None, groups: int = 1, still: Collection[Kind] = ()
+             stage: Stage | None = None, groups: int = 1, no_ops: Collection[Kind] = ()
              ) -> Iterator[LayerStep]:
     """Steps that take a block through the network `num_passes` times.
 
@@ -101,15 +101,15 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
     groups : int
         Into so many groups the batches are cut, the same on all ranks. The weights of a layer step
         are loaded for each of them.
-    still : collection of Kind
-        Steps of these kinds have nothing to do, and are left out.
+    no_ops : collection of Kind
+        Kinds of steps that are left out because the data is resident.
     """
     stage = stage or Stage.whole(num_layers)
     run = _Run(num_passes, num_layers, tuple(groups_of(num_batches, groups)), overlap, split_from,
                sep_layer, keeps, stage)
-    if run.alone and MOVES.issubset(still):
+    if run.alone and MOVES.issubset(no_ops):
         return map(run.compute, range(run.count))
-    return (step for step in _steps(run) if step.kind not in still)
+    return (step for step in _steps(run) if step.kind not in no_ops)
 
 
 def _steps(run: _Run) -> Iterator[LayerStep]:

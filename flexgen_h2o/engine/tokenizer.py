@@ -14,7 +14,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
-from flexgen_h2o.engine.sampling import GenerationSampler, Rules, Sampler
+from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.source import ModelSource, load_tokenizer
 from flexgen_h2o.errors import UserError, check_text, shown
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
@@ -229,7 +229,7 @@ class Prompts:
         `params` has the sampling parameters by the requests' keys. Requests whose parameters differ
         in nothing but the seed are sampled together.
         """
-        alike: dict[SamplingParams, Rules] = {}
+        alike: dict[SamplingParams, GenerationRules] = {}
         rules = {}
         for key, own in params.items():
             kind = replace(own, seed=0)
@@ -238,15 +238,16 @@ class Prompts:
             rules[key] = alike[kind]
         return GenerationSampler(rules, on_token=on_token)
 
-    def _rules(self, params: SamplingParams, steps: int) -> Rules:
+    def _rules(self, params: SamplingParams, steps: int) -> GenerationRules:
         params = self._source.generation.apply(params)
         if params.eos_token_id is None:
             self._warn_of_missing_end()
         self.check_tokens("bad_words_ids", chain.from_iterable(params.bad_words_ids or ()))
         self.check_tokens("logit_bias", dict(params.logit_bias))
         ends = self._ends(params)
-        return Rules(Sampler(params, ends), min(steps, params.max_new_tokens), frozenset(ends),
-                     self._stops(params.stop_strings), params.logprobs)
+        return GenerationRules(
+            Sampler(params, ends), min(steps, params.max_new_tokens), frozenset(ends),
+            self._stops(params.stop_strings), params.logprobs)
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that end a text."""

@@ -1,9 +1,4 @@
-"""Hidden states of the batches of a block between layers, spread over the tiers.
-
-While one batch computes a layer, the hidden states of the others rest where the placement says.
-All in compute memory: they are used in place. Otherwise a staging buffer is gathered before, and
-its rows on host and disk are written back after each layer.
-"""
+"""The memory of a run: KV cache, hidden states between layers, scratch memory, files."""
 
 from __future__ import annotations
 
@@ -39,12 +34,15 @@ from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
 
 
 class HiddenStates:
-    """The residual streams of one block: [rows, hidden] per batch.
+    """The hidden states of a block between layers: [rows, hidden] for each batch.
+
+    Resident in compute memory, they are used in place. Otherwise the rows of a batch are gathered
+    to a staging buffer before a layer, and its rows on host and disk are written back after it.
 
     Parameters
     ----------
     rows, hidden : int
-        The most rows of a batch, and their width.
+        The most rows of a batch, and the hidden size.
     dtype : torch.dtype
     batches : int
         Batches of a block.
@@ -78,7 +76,7 @@ class HiddenStates:
 
     @property
     def is_resident(self) -> bool:
-        """True if hidden states are computed where they rest."""
+        """True if hidden states are used in place."""
         return not self._away
 
     def _view(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
@@ -91,30 +89,30 @@ class HiddenStates:
             self._ring.load(batch, partial(self._gather, store=store, rows=rows), after=store.busy)
 
     def get(self, batch: int, rows: int, *, fresh: bool = False) -> torch.Tensor:
-        """[rows, hidden] for compute to read and overwrite. fresh: the contents do not matter."""
+        """Return [rows, hidden] to read and overwrite. fresh: the contents are not needed."""
         if not self._away:
             return self._view(self._stores[batch].gpu, rows)
         buffer = self._ring.take(batch) if fresh else self._ring.get(batch)
         return self._view(buffer.device, rows)
 
     def store(self, batch: int, rows: int) -> None:
-        """Start putting a batch's hidden states to rest."""
+        """Start writing a batch's hidden states back to their tiers."""
         if self._away:
             store = self._stores[batch]
             store.busy = [self._ring.store(batch, partial(self._scatter, store=store, rows=rows))]
 
     def drop(self, batch: int) -> None:
-        """Compute is done with a batch's hidden states and nothing of them is kept."""
+        """Release a batch's hidden states without writing them back."""
         self._ring.release(batch)
 
     def reset(self) -> None:
-        """Wait for what is under way; call between blocks."""
+        """Wait for transfers; call it between blocks."""
         self._ring.reset()
         for store in self._stores:
             store.busy = []
 
     def _spans(self, rows: int) -> tuple[slice, slice, slice]:
-        """Byte ranges of the staging buffer that rest on (gpu, cpu, disk)."""
+        """Return the byte ranges of the staging buffer that belong to (gpu, cpu, disk)."""
         gpu, cpu, disk = split(rows, self._placement)
         first, second, third = (n * self._row_bytes for n in (gpu, gpu + cpu, gpu + cpu + disk))
         return slice(0, first), slice(first, second), slice(second, third)
@@ -146,38 +144,35 @@ class HiddenStates:
             lane.disk.write(extent, staging.host[: extent.nbytes])
 
     def _move(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, link: str) -> None:
-        """Between host and compute memory: counted only where they are separate."""
+        """Copy between host and compute memory; counted as a transfer if they are separate."""
         if self._device.separate:
             lane.copy(target, source, link)
         else:
             target.copy_(source)
 
 
-# The workspace of a run: KV cache, hidden states, scratch, and the run folder under them.
-
-
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Sizes of the largest block: in the cache, and rows of hidden states of a batch."""
+    """Sizes for the largest block: its cache, and rows of hidden states of a batch."""
 
     cache: CacheSize
     rows: int
 
     @classmethod
     def of(cls, queue: BlockQueue, h2o: H2OConfig | None, num_layers: int) -> WorkspaceSize:
-        """The size that holds every block of a queue of which none has come yet."""
+        """Return the size for every block of a queue, before the first one."""
         chunked = queue.size.prefill_chunk is not None and queue.longest > queue.size.prefill_chunk
         cache = CacheSize(*queue.batches(), slots_of(queue.sizes, h2o, num_layers),
                           queue.longest if chunked else 0)
         return cls(cache, queue.rows())
 
     def covers(self, other: WorkspaceSize) -> bool:
-        """True if a block of size `other` fits in."""
+        """Return True if a block of size `other` fits."""
         return self.rows >= other.rows and self.cache.covers(other.cache)
 
 
 class BlockCache(Protocol):
-    """The cache of a block, real or a stand-in: see `KVCache`, which caches for real."""
+    """The interface of a block's cache: `KVCache`, and the simulated and probing ones."""
 
     attends_on_host: bool
     supports_capture: bool
@@ -186,58 +181,59 @@ class BlockCache(Protocol):
     recall_counts: RecallCounts | None
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a new block with nothing cached."""
+        """Begin a block, with an empty cache except for continued sequences."""
 
     def resume(self, batches: Sequence[BatchLayout]) -> None:
-        """Go on with the sequences of `begin`."""
+        """Continue with the sequences of `begin`."""
 
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Bring what compute of (layer, batch) needs."""
+        """Start loading what compute of (layer, batch) needs."""
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Write back what it changed."""
+        """Start writing back what compute of (layer, batch) changed."""
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope, sinks) -> torch.Tensor:
         """Attend within prompts, and cache them."""
 
     def repeat(self, layer: int, batch: int, source: int, *targets: int) -> None:
-        """Cache the prompt of one sequence, which has ended, for others that have the same."""
+        """Copy the cache of a whole prompt to other sequences with the same prompt."""
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
                      rope, sinks) -> PendingAttention:
         """Attend from a new token of each sequence, and cache it."""
 
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
-        """Start bringing what a new token may recall; only where it `supports_prefetch`."""
+        """Start loading what a new token is likely to recall, if `supports_prefetch`."""
 
     def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
-        """Note the attention of a token step for a program; only where `supports_capture`."""
+        """Capture the attention of a decode step, if `supports_capture`."""
 
     def prepare_replay(self, batch: int, token: int) -> None:
-        """Tell what was bound which token comes."""
+        """Write the decode metadata that a replay reads, for new token `token` (from 1)."""
 
     def nbytes(self) -> int:
         """Bytes of what is cached."""
 
 
 def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """Return the function (x, positions, layer) that rotates x [heads, tokens, head_dim] as a layer
-    does, to positions [heads or 1, tokens]."""
+    """Return the rotation (x, positions, layer) of a model's layers.
+
+    x is [heads, tokens, head_dim], positions are [heads or 1, tokens].
+    """
     def rotate(x: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
         if not config.ropes:
             return x
-        own = config.ropes[config.rope_number(layer)]
-        return rotated_to(x, positions, partial(rope_tables, own, dtype=torch.float32))
+        rope = config.ropes[config.rope_number(layer)]
+        return rotated_to(x, positions, partial(rope_tables, rope, dtype=torch.float32))
 
     return rotate
 
 
 class Workspace:
-    """Cache and hidden states for blocks up to `size`; one call after the other can use them.
+    """KV cache, hidden states and scratch memory for blocks up to `size`.
 
-    Fresh memory is slow the first time that it is touched, so a run does better in a workspace that
-    is there already than in one of its own.
+    Runs use it one after the other: memory that has been touched is faster than fresh memory.
 
     Parameters
     ----------
@@ -249,9 +245,9 @@ class Workspace:
     transfers : Transfers
     offload_dir : str
     cache : BlockCache, optional
-        Stands in for the one of `policy` and `h2o`.
+        In place of the one that `policy` and `h2o` define.
     smoothing : sequence of LayerSmoothing
-        As of `KVCache`.
+        See `KVCache`.
 
     Attributes
     ----------
@@ -287,7 +283,7 @@ class Workspace:
             self.hidden = HiddenStates(
                 size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
-            # Last in, first out: nothing may be under way when files and buffers go.
+            # Closed first: no transfer may be under way when files and buffers are freed.
             opened.callback(transfers.abandon)
             self._opened = opened.pop_all()
 
@@ -299,5 +295,5 @@ class Workspace:
         return self._folder
 
     def close(self) -> None:
-        """Wait for what is under way and remove the files; a second call does nothing."""
+        """Wait for transfers, and remove the files; a second call is a no-op."""
         self._opened.close()

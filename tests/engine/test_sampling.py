@@ -16,9 +16,9 @@ from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
 from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.sampling import (
     DecodeScorer,
+    GenerationRules,
     GenerationSampler,
     PrefillScorer,
-    Rules,
     Sampler,
     newest_rows,
 )
@@ -203,7 +203,7 @@ def test_requests_of_all_kinds_share_a_batch(data):
 
     def run(keys):
         samplers = {params: Sampler(params, (0,)) for params in each}
-        rules = {key: Rules(samplers[each[key]], each[key].max_new_tokens, (0,),
+        rules = {key: GenerationRules(samplers[each[key]], each[key].max_new_tokens, (0,),
                             top=each[key].logprobs) for key in keys}
         batch = batch_of([request(key, seed=3) for key in keys], new=3)
         keys = [one.key for one in batch.requests]
@@ -306,7 +306,7 @@ def batch_of(requests, new=3, chunk=None):
 
 def test_generation_extends_each_request_until_eos_or_the_length():
     consumer = GenerationSampler(dict.fromkeys(
-        range(3), Rules(Sampler(SamplingParams(), (7,)), 3, (7,))))
+        range(3), GenerationRules(Sampler(SamplingParams(), (7,)), 3, (7,))))
     batch = batch_of([request(key) for key in range(3)])
     consumer(batch, 0, 0, one_hot(1, 7))  # the head may come in chunks
     consumer(batch, 0, 2, one_hot(2))
@@ -523,7 +523,7 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
     assert sum(a != b for a, b in zip(seen, seen[1:], strict=False)) == len(set(kinds)) - 1
     for batch in (batch for block in blocks for batch in block):
         unique = {tuple(request.prompt) for request in batch.requests}
-        fed: dict[int, list[int]] = {lead: [] for lead in batch.alike}
+        fed: dict[int, list[int]] = {lead: [] for lead in batch.duplicates}
         for forward_pass in range(batch.batch_layout.prefill_passes):
             ids, _ = batch.inputs(forward_pass)
             spans = list(batch.spans(forward_pass))
@@ -533,7 +533,7 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
                 ids = ids[len(span):]
         assert len(fed) == len(unique)
         assert all(fed[lead] == batch.requests[place].prompt
-                   for lead, places in batch.alike.items() for place in places)
+                   for lead, places in batch.duplicates.items() for place in places)
         forward_pass = batch.batch_layout.prefill_passes - 1
         ids, _ = batch.inputs(forward_pass)
         assert [ids[row] for row in newest_rows(batch, forward_pass)] == [

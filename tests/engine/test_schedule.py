@@ -53,13 +53,13 @@ def test_every_step_comes_once_and_computes_come_in_order(passes, layers, batche
         if s.forward_pass in early and attends(s.layer, layers, sep)]
 
 
-@given(still=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
+@given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
        | st.just(MOVES), **SIZES)
-def test_steps_of_what_stays_where_it_is_are_left_out(passes, layers, batches, overlap,
-                                                      split_from, sep, keeps, still):
+def test_no_ops_are_left_out(passes, layers, batches, overlap,
+                                                      split_from, sep, keeps, no_ops):
     whole = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    assert steps_of(passes, layers, batches, overlap, split_from, sep, keeps, still=still) == [
-        step for step in whole if step.kind not in still]
+    assert steps_of(passes, layers, batches, overlap, split_from, sep, keeps, no_ops=no_ops) == [
+        step for step in whole if step.kind not in no_ops]
 
 
 @given(**SIZES)

@@ -73,7 +73,7 @@ def generated(folder, tmp_path, *, dtype, new=12, **options):
 
 def beside(monkeypatch, programs, why, *arguments, **options):
     """What a run gives with programs or without (`why` not)."""
-    monkeypatch.setattr(captured_step, "unbound_reason", lambda *_, **__: why)
+    monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, **__: why)
     programs.runs = 0
     found = generated(*arguments, **options)
     assert (programs.runs > 0) == (why is None)
