@@ -26,8 +26,8 @@ from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.storage.disk import Disk
 
 # Functions that are tested by themselves.
-own_attention = memory_rows._own_attention
-sparse_attention = memory_rows._sparse_attention
+own_attention = memory_rows._attention_scratch
+sparse_attention = memory_rows._sparse_attention_scratch
 run_dtype = loader._dtype
 stream_failure, save_analysis = stream_segments._failure, analyze._save
 LLAMA3_ROPE = gguf_architectures.LLAMA3_ROPE

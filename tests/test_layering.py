@@ -49,8 +49,8 @@ TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integratio
                   "conversation", "llm"}
 TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
-         "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.cache_rates",
-         "planning.calibrate", "distributed.control_messages", "distributed.pipeline"}
+         "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.calibrate",
+         "distributed.control_messages", "distributed.pipeline"}
 """Modules that may import torch, beside `TORCH_PACKAGES`."""
 LIGHT = {"kernels", "kernels.abi", "kernels.implementations", "storage", "storage.free_memory",
          "storage.placement", "cache", "models", "models.model_config",

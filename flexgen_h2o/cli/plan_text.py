@@ -1,4 +1,4 @@
-"""A plan as text: the policy as flags to paste, what it is predicted to do, and the next best."""
+"""A plan as text: the policy as flags to paste, its prediction, and the next best policies."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 ALTERNATIVES = 3
 
 
-def flags(run: PlannedRun) -> str:
-    """The policy and the bits of a run, as flags of `flex_opt`."""
+def policy_flags(run: PlannedRun) -> str:
+    """Return the policy and formats of a run as flags."""
     policy = run.policy
     batches = ("gpu_batch_size", "num_gpu_batches")
     values = {spec.name: getattr(policy, spec.name) for spec in fields(Policy)
@@ -31,7 +31,7 @@ def flags(run: PlannedRun) -> str:
     weights, cache = run.weights, run.cache
     values |= {"weight_bits": weights.bits} if weights.bits != 16 else {}
     if names_gguf(run.model.name) and not weights.quantizes:
-        values["weight_bits"] = 16  # which is not what auto is for such a file
+        values["weight_bits"] = 16  # `auto` would keep the file's quantization
     if cache.key_bits != cache.value_bits:
         values |= {"key_bits": cache.key_bits, "value_bits": cache.value_bits}
     elif cache.bits != 16:
@@ -47,14 +47,16 @@ def flags(run: PlannedRun) -> str:
 
 def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits,
               bounds: Sequence[int] | None = None) -> str:
-    """The first of `choices` in full, and a line for each of the next. `bounds` are of the layers
-    of each rank of a pipeline."""
+    """Format the first of `choices` in full, and a line for each of the next ones.
+
+    `bounds` are the layer bounds of the ranks in a pipeline.
+    """
     best, *others = choices
     run, found = best.run, best.estimate
     load = run.workload
     rows = [
         ("plan", f"{run.model.name} on {hardware.name}, {load.prompt_len} + {load.gen_len} tokens"),
-        ("policy", flags(run)),
+        ("policy", policy_flags(run)),
         ("predicted", f"{best.tokens_per_second:.4g} tokens/s, {best.seconds:.4g} s for "
                       f"{best.sequences} sequences"),
         ("prefill", _phase(found.prefill)),
@@ -62,18 +64,18 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
         *([("memory", MemoryPlan(run).summary(limits))] if bounds is None
           else _ranks(run, bounds, limits)),
         *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
-                 f"{flags(other.run)}") for other in others[:ALTERNATIVES]),
+                 f"{policy_flags(other.run)}") for other in others[:ALTERNATIVES]),
     ]
     return "\n".join(line(*row) for row in rows)
 
 
 def line(name: str, text: str) -> str:
-    """A line of a plan."""
+    """Format a line of a plan."""
     return f"{name:<12} {text}"
 
 
 def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list[tuple[str, str]]:
-    """A row for each rank: its layers, and its memory."""
+    """Return a row for each pipeline rank: its layers and its memory."""
     return [(f"rank {rank}", f"layers {first} to {last - 1}, "
              f"{MemoryPlan(part).summary(limits)}")
             for rank, (first, last, part) in enumerate(zip(
@@ -81,14 +83,14 @@ def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list
 
 
 def _not_taken(best: Choice, other: Choice) -> str:
-    """Why another that is predicted faster is not the choice, if it is."""
+    """Return why a policy that is predicted faster is not the choice; empty if it is not faster."""
     reason = tie_break_reason(best, other)
     return "" if reason is None else (
         f" (within {1 - TIE_RATIO:.0%}, and the policy above {reason})")
 
 
 def _phase(phase: Phase) -> str:
-    """Seconds of a block's phase, and of each resource in it, the busiest first."""
+    """Format the seconds of a phase of a block and of each resource, the busiest first."""
     parts = sorted(phase.resources.items(), key=lambda part: -part[1])
     busy = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in parts if seconds)
     return f"{phase.seconds:.4g} s a block, bound by {phase.binding} ({busy})"

@@ -1,9 +1,12 @@
-"""Recall in place of a full cache that is not all in the fastest memory: what a plan proposes."""
+"""From flags to a plan: find the machine and the model, then choose or predict the policy.
+
+For this machine it measures, which imports torch; for the machine of ``--hardware`` it does not.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,68 +43,30 @@ from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.planning.search import TIE_RATIO, Choice, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
-HEAVY_RATIO = 0.1
-"""As heavy hitters, and as many recent tokens: 20 % of the prompt."""
-PERPLEXITY = 1.04
-"""Perplexity over the full cache's then, of smollm2-135m (docs/h2o.md)."""
-
-
-@dataclass(frozen=True)
-class RecallProposal:
-    """Recall that is predicted to be faster than the full cache of a plan.
-
-    Attributes
-    ----------
-    flags : str
-        To add to those that were planned for.
-    choice : Choice
-        The run with them, and what is predicted of it.
-    """
-
-    flags: str
-    choice: Choice
-
-    def text(self, full: Choice) -> str:
-        """One line: the flags, the rates with and without them, and what they change."""
-        return (f"{self.flags}: {self.choice.tokens_per_second:.4g} tokens/s predicted, "
-                f"{full.tokens_per_second:.4g} without; a new token then attends to "
-                f"{200 * HEAVY_RATIO:g} % of the prompt, and perplexity is {PERPLEXITY} times the "
-                "full cache's (smollm2-135m, docs/h2o.md)")
-
-
-def with_recall(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """The flags to add to a run with the full cache, and the run with them: what is refused is left
-    out."""
-    h2o = config.h2o()
-    if h2o is not None and (h2o.recall or not h2o.is_full):
-        return
-    proposals: list[dict[str, Any]] = [
-        {"hh_ratio": HEAVY_RATIO, "recall": True},
-        {"hh_ratio": HEAVY_RATIO, "recall": True, "fetch_chosen": True}]
-    for added in proposals:
-        with suppress(UserError):
-            words = (flag_name(name) + ("" if value is True else f" {value}")
-                     for name, value in added.items())
-            yield " ".join(words), replace(config, **added)
-
-
-# From flags to a plan: the machine and the model that it is for, and the flags that it chooses.
-#
-# For this machine it measures, which loads torch; for the one of `--hardware` it does not.
-
-
 HEADROOM = 0.97
-"""The share of free memory that a plan for this machine takes: a little comes and goes until the
-run."""
+"""Share of this machine's free memory that a plan may take, as free memory fluctuates."""
 LIBRARIES = 160 << 20
-"""Bytes of host memory that it leaves at least, for what PyTorch and oneDNN take to compute."""
+"""Bytes of host memory that are left at least, for PyTorch and oneDNN."""
+RECALL_RATIO = 0.1
+"""`--hh-ratio` of a proposed recall: a new token attends to 20 % of the prompt."""
+RECALL_PERPLEXITY = 1.04
+"""Perplexity with that recall over the full cache's, of smollm2-135m (docs/h2o.md)."""
 
 
 @dataclass(frozen=True)
 class PlanSubject:
-    """The subject of a plan: a machine, what may be taken of it, and a model as it will be loaded.
+    """The machine and the model of a plan.
 
-    `itemsize` is bytes of an element; `weights` gives how weights of so many bits are held.
+    Attributes
+    ----------
+    hardware : Hardware
+    limits : MemoryLimits
+        Memory that the run may take.
+    model : ModelConfig
+    itemsize : int
+        Bytes of an element that is not quantized.
+    weights : callable (bits) -> WeightOptions
+        Returns the weight format for a bit width.
     """
 
     hardware: Hardware
@@ -112,23 +77,34 @@ class PlanSubject:
 
 
 @dataclass(frozen=True)
+class RecallProposal:
+    """Recall that is predicted to be faster than the full cache of a plan.
+
+    `flags` are to be added to the planned ones, which gives the run of `choice`.
+    """
+
+    flags: str
+    choice: Choice
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of planning.
 
     Attributes
     ----------
     config : RunConfig
-        With the chosen numbers in place of `auto`, and no flags of the search.
+        The chosen policy in place of `auto`, without flags of the search.
     best : Choice
-        The run that it describes, and what is predicted of it.
-    implementations : mapping
-        The fastest on the machine that is planned for, where there is a choice: see `ComputeRates`.
+        The run of that config, with its predicted times.
+    implementations : AutotuneTable
+        The machine's fastest kernels.
     text : str
         To print.
     bounds : tuple of int or None
-        Of the decoder layers of each rank of a pipeline (`Stage.of_rank`).
+        Layer bounds of the ranks in a pipeline (see `Stage.of_rank`).
     recall : RecallProposal or None
-        For a full cache of which a share is not in the fastest memory.
+        For a full cache that is not all in the fastest memory.
     """
 
     config: RunConfig
@@ -141,52 +117,58 @@ class Plan:
 
 def plan(config: RunConfig, load: Workload, prompts: int | None,
          texts: Sequence[str] = ()) -> Plan:
-    """Plan a run: choose its policy if it is `--percent auto`, else predict the one it has.
+    """Plan a run: choose its policy for `--percent auto`, else predict the given one.
 
     Parameters
     ----------
     config : RunConfig
     load : Workload
-        Lengths, and the batch sizes that a fixed policy comes to.
+        Lengths, and the batch sizes of a given policy.
     prompts : int or None
-        How many there are; None: synthetic ones, a block.
+        Number of prompts; None: one block of synthetic prompts.
     texts : sequence of str
-        The prompts, if they are texts. Planning for this machine, the longest is counted in tokens.
+        The prompts, if they are texts. For this machine, the longest one is tokenized and checked.
 
     Raises
     ------
     UserError
-        The model or the machine can't be had, the longest text is too long for the model, or
-        nothing fits.
+        The model or the machine is not available, a text is too long for the model, or nothing
+        fits.
     """
-    subject = (_here(config, texts) if config.hardware is None
-               else _elsewhere(config, config.hardware))
-    if not config.synthetic:  # their length is an estimate
+    subject = (_this_machine(config, texts) if config.hardware is None
+               else _other_machine(config, config.hardware))
+    subject = replace(subject, limits=subject.limits.within(
+        cpu=config.memory_limit, gpu=config.device_memory_limit))
+    if not config.synthetic:  # the length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
     choices, bounds = _choices(config, subject, load, prompts)
     best = choices[0]
     lines = [plan_text(subject.hardware, choices, subject.limits, bounds)]
     recall = _faster_recall(config, subject, load, prompts, full=best)
     if recall is not None:
-        lines.append(line("recall", recall.text(best)))
+        lines.append(line("recall", (
+            f"{recall.flags}: {recall.choice.tokens_per_second:.4g} tokens/s predicted, "
+            f"{best.tokens_per_second:.4g} without; a new token then attends to "
+            f"{200 * RECALL_RATIO:g} % of the prompt, and perplexity is {RECALL_PERPLEXITY} times "
+            "the full cache's (smollm2-135m, docs/h2o.md)")))
     if config.fetch_chosen and not best.run.policy.fetch_chosen:
         lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
                                   "cache on a slower tier from which tokens are fetched"))
     if config.percent == AUTO:
-        config = _chosen(config, best.run)
+        config = _with_policy(config, best.run)
     return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
                 recall)
 
 
-def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
-    """This machine, with what is free on it, and the model as a run would find it."""
+def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
+    """Return this machine with its free memory, and the model as a run would load it."""
     from flexgen_h2o.engine.progress import byte_bar
     from flexgen_h2o.engine.source import find_model
     from flexgen_h2o.engine.tokenizer import Prompts
     from flexgen_h2o.planning.calibrate import load_or_calibrate
     from flexgen_h2o.storage.tiers import open_device
 
-    def tell_of(words: str) -> None:
+    def show_progress(words: str) -> None:
         if config.verbose:
             tell(f"measuring {words}")
 
@@ -194,47 +176,42 @@ def _here(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
     device.limit(config.device_memory_limit)
     with byte_bar("converting", off=None if config.verbose else True) as bar:
         source = find_model(config.model, path=config.path, dtype=config.dtype,
-                      bits=config.resolved_weight_bits,
-                      activation_bits=config.activation_bits, device=device, progress=bar)
-    _check(config, source.config, has_gpu=device.separate)
+                            bits=config.resolved_weight_bits,
+                            activation_bits=config.activation_bits, device=device, progress=bar)
+    _check_model(config, source.config, has_gpu=device.separate)
     prompts = Prompts(source, config.model, config.h2o())
-    if texts and prompts.tokenizer is not None:  # a plan for dummy weights goes by the estimate
+    if texts and prompts.tokenizer is not None:  # dummy weights are planned for estimated lengths
         prompts.check_longest(texts, config.gen_len)
     hardware = load_or_calibrate(device, config.offload_dir, recalibrate=config.recalibrate,
-                                 progress=tell_of)
+                                 progress=show_progress)
     free = free_memory(config.offload_dir, device.free_bytes())
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
-        here = launched().local_ranks
-        free = replace(free, cpu_bytes=free.cpu_bytes // here, disk_bytes=free.disk_bytes // here)
+        ranks = launched().local_ranks
+        free = replace(free, cpu_bytes=free.cpu_bytes // ranks, disk_bytes=free.disk_bytes // ranks)
     limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
-
-    def weights(bits: int | str) -> WeightOptions:
-        return replace(source, bits=bits).form.options
-
-    return PlanSubject(hardware, _within(limits, config), source.config, source.dtype.itemsize,
-                       weights)
+    return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
+                       lambda bits: replace(source, bits=bits).form.options)
 
 
-def _elsewhere(config: RunConfig, path: str) -> PlanSubject:
-    """The machine in a file, all of its memory, and a model whose shape is known here."""
+def _other_machine(config: RunConfig, path: str) -> PlanSubject:
+    """Return the machine in the file of `--hardware`, all of its memory, and the model's shape."""
     hardware = load_hardware(path)
     if config.device_memory_limit is not None and not hardware.has_gpu:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     name = config.model if config.path in (None, DUMMY) else config.path
     model, weights = _shape(config.model, name, on_gpu=hardware.has_gpu)
-    _check(config, model, has_gpu=hardware.has_gpu)
-    return PlanSubject(hardware, _within(limits, config), model,
-                       4 if config.dtype == "float32" else 2, weights)
+    _check_model(config, model, has_gpu=hardware.has_gpu)
+    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights)
 
 
 def _shape(model: str, name: str, *, on_gpu: bool
            ) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
-    """The shape of a model by what is small in its files, and the form of its weights by bits."""
+    """Return a model's shape and weight formats by bits, from headers and config files alone."""
     path = Path(os.path.expanduser(name))
-    is_there(path)  # or it raises an error
+    is_there(path)  # raises UserError if it cannot be looked at
     file = gguf_file(path) if name else None
     if file is not None:
         header = read_header(file)
@@ -253,13 +230,12 @@ def _shape(model: str, name: str, *, on_gpu: bool
 
 def _options(model: ModelConfig, stored: Quantization | None, *, on_gpu: bool
              ) -> Callable[[int | str], WeightOptions]:
-    """Return the form of a model's weights by bits; `stored` is how its checkpoint has them."""
+    """Return the weight formats by bits of a model whose checkpoint is quantized as `stored`."""
     return lambda bits: weight_options(WeightOptions(), bits, model, stored, on_gpu=on_gpu)
 
 
-def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
-    """Refuse what the model or the device can't do. How long a text is in tokens is not known
-    yet."""
+def _check_model(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
+    """Check that model and device support the flags, without the lengths of texts."""
     if config.percent != AUTO:
         config.policy().check_device(has_gpu=has_gpu)
     check_cache(model, config.h2o())
@@ -269,20 +245,36 @@ def _check(config: RunConfig, model: ModelConfig, *, has_gpu: bool) -> None:
                      new_tokens=config.gen_len)
 
 
-def _within(limits: MemoryLimits, config: RunConfig) -> MemoryLimits:
-    return limits.within(cpu=config.memory_limit, gpu=config.device_memory_limit)
-
-
 def _written_bits(config: RunConfig) -> frozenset[int | str]:
-    """Bits of weights that no file keeps: on the disk tier they take space of their own."""
+    """Return the weight bits that no file has: the disk tier has to write such weights."""
     if config.path == DUMMY:
         return frozenset(WEIGHT_BITS)
     return frozenset((AUTO, *WEIGHT_BITS[1:]) if config.no_weight_cache else ())
 
 
+def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
+             ) -> tuple[Sequence[Choice], tuple[int, ...] | None]:
+    """Return the best policies, or the given one if it fits, and a pipeline's layer bounds."""
+    hardware, limits, ranks = subject.hardware, subject.limits, config.pipeline_parallel
+    bits = config.resolved_weight_bits
+    if config.percent == AUTO:
+        request = _request(config, subject, load, prompts)
+        if ranks == 1:
+            return search(hardware, request, limits), None
+        pipelines = search_pipeline(hardware, request, ranks, limits)
+        return [pipeline.choice for pipeline in pipelines], pipelines[0].bounds
+    run = PlannedRun(subject.model, config.policy(), load, subject.itemsize, hardware.has_gpu,
+                     bits in _written_bits(config), config.cache(), subject.weights(bits))
+    if ranks > 1:
+        pipeline = predict_pipeline(hardware, run, ranks, limits, prompts)
+        return [pipeline.choice], pipeline.bounds
+    MemoryPlan(run).check(limits)
+    return [predict(hardware, run, prompts)], None
+
+
 def _request(config: RunConfig, subject: PlanSubject, load: Workload,
              prompts: int | None) -> PlanRequest:
-    """The request to the search."""
+    """Return the input of the policy search."""
     weight_bits: tuple[Any, ...] = (config.resolved_weight_bits,)
     caches: tuple[CacheOptions, ...] = (config.cache(),)
     if config.allow_compression and not (config.weight_bits or config.compress_weight):
@@ -297,68 +289,38 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
         written_bits=_written_bits(config), goal=config.goal)
 
 
-def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
-             ) -> tuple[Sequence[Choice], tuple[int, ...] | None]:
-    """The policies to choose from, or the one that is given, and the bounds of the ranks' layers
-    in a pipeline."""
-    if config.percent == AUTO:
-        return _searched(config, subject, _request(config, subject, load, prompts))
-    choice, bounds = _predicted(config, subject, load, prompts)
-    return [choice], bounds
-
-
 def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,
                    full: Choice) -> RecallProposal | None:
-    """Recall in place of a `full` cache that is not all in the fastest memory, if it is faster.
+    """Return recall in place of a `full` cache that is partly on slower tiers, if it is faster.
 
-    It needs more memory than the full cache, and so does not help where that does not fit at all.
+    It needs more memory than the full cache, and so does not help where that does not fit.
     """
-    if full.run.policy.cache.gpu == 100:
+    h2o = config.h2o()
+    if full.run.policy.cache.gpu == 100 or h2o is not None and (h2o.recall or not h2o.is_full):
         return None
     found = []
-    for flags, other in with_recall(config):
+    recall: dict[str, Any] = {"hh_ratio": RECALL_RATIO, "recall": True}
+    for added in (recall, recall | {"fetch_chosen": True}):
         with suppress(UserError):
-            _check(other, subject.model, has_gpu=subject.hardware.has_gpu)
+            other = replace(config, **added)
+            _check_model(other, subject.model, has_gpu=subject.hardware.has_gpu)
             choices, _ = _choices(other, subject, load, prompts)
+            flags = " ".join(flag_name(name) + ("" if value is True else f" {value}")
+                             for name, value in added.items())
             found.append(RecallProposal(flags, choices[0]))
-    best = max(found, key=lambda each: each.choice.tokens_per_second, default=None)
+    best = max(found, key=lambda proposal: proposal.choice.tokens_per_second, default=None)
     if best is None or TIE_RATIO * best.choice.tokens_per_second <= full.tokens_per_second:
         return None
     return best
 
 
-def _searched(config: RunConfig, subject: PlanSubject, request: PlanRequest
-              ) -> tuple[list[Choice], tuple[int, ...] | None]:
-    """The best policies, and the bounds of the ranks' layers in a pipeline."""
-    hardware, limits = subject.hardware, subject.limits
-    if config.pipeline_parallel == 1:
-        return search(hardware, request, limits), None
-    found = search_pipeline(hardware, request, config.pipeline_parallel, limits)
-    return [each.choice for each in found], found[0].bounds
-
-
-def _predicted(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None
-               ) -> tuple[Choice, tuple[int, ...] | None]:
-    """The policy as it is given, if it fits, and the bounds of the ranks' layers in a pipeline."""
-    bits = config.resolved_weight_bits
-    run = PlannedRun(subject.model, config.policy(), load, subject.itemsize,
-                     subject.hardware.has_gpu, bits in _written_bits(config),
-                     config.cache(), subject.weights(bits))
-    if config.pipeline_parallel > 1:
-        found = predict_pipeline(subject.hardware, run, config.pipeline_parallel, subject.limits,
-                            prompts)
-        return found.choice, found.bounds
-    MemoryPlan(run).check(subject.limits)
-    return predict(subject.hardware, run, prompts), None
-
-
-def _chosen(config: RunConfig, run: PlannedRun) -> RunConfig:
-    """The config with a run's policy and bits."""
+def _with_policy(config: RunConfig, run: PlannedRun) -> RunConfig:
+    """Return the config with a run's policy and bits in place of `auto`."""
     policy = run.policy
     bits: dict[str, Any] = {}
     if run.weights.weight_bits != config.resolved_weight_bits:
         bits["weight_bits"] = run.weights.weight_bits
-    if run.cache.bits != config.cache().bits:  # then no flag says how many
+    if run.cache.bits != config.cache().bits:  # no flag sets them then
         bits["cache_bits"] = run.cache.bits
     percent = [share for placement in (policy.weights, policy.cache, policy.activations)
                for share in (placement.gpu, placement.cpu)]

@@ -1,7 +1,7 @@
 """Measure one configuration: ``flexgen-h2o bench --model NAME ...``.
 
-The model is loaded once, warmed up, and generates from the same synthetic prompts again and again.
-Beside the figures stands the roofline, if this machine has been measured.
+The model is loaded once, warmed up, and generates from the same synthetic prompts several times.
+The figures are shown beside the roofline, if this machine has been measured.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _GROUPS = ("model", "batch and lengths", "policy", "planning", "cache", "samplin
 _NOT_HERE = ("prompt", "prompts", "chat", "chat_template_kwargs", "plan_only", "hardware",
              "output", "trace", "log_file",
              "debug_mode", "pipeline_parallel", "rank_timeout")
-"""Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
+"""Flags of `generate` without effect here: a file of ``--config`` must not set them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The flags, checked. `run` holds those that `flex_opt` has too.
+    """The checked flags; `run` holds those shared with `generate`.
 
     Raises `UserError` for a value out of range, and for flags in the file of ``--config`` that
     would have no effect.
@@ -59,7 +59,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class BenchHelps:
-    """The flag that is true here unless it is given."""
+    """The flag whose default differs from `generate`."""
 
     warm_up: bool = flag(
         "bool", True, group="batch and lengths",
@@ -68,7 +68,7 @@ class BenchHelps:
 
 
 def parser() -> flag_parser.Parser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     specs = {spec.name: spec for spec in fields(RunConfig)
              if (spec.metadata["group"] in _GROUPS
                  or spec.name in ("config", "csv", "count_experts"))
@@ -82,7 +82,7 @@ def parser() -> flag_parser.Parser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
-    """Flags as checked `BenchOptions`. Raises `UserError`."""
+    """Parse flags into checked `BenchOptions`. Raises `UserError`."""
     given = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
     own = {spec.name: given.pop(spec.name) for spec in own_fields(BenchOptions)
            if spec.name in given}
@@ -90,7 +90,7 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
 
 
 def run(options: BenchOptions) -> None:
-    """Plan if that is asked for, measure, write the rows and print the table."""
+    """Plan if requested, measure, write the rows and print the table."""
     config, best, implementations = options.run, None, None
     check_results({name: path for name in ("csv", "count_experts")
                    if (path := getattr(config, name)) is not None})
@@ -112,9 +112,9 @@ def run(options: BenchOptions) -> None:
 
 
 def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> list[RunStats]:
-    """The figures of each repeat, whose rows are in ``--csv`` as they come.
+    """Measure `count` repeats; each row is appended to ``--csv`` as soon as it is known.
 
-    `best` is what was planned, if something was: its prediction goes with the figures.
+    `best` is the plan, if there is one: its prediction is stored with the figures.
     """
     prompts = synthetic_prompts(config, llm.vocab_size)
     if config.warm_up:
@@ -136,7 +136,7 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
 
 
 def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
-    """The least seconds of the run by the rates of this machine, or why they are not known."""
+    """Return the roofline of the run on this machine, or why it is not known."""
     from flexgen_h2o.planning import calibrate
     from flexgen_h2o.planning.planned_run import PlannedRun
     from flexgen_h2o.planning.search import roofline
@@ -171,8 +171,7 @@ _COLUMNS: dict[str, Callable[[RunStats], float | None]] = {
 
 
 def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
-    """The figures of the median repeat, and a line for each repeat, their medians and the
-    roofline."""
+    """Format the median repeat's figures, a line per repeat, their medians and the roofline."""
     ranked = sorted(repeats, key=lambda stats: stats.prefill_seconds + stats.decode_seconds)
     middle = ranked[(len(ranked) - 1) // 2]
     rows = {str(number): [column(stats) for column in _COLUMNS.values()]
@@ -181,7 +180,7 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
                       for column in zip(*rows.values(), strict=True)]
     if not isinstance(least, str):
         rows["roofline"] = bound = _least(least, middle)
-        # Times grow over the roofline, rates fall below it.
+        # Times are above the roofline, rates below it.
         rows["over roofline"] = [
             found and best and (found / best if name.endswith(" s") else best / found)
             for name, found, best in zip(_COLUMNS, rows["median"], bound, strict=True)]
@@ -194,7 +193,7 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
 
 
 def _least(least: Choice, stats: RunStats) -> list[float | None]:
-    """The roofline's row of the table."""
+    """Return the roofline's row of the table."""
     step = least.estimate.step.seconds if least.estimate.steps else None
     return [least.prefill, ratio(stats.prompt_tokens, least.prefill), least.decode or None,
             ratio(stats.generated_tokens - stats.num_prompts, least.decode),

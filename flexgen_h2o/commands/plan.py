@@ -1,4 +1,4 @@
-"""Plan a run and run nothing: ``flexgen-h2o plan``, which is ``generate --plan-only``."""
+"""Plan a run without running it: ``flexgen-h2o plan``, the same as ``generate --plan-only``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["main", "parse_args", "parser", "run"]
 
 _GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache")
 _IDLE = ("plan_only", "chat", "chat_template_kwargs", "warm_up", "cut_gen_len", "rank_timeout")
-"""Flags of these groups that say nothing of a plan."""
+"""Flags of these groups without effect on a plan."""
 
 
 @dataclass(frozen=True)
 class PlanHelps:
-    """The flags that ``--help`` describes in other words than that of `generate`."""
+    """The flags whose help differs from `generate`."""
 
     hardware: str | None = flag(
         "path", None, metavar="FILE.yaml", shown="this machine", group="planning",
@@ -29,7 +29,7 @@ class PlanHelps:
 
 
 def parser() -> flag_parser.Parser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     specs = {spec.name: spec for spec in fields(RunConfig)
              if spec.metadata["group"] in _GROUPS and spec.name not in _IDLE}
     return flag_parser.build_parser(
@@ -41,7 +41,7 @@ def parser() -> flag_parser.Parser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
-    """Flags as a checked `RunConfig` that plans only. Raises `UserError`."""
+    """Parse flags into a checked `RunConfig` that only plans. Raises `UserError`."""
     given = flag_parser.given_flags(parser(), argv)
     return RunConfig.from_mapping(given | {"plan_only": True})
 

@@ -1,7 +1,7 @@
-"""Helpers of the tasks' plots: how lines look, axes, and a file that is whole or absent.
+"""Plot helpers: line styles by policy, axes, and atomic files.
 
-matplotlib, an extra, is loaded when a plot is drawn. Lines differ in dash and marker as well as in
-colour, so that a grey print can be read.
+matplotlib is an extra and is imported when a plot is drawn. Lines differ in dash and marker as well
+as in color, so that a gray print is readable.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flexgen_h2o.files.writing import replacing
 _FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
            "purple": "#CC79A7", "sky": "#56B4E9", "yellow": "#F0E442", "black": "#000000"}
-"""Okabe and Ito's, which colour-blind eyes tell apart."""
+"""The palette of Okabe and Ito, which color-blind readers can tell apart."""
 LINES = {
     "h2o": {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
     "h2o-mean": {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
@@ -28,11 +28,13 @@ LINES = {
     "sink-window": {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
     "full": {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},
 }
-"""Policy to matplotlib's words for its line."""
+"""matplotlib's line options of each policy."""
 
 
 def check_plot(flag: str, path: str) -> None:
-    """Raise `UserError` unless the name ends in a format that can be drawn, and matplotlib is here.
+    """Check that a file name ends in a supported format and that matplotlib is installed.
+
+    Raises `UserError` otherwise.
     """
     if Path(path).suffix.lower() not in _FORMATS:
         raise UserError(f"{flag} must name a {', '.join(_FORMATS)} file, got {path!r}")
@@ -41,14 +43,14 @@ def check_plot(flag: str, path: str) -> None:
 
 
 def new_figure(width: float, height: float):
-    """An empty matplotlib Figure of so many inches."""
-    from matplotlib.figure import Figure  # no pyplot: it holds state, and wants a screen
+    """Return an empty matplotlib Figure of `width` x `height` inches."""
+    from matplotlib.figure import Figure  # not pyplot, which is stateful and needs a display
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def log_scale(axes, values: Sequence[float]) -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5, or closer where the values are close."""
+    """Set a logarithmic y axis with plain numbers at 1, 2 and 5, or denser for close values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -60,6 +62,6 @@ def log_scale(axes, values: Sequence[float]) -> None:
 
 
 def save(figure, path: str) -> None:
-    """Write a figure into a file, which is there whole or not at all. OSError if it cannot."""
+    """Write a figure to a file, atomically. Raises OSError if it cannot be written."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)

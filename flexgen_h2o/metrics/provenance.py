@@ -1,4 +1,4 @@
-"""When, with which code and on which machine a figure was measured."""
+"""Provenance of a measurement, and samples of memory during a run. No torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from flexgen_h2o.metrics.trace import DEVICE_MEMORY, PROCESS_MEMORY, Trace
 
 
 def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; of an ARM, for which Linux has none, the numbers of its maker and of
-    its part."""
+    """Return the name of the processor.
+
+    Linux has no names for ARM processors: there it is the numbers of implementer and part.
+    """
     numbers: dict[str, str] = {}
     with contextlib.suppress(OSError), open(info, encoding="utf-8") as file:
         for line in file:
@@ -36,7 +38,7 @@ def cpu_model(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def package_version(package: str) -> str:
-    """The version of a package; empty if it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -44,7 +46,7 @@ def package_version(package: str) -> str:
 
 
 def source_commit() -> str:
-    """Short hash of the checkout that runs, ``-dirty`` when it is changed; empty outside of one."""
+    """Return the short hash of the checkout, ``-dirty`` if modified; empty outside of one."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return ""
@@ -61,32 +63,30 @@ ORIGIN = ("date", "version", "commit", "host")
 
 
 def origin() -> dict[str, str]:
-    """When, with which code and on which machine a row was measured."""
+    """Return when, with which version and on which machine a row is measured."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"date": now, "version": VERSION, "commit": source_commit(),
             "host": platform.node()}
 
 
-# Memory over time: a thread that samples it into a trace while a run goes on. No torch.
-
-
-EVERY = 0.1  # seconds: a sample takes some 20 us, and a step of a large model longer than this
+EVERY = 0.1  # seconds; a sample takes some 20 us
 
 
 @contextmanager
 def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, every: float = EVERY
                    ) -> Iterator[None]:
-    """Sample memory into a trace during the body of a ``with`` statement, and at both of its ends.
+    """Sample memory into a trace during the body of a ``with`` statement, and at both ends.
 
-    Of a disabled trace there is no thread; of any other it ends with the body, also when that
+    A thread takes the samples; a disabled trace starts none. It ends with the body, also when that
     raises.
 
     Parameters
     ----------
     trace : Trace
-        Gets the resident bytes of this process, and those of the device.
+        Gets the resident bytes of this process and the bytes in use on the device.
     device_bytes : callable () -> int or None
-        Bytes in use on the device; None where it has no memory of its own. Called by any thread.
+        Returns the bytes in use on the device; None where it has no memory of its own. It is called
+        from any thread.
     every : float
         Seconds between samples.
     """
@@ -118,9 +118,9 @@ def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, ever
 
 
 def peak_process_bytes() -> int:
-    """Most memory that this process has had resident, in bytes."""
-    # Not getrusage's ru_maxrss where there is a choice: a process inherits its parent's through
-    # exec (fs/exec.c), and a benchmark would report its launcher.
+    """Return the peak resident memory of this process, in bytes."""
+    # Prefer VmHWM to getrusage's ru_maxrss, which a process inherits through exec (fs/exec.c): a
+    # benchmark would report the peak of its launcher.
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as status:
         for line in status:
             if line.startswith("VmHWM:"):

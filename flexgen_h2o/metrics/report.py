@@ -1,4 +1,4 @@
-"""Figures as text: bytes as people read them, cells in aligned columns."""
+"""Figures as text: the statistics of a run, and the time breakdown of its trace. No torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
 
 
 def format_bytes(*nbytes: int) -> list[str]:
-    """Bytes as people read them, in GB or the unit that suits; no two that differ read the same.
-
-    They have one digit after the point, or as many more as it takes to tell them apart.
-    """
+    """Format sizes in GB, MB, KB or bytes, with enough digits that different sizes differ."""
     for digits in range(1, 10):  # nine are bytes, whatever the unit
         texts = [_size(each, digits) for each in nbytes]
         if len(set(texts)) == len(set(nbytes)):
@@ -41,17 +38,14 @@ def _size(nbytes: int, digits: int) -> str:
 
 
 def align_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Cells as text in columns, the first to the left and the others to the right."""
+    """Format rows of cells as columns: the first one left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join([line[0].ljust(widths[0]),
                                 *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
-# The figures of a run as text in aligned columns.
-
-
 def stats_table(stats: RunStats) -> str:
-    """The figures as text in aligned columns; a projected run says so on every line it touches."""
+    """Format the statistics of a run as aligned columns; projected figures are marked."""
     mark = " (projected)" if stats.projected else ""
     cut = " (of the steps that were measured)" if stats.projected else ""
     rows = [
@@ -93,14 +87,14 @@ def stats_table(stats: RunStats) -> str:
 
 
 def _idle(stats: RunStats) -> list[tuple[str, str, str]]:
-    """The share of decode that was computed for nothing, where some was."""
+    """Return the row of decode slots computed for sequences that had ended, if there were any."""
     if not stats.idle_share:
         return []
     return [("idle slots", f"{100 * stats.idle_share:.1f} %", "of decode: sequences had ended")]
 
 
 def _prediction(stats: RunStats) -> list[tuple[str, str, str]]:
-    """The planned times beside those above, and its share of what they came to."""
+    """Return the row of the planned times and their ratio to the measured ones, if planned."""
     prefill, decode = stats.predicted_prefill_seconds, stats.predicted_decode_seconds
     if prefill is None or decode is None:
         return []
@@ -118,7 +112,7 @@ def _of_the_weights(stats: RunStats) -> str:
 
 
 def _of_the_cache(stats: RunStats) -> str:
-    """Bytes per token, and the full cache beside the one there was, where they differ."""
+    """Return bytes per token, and the ratio to the full cache if it differs."""
     used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
     beside = f", {used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
     return f"{stats.kv_bytes_per_token} bytes per token{beside}"
@@ -130,22 +124,22 @@ def _figure(value: float | None, unit: str) -> str:
     return f"{value:.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
-# Time of a run by phase and lane of its trace, and the resource that bound it. No torch.
-#
-# A lane is *busy* during the union of its spans, and *alone* while it is and no other lane is: that
-# is what it costs and nothing hides. The busiest lane binds: whatever else gets faster, the phase
-# can't take less.
-
-
 Spans = Sequence[tuple[str, str, float, float, int]]
-"""Spans of a trace, one each: (name, lane, start, end, bytes)."""
+"""Spans of a trace: (name, lane, start, end, bytes)."""
 
 
 @dataclass(frozen=True)
 class LaneTime:
-    """Seconds that a lane was busy and alone in a phase, and the bytes that it moved there.
+    """Time of a lane in a phase.
 
-    Bytes of a transfer that is in a phase in part count by its share of the time.
+    Attributes
+    ----------
+    busy : float
+        Seconds in the union of its spans.
+    alone : float
+        Seconds in which no other lane was busy: its time that nothing hides.
+    nbytes : float
+        Bytes moved; a transfer partly in the phase counts by its share of the time.
     """
 
     busy: float
@@ -155,7 +149,17 @@ class LaneTime:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of all blocks: its seconds, those in which no lane was busy, and its lanes."""
+    """Time of one phase, over all blocks.
+
+    Attributes
+    ----------
+    name : str
+    wall : float
+        Seconds of the phase.
+    idle : float
+        Seconds in which no lane was busy.
+    lanes : dict of str to LaneTime
+    """
 
     name: str
     wall: float
@@ -163,16 +167,16 @@ class PhaseTime:
     lanes: dict[str, LaneTime]
 
     def bound(self) -> str:
-        """The busiest lane, or ``idle`` if there was nothing to do for longer; and its share."""
+        """Return what bounds the phase, the busiest lane or ``idle``, with its share."""
         busy = {lane: time.busy for lane, time in self.lanes.items()} | {"idle": self.idle}
         name = max(busy, key=busy.__getitem__)
         return f"{self.name} {name} ({_share(busy[name], self.wall)})"
 
 
 def phases(spans: Spans) -> list[PhaseTime]:
-    """The phases of a trace, in their order. What lies outside of them all is left out.
+    """Return the phases of a trace in their order; time outside of all phases is ignored.
 
-    Compute is not busy where it waits for a transfer, although its spans go on.
+    Compute is not busy while it waits for a transfer.
     """
     lanes = list(dict.fromkeys(lane for _, lane, *_ in spans if lane not in (PHASES, WAITING)))
     names = dict.fromkeys(name for name, lane, *_ in spans if lane == PHASES)
@@ -201,7 +205,7 @@ def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTim
 
 
 def breakdown_table(spans: Spans) -> str:
-    """Each phase and its lanes as text in aligned columns; the last line says what bound them."""
+    """Format the phases and lanes of a trace as a table, with what bounds each phase last."""
     found = [phase for phase in phases(spans) if phase.wall > 0]
     if not found:
         return "breakdown: nothing was computed"

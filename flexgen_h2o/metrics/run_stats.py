@@ -1,4 +1,4 @@
-"""The figures of one run: tokens, seconds, bytes. GB is 1e9 bytes."""
+"""Statistics of a run: tokens, seconds and bytes. GB is 1e9 bytes. No torch."""
 
 from __future__ import annotations
 
@@ -10,40 +10,63 @@ from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
-
-
 RECALLS = ("recall_hits", "recall_loads", "recall_guesses", "recall_wait_seconds")
 EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses", "expert_bytes")
 
 
 @dataclass(kw_only=True)
 class RunStats:
-    """The figures of one call of generate, warm-up excluded.
+    """Statistics of one call of generate, warm-up excluded.
 
-    Sizes are bytes, times seconds. `prompt_tokens` and `generated_tokens` count real tokens (no
-    pads, nothing past EOS) of all prompts. `step_seconds` holds each decode step of each block:
-    the time that a sequence waits for one token. `decode_slots` are the rows that these steps have
-    computed, `idle_slots` those of sequences that had ended before. `kv_cache_bytes` is the cache
-    of the largest block at rest, `full_kv_cache_bytes` what it would be with nothing evicted or
-    compressed, and
-    `kv_bytes_per_token` a cached token at rest, all layers together. `weight_bytes` are all weights
-    at rest, their matrices in `weight_bits` (16: as `dtype` says; "auto":
-    a GGUF file's own codes). `links` is
-    `LinkStats.totals`. `sent_bytes` are those that this rank of a pipeline has sent to the others:
-    hidden states to the next one, or from the last one tokens to all. `projected` says that decode
-    was extrapolated. `predicted_prefill_seconds` and `predicted_decode_seconds` are what a plan
-    said, if one was made.
-
-    Of a mixture of experts: a touch is one expert of one layer in one forward pass of a block, for
-    all of its tokens. Of the touched experts that do not rest in compute memory, `expert_hits` were
-    there when they were asked for and `expert_loads` had to be brought then; `expert_guesses` were
-    brought ahead, needed or not. `expert_bytes` are those of loads and guesses. `expert_choices`
-    are those of this rank's layers. A rate is None where its time was not measured.
-
-    Of recall from disk: of the tokens that decode steps chose, one for each KV head, and that rest
-    there, `recall_hits` were in memory when they were asked for and `recall_loads` had to be read
-    then, with all that filled the hot set; `recall_guesses` were read ahead, needed or not.
-    `recall_wait_seconds` is how long compute waited for such reads.
+    Attributes
+    ----------
+    model, dtype, device : str
+    num_parameters : int
+    num_prompts : int
+    prompt_tokens, generated_tokens : int
+        Tokens of all prompts, without padding and tokens after EOS.
+    gpu_batch_size, num_gpu_batches : int
+    load_seconds, prefill_seconds, decode_seconds : float
+    step_seconds : list of float
+        Seconds of each decode step of each block: a sequence's latency per token.
+    decode_slots, idle_slots : int
+        Rows that the decode steps computed, and those of sequences that had ended.
+    peak_device_bytes, peak_process_bytes : int
+    kv_cache_bytes : int
+        Bytes at rest of the largest block's cache.
+    full_kv_cache_bytes : int
+        Bytes of the same cache with nothing evicted or quantized.
+    kv_bytes_per_token : int
+        Bytes at rest of a cached token, all layers together.
+    weight_bytes : int
+        Bytes at rest of all weights.
+    weight_bits : int or str
+        Bits of matrices. 16: not quantized, in `dtype`. "auto": as a GGUF file quantizes them.
+    links : dict of str to (int, float)
+        Bytes and busy seconds of each link (`LinkStats.totals`).
+    sent_bytes : int
+        Bytes that this pipeline rank sent: hidden states, or tokens from the last rank.
+    projected : bool
+        Decode was extrapolated.
+    predicted_prefill_seconds, predicted_decode_seconds : float or None
+        The plan's prediction, if there was a plan.
+    expert_touches : int
+        Experts used: one for each expert of a layer in a forward pass of a block.
+    expert_hits, expert_loads : int
+        Touched experts outside compute memory that a slot held, and that had to be loaded.
+    expert_guesses : int
+        Experts loaded by speculative prefetch, needed or not.
+    expert_bytes : int
+        Bytes of these loads and prefetches.
+    expert_choices : ExpertChoices or None
+        Choices in the layers of this rank.
+    recall_hits, recall_loads : int
+        Selected tokens per KV head of a cache on disk that the hot set held, and that had to be
+        read, including those that filled it first.
+    recall_guesses : int
+        Tokens read by speculative prefetch, needed or not.
+    recall_wait_seconds : float
+        Seconds that compute waited for such reads.
     """
 
     model: str
@@ -86,12 +109,12 @@ class RunStats:
 
     @property
     def prefill_tokens_per_second(self) -> float | None:
-        """Prompt tokens / prefill seconds."""
+        """Prompt tokens / prefill seconds. None without any, as for the other rates."""
         return ratio(self.prompt_tokens, self.prefill_seconds)
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Generated tokens but each prompt's first (prefill makes it) / decode seconds."""
+        """Generated tokens, without each prompt's first of the prefill, / decode seconds."""
         return ratio(self.generated_tokens - self.num_prompts, self.decode_seconds)
 
     @property
@@ -101,18 +124,17 @@ class RunStats:
 
     @property
     def idle_share(self) -> float | None:
-        """Idle slots / slots of the decode steps: what was computed for nothing. None without any.
-        """
+        """Idle slots / slots of the decode steps: wasted compute. None without decode steps."""
         return ratio(self.idle_slots, self.decode_slots)
 
     @property
     def expert_hit_rate(self) -> float | None:
-        """Hits / touches of experts that do not rest in compute memory. None without any."""
+        """Hits / touched experts outside compute memory. None without any."""
         return ratio(self.expert_hits, self.expert_hits + self.expert_loads)
 
     @property
     def recall_hit_rate(self) -> float | None:
-        """Hits / tokens that were recalled and rest on disk. None without any."""
+        """Hits / selected tokens of a cache on disk. None without any."""
         return ratio(self.recall_hits, self.recall_hits + self.recall_loads)
 
     @property
@@ -128,12 +150,12 @@ class RunStats:
     def _step_percentile(self, percent: float) -> float | None:
         if not self.step_seconds:
             return None
-        import numpy as np  # takes a tenth of a second: not before a wrong flag is answered
+        import numpy as np  # slow to import: not before flags are checked
 
         return float(np.percentile(self.step_seconds, percent))
 
     def followed_by(self, other: RunStats) -> RunStats:
-        """The figures of this run and another of the same model after it, as of one."""
+        """Return the combined statistics of this run and a later one of the same model."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
                  "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",
                  *EXPERTS, *RECALLS)
@@ -150,11 +172,15 @@ class RunStats:
         return replace(self, links=links, **figures)
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:
-        """Projected figures for `gen_len` tokens, from a run that was cut at `cut` tokens each.
+        """Return statistics projected to `gen_len` tokens, from a run cut at `cut` tokens each.
 
-        Decode seconds become the mean measured step times ``gen_len - 1`` for every block, and
-        the tokens after the first grow alike. Steps, links and peaks stay as measured. Raises
-        `UserError` when there is decode time to project and no step was measured.
+        Decode takes the mean measured step times ``gen_len - 1`` for every block, and the generated
+        tokens grow in proportion. Steps, links and peaks stay as measured.
+
+        Raises
+        ------
+        UserError
+            There is decode time to project and no step was measured.
         """
         if gen_len > 1 and (cut < 2 or not self.step_seconds):
             raise UserError("no decode step was measured to project from: cut at 2 tokens or more")
@@ -170,5 +196,5 @@ class RunStats:
 
 
 def ratio(amount: float, seconds: float) -> float | None:
-    """A rate or share; None where no time was measured, or there is nothing to share."""
+    """Return a rate or share; None if the denominator is 0."""
     return amount / seconds if seconds > 0 else None

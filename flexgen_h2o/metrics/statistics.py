@@ -1,4 +1,4 @@
-"""Perplexities and their intervals: what log-probabilities of the same tokens say. No torch."""
+"""Perplexities and confidence intervals, from log-probabilities of the same tokens. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
-    """exp of the mean negative log-likelihood over all tokens of all articles."""
+    """Return exp of the mean negative log-likelihood over all tokens of all articles."""
     values = [value for article in log_probs for value in article]
     with np.errstate(over="ignore"):  # a token of probability 0 makes it infinite
         return float(np.exp(-fmean(values)))
@@ -18,31 +18,30 @@ def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
 
 def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
               seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the mean difference per token, when articles are drawn again and again.
+    """Return the 95 % bootstrap interval of the mean difference per token, resampling articles.
 
     Parameters
     ----------
     differences : sequence of float
-        For each article the sum over its tokens, in nats.
+        Sum over the tokens of each article, in nats.
     tokens : sequence of int
-        Each article's tokens.
+        Tokens of each article.
     draws : int
-        Samples of as many articles, with replacement.
+        Number of resamples.
     seed : int
-        The same seed gives the same interval.
     """
     sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
     picks = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))
-    with np.errstate(invalid="ignore"):  # infinite differences have no interval: nan
+    with np.errstate(invalid="ignore"):  # infinite differences give nan
         low, high = np.percentile(sums[picks].sum(1) / counts[picks].sum(1), (2.5, 97.5))
     return float(low), float(high)
 
 
 def compare_to_full(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
             ) -> dict[str, float]:
-    """Log-probabilities of some articles' tokens beside those of the model as it is, by column.
+    """Compare log-probabilities of articles to those with the full cache; return figures by column.
 
-    Nats are of the mean negative log-likelihood per token, so that more is worse.
+    Nats are of the mean negative log-likelihood per token: more is worse.
     """
     tokens = [len(article) for article in full]
     differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))

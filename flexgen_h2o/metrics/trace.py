@@ -1,4 +1,4 @@
-"""Bytes over the links between tiers, and the time that they were busy."""
+"""Traces of a run: link statistics, spans and memory samples over time. No torch."""
 
 from __future__ import annotations
 
@@ -19,39 +19,36 @@ GB = 1e9
 
 
 class LinkStats:
-    """Bytes moved and seconds busy on each link, added from any thread.
+    """Bytes moved and busy seconds of each link. Thread-safe.
 
-    Busy time is the union of the intervals: two transfers at once count once, so that bytes over
-    seconds is what the link carried.
+    Busy time is the union of the transfers' intervals: concurrent transfers count once, so that
+    bytes over seconds is the link's throughput.
     """
 
     MOST_INTERVALS = 1024
-    """Of a link that are kept one by one."""
+    """Intervals of a link that are kept one by one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: the next run starts at zero."""
+        """Set everything to zero."""
         with self._lock:
             self._bytes = dict.fromkeys(LINKS, 0)
             self._busy = {link: IntervalUnion(self.MOST_INTERVALS) for link in LINKS}
 
     def add(self, link: str, nbytes: int, start: float, end: float) -> None:
-        """Count a transfer of `nbytes` that took from `start` to `end` (perf_counter seconds)."""
+        """Add a transfer of `nbytes` from `start` to `end` (perf_counter seconds)."""
         with self._lock:
             self._bytes[link] += nbytes
             self._busy[link].add(start, end)
 
     def totals(self) -> dict[str, tuple[int, float]]:
-        """Link to (bytes, busy seconds), for the links that carried anything."""
+        """Return bytes and busy seconds of each link that was used."""
         with self._lock:
             return {link: (nbytes, self._busy[link].seconds())
                     for link, nbytes in self._bytes.items() if nbytes}
-
-
-# Unions and differences of intervals of time.
 
 
 Interval = tuple[float, float]
@@ -64,13 +61,13 @@ class IntervalUnion:
     Parameters
     ----------
     most : int or None
-        Intervals that are kept; beyond that the earlier half is closed into a sum, as a long run
-        has millions, and what is added there later counts again. None: all.
+        Number of intervals that are kept; None: all. Beyond it the earlier half is summed up, as a
+        long run has millions. An interval added there later counts twice.
 
     Attributes
     ----------
     intervals : list of Interval
-        Those kept: disjoint, in order.
+        The intervals kept: disjoint, in order.
     """
 
     def __init__(self, most: int | None = None):
@@ -79,7 +76,7 @@ class IntervalUnion:
         self._closed = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Merge an interval with those that it touches."""
+        """Add an interval, merged with those that it touches."""
         intervals = self.intervals
         first = bisect.bisect_left(intervals, start, key=lambda span: span[1])
         last = bisect.bisect_right(intervals, end, key=lambda span: span[0])
@@ -92,12 +89,12 @@ class IntervalUnion:
             del intervals[:half]
 
     def seconds(self) -> float:
-        """Total length."""
+        """Return the total length."""
         return self._closed + seconds(self.intervals)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants in disjoint intervals, in order."""
+    """Return the union of intervals as disjoint intervals, in order."""
     merged = IntervalUnion()
     for start, end in sorted(intervals):
         merged.add(start, end)
@@ -105,7 +102,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def difference(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Intervals without the holes; both are disjoint and in order."""
+    """Return the intervals without the holes; both are disjoint and in order."""
     left, first = [], 0
     for start, end in intervals:
         while first < len(holes) and holes[first][1] <= start:
@@ -122,38 +119,33 @@ def difference(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The instants in both; both are disjoint and in order."""
+    """Return the intersection; both are disjoint and in order."""
     return difference(one, difference(one, other))
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
-    """Total length of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
-# The time line of a run and of its memory: recorded, written, read back. No torch.
-#
-# The file is Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
-
-
 COMPUTE, WAITING, PHASES = "compute", "waiting", "phases"
-"""Lanes of a trace beside the links: WAITING is where compute stands still for a transfer, within
-its own spans; PHASES holds each block's ``prefill`` and ``decode``.
+"""Lanes of a trace beside the links. WAITING is where compute waits for a transfer, within its own
+spans. PHASES holds each block's ``prefill`` and ``decode``.
 """
 PROCESS_MEMORY, DEVICE_MEMORY = "process memory", "device memory"
-"""Sampled quantities in bytes: resident memory of the process, memory that is allocated on a
-GPU."""
+"""Sampled quantities, in bytes: resident memory of the process, memory allocated on a GPU."""
 
 
 class Trace:
-    """A thread-safe recorder of memory, and of spans in lanes such as ``compute``, ``disk->cpu``.
+    """A thread-safe recorder of memory samples, and of spans in lanes such as ``disk->cpu``.
 
-    Times are `time.perf_counter` seconds. A disabled trace records nothing and costs a test.
+    Times are `time.perf_counter` seconds. A disabled trace records nothing. The file format is
+    Chrome trace JSON, which ui.perfetto.dev shows: spans in lanes, memory as graphs.
 
     Attributes
     ----------
     about : dict of str to object
-        Facts about the run, written with it.
+        Metadata of the run, written to the file.
     """
 
     def __init__(self, enabled: bool = True):
@@ -166,7 +158,7 @@ class Trace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it, nothing is recorded."""
+        """Record nothing within the context."""
         enabled, self.enabled = self.enabled, False
         try:
             yield
@@ -174,7 +166,7 @@ class Trace:
             self.enabled = enabled
 
     def span(self, name: str, lane: str) -> AbstractContextManager[None]:
-        """Record the body of a ``with`` statement, also when it raises."""
+        """Record the body of a ``with`` statement as a span, also when it raises."""
         return self._timed(name, lane) if self.enabled else nullcontext()
 
     @contextmanager
@@ -186,29 +178,29 @@ class Trace:
             self.add(name, lane, start, time.perf_counter())
 
     def add(self, name: str, lane: str, start: float, end: float, nbytes: int = 0) -> None:
-        """Record a span that has been timed elsewhere, and the bytes that it moved."""
+        """Record a span that was timed elsewhere, and the bytes that it moved."""
         if self.enabled:
             with self._lock:
                 self._spans.append((name, lane, start, end, nbytes))
 
     def sample(self, what: str, at: float, nbytes: int) -> None:
-        """Record how many bytes of a memory were in use at a time."""
+        """Record the bytes in use of a memory at a time."""
         if self.enabled:
             with self._lock:
                 self._samples.append((what, at, nbytes))
 
     def spans(self) -> list[tuple[str, str, float, float, int]]:
-        """All spans so far: (name, lane, start, end, bytes), in order of recording."""
+        """Return all spans: (name, lane, start, end, bytes), in order of recording."""
         with self._lock:
             return list(self._spans)
 
     def samples(self) -> list[tuple[str, float, int]]:
-        """All samples so far: (what, time, bytes), in order of recording."""
+        """Return all samples: (memory, time, bytes), in order of recording."""
         with self._lock:
             return list(self._samples)
 
     def write_chrome(self, path: str | os.PathLike) -> None:
-        """Write Chrome trace JSON (microseconds), for ui.perfetto.dev. OSError if it cannot."""
+        """Write Chrome trace JSON (microseconds). Raises OSError if the file cannot be written."""
         spans = self.spans()
         lanes = {lane: number for number, lane in enumerate(dict.fromkeys(s[1] for s in spans))}
         events: list[dict] = [
@@ -230,9 +222,12 @@ class Trace:
 
     @classmethod
     def read_chrome(cls, path: str | os.PathLike) -> Trace:
-        """Read what `write_chrome` wrote; times are seconds since the trace was begun.
+        """Read a file of `write_chrome`; times are seconds since the trace began.
 
-        Raises `UserError` when the file can't be read, or is no such file.
+        Raises
+        ------
+        UserError
+            The file cannot be read, or is not such a file.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -252,7 +247,7 @@ class Trace:
         return trace
 
     def _take(self, event: Mapping) -> None:
-        """Record what an event of a file says; names of lanes are in the spans too."""
+        """Record an event of a file; spans carry the names of their lanes."""
         if event["ph"] == "X":
             start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
             self.add(event["name"], event["cat"], start, start + seconds,

@@ -1,94 +1,153 @@
-"""The cost of a layer step: what it takes of each resource, by shares of placements. No torch."""
+"""The cost of the KV cache: attention, recall, and transfers between tiers. No torch.
+
+Recall reads scattered tokens, which is slower than reading a cache sequentially, both for attention
+and for a disk. `RecallRates` says by how much.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flexgen_h2o.config.limits import GROWTH, TURNS, WRITE_BACK_TOKENS
-from flexgen_h2o.config.placement import PLACED, TIERS
-from flexgen_h2o.h2o.budget import budget
-from flexgen_h2o.metrics.trace import LINKS
-from flexgen_h2o.planning.hardware import Hardware
+from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout, PageLayout
+from flexgen_h2o.config.limits import GROWTH, INDEX_TILE, NEAR, TURNS, WRITE_BACK_TOKENS
+from flexgen_h2o.config.placement import TIERS
+from flexgen_h2o.h2o.budget import budget, cached, hot_slots, recalled
+from flexgen_h2o.planning.cost_accumulator import COMPUTE, HOST, CostAccumulator
+from flexgen_h2o.planning.hardware import ComputeRates, Hardware, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, kv_entry_bytes, layer_slots
-from flexgen_h2o.planning.recall_cost import CachedTokens
 
-COMPUTE, HOST = "compute", "cpu attention"
-RESOURCES = (COMPUTE, HOST, *LINKS)
-TERMS = (None, *((kind, tier) for kind in PLACED for tier in TIERS))
-"""The variables in which seconds are affine: a constant, and the share (1: all) of each kind on
-each tier. The weights of a mixture that count here are the experts; the others lie as they do."""
+MIN_RATIO = 0.1
+"""Smallest ratio that a fit of `RecallRates` returns, whatever the noise of the measurements."""
 
 
 @dataclass(frozen=True)
-class LayerStepCost:
-    """One layer step of the schedule, for all batches of a block.
+class RecalledTokens:
+    """Cached and selected tokens of a sequence in one layer.
 
     Attributes
     ----------
-    count : float
-        How often it comes in its phase.
-    lanes : float array [lanes, TERMS]
-        Seconds of what runs side by side, and is disturbed by the others: the layer step takes as
-        long as the largest.
-    seconds : float array [RESOURCES, TERMS]
-        Seconds of each resource alone.
+    chosen : float
+        Tokens that a new token attends to.
+    cached : float
+        Tokens that they are selected from.
+    kv_heads : int
+    record : float
+        Bytes of a token's key and value, all KV heads together.
+    held : float
+        Tokens per KV head in the hot set, for a cache on a slower tier.
     """
 
-    count: float
-    lanes: np.ndarray
-    seconds: np.ndarray
-
-    def elapsed(self, shares: np.ndarray) -> np.ndarray:
-        """Seconds in the phase, for `shares` [TERMS] or, of many placements, [TERMS, n]."""
-        return self.count * (self.lanes @ shares).max(axis=0)
+    chosen: float
+    cached: float
+    kv_heads: int
+    record: float
+    held: float = 0.0
 
 
-class CostAccumulator:
-    """Sums up what a layer step takes of each resource, by `TERMS`."""
+def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates,
+                   tokens: RecalledTokens, *, index: IndexLayout, cache: CacheOptions) -> float:
+    """Return the seconds of one new token's recalled attention on a CPU, in one layer.
 
-    def __init__(self, hardware: Hardware):
-        self._hardware = hardware
-        self.seconds = np.zeros((len(RESOURCES), len(TERMS)))
-
-    def add(self, resource: str, seconds: float, term: tuple[str, str] | None = None) -> None:
-        """Seconds of a resource, whatever the placements are or times the share of a term."""
-        self.seconds[RESOURCES.index(resource), TERMS.index(term)] += seconds
-
-    def link(self, name: str, nbytes: float, term: tuple[str, str]) -> None:
-        """Bytes times the share of a term over a link."""
-        self.add(name, nbytes / self._hardware.links[name], term)
-
-    def bring(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
-        """Bytes of which the shares on `tiers` come to compute memory."""
-        for tier in tiers:
-            if tier == "disk":
-                self.link("disk->cpu", nbytes, (kind, tier))
-            if self._hardware.has_gpu:
-                self.link("cpu->gpu", nbytes, (kind, tier))
-
-    def bring_fixed(self, tier: str, nbytes: float) -> None:
-        """Bytes that come to compute memory from a tier, whatever the placements are."""
-        for link, passed in (("disk->cpu", tier == "disk"),
-                             ("cpu->gpu", tier != "gpu" and self._hardware.has_gpu)):
-            if passed:
-                self.add(link, nbytes / self._hardware.links[link])
-
-    def send(self, kind: str, nbytes: float, tiers: tuple[str, ...] = TIERS[1:]) -> None:
-        """Bytes of which the shares on `tiers` leave compute memory."""
-        for tier in tiers:
-            if tier == "disk":
-                self.link("cpu->disk", nbytes, (kind, tier))
-            if self._hardware.has_gpu:
-                self.link("gpu->cpu", nbytes, (kind, tier))
+    Parameters
+    ----------
+    rates : ComputeRates or HostAttentionRates
+    recall : RecallRates
+    tokens : RecalledTokens
+    index : IndexLayout
+        The key index of one KV head.
+    cache : CacheOptions
+    """
+    heads, rate = tokens.kv_heads, rates.decode_attention[16]
+    scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
+    chosen = tokens.chosen * tokens.record
+    return (recall.calls * heads * rates.head_seconds
+            + (scanned + (recall.apart - 1) * chosen) / rate
+            + chosen * seconds_per_byte(rates, cache))
 
 
-# The cost of the cache: attention, and what of the cache is moved between tiers. No torch.
+def seconds_per_byte(rates: ComputeRates | HostAttentionRates, cache: CacheOptions) -> float:
+    """Return the seconds of decode attention per byte of cache, weighted over keys and values."""
+    bits = cache.kind_bits
+    return sum(each / rates.decode_attention[each] for each in bits) / sum(bits)
+
+
+def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
+           times: Sequence[tuple[RecalledTokens, float]], *, index: IndexLayout) -> RecallRates:
+    """Fit recall rates so that `recall_seconds` gives the measured times.
+
+    Parameters
+    ----------
+    rates : ComputeRates or HostAttentionRates
+        Rates of the same machine.
+    times : three pairs of RecalledTokens and float
+        Tokens of a 16-bit cache, and seconds: few selected of few cached tokens, few of many, and
+        more of as many.
+    index : IndexLayout
+
+    Returns
+    -------
+    RecallRates
+        The rates of a disk keep their defaults.
+    """
+    (short, first), (long, second), (most, third) = times
+    rate = rates.decode_attention[16]
+    apart = max(MIN_RATIO, (third - second) * rate / ((most.chosen - long.chosen) * most.record))
+    scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
+    scan = (second - first) * rate - apart * (long.chosen - short.chosen) * long.record
+    found = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
+    rest = first - recall_seconds(rates, found, short, index=index, cache=CacheOptions())
+    return replace(found, calls=max(MIN_RATIO, rest / (short.kv_heads * rates.head_seconds)))
+
+
+def disk_read_ratio(recall: RecallRates, tokens: RecalledTokens) -> float:
+    """Return the time of a step's selective reads, over reading the whole cache sequentially.
+
+    Attention waits for these reads: speculative prefetch is ignored, since the engine only uses it
+    where it is faster.
+    """
+    return sum(read_shares(*missing_groups(recall, tokens)))
+
+
+def missing_tokens(recall: RecallRates, tokens: RecalledTokens) -> float:
+    """Return the selected tokens of a KV head that are not in the hot set.
+
+    They are proportional to the selected tokens. They decrease with the share of tokens in the hot
+    set, and are 0 where it holds all.
+    """
+    share = min(max(tokens.held, 1) / tokens.cached, 1)
+    return recall.missed * tokens.chosen * (1 - share) ** 1.5 / math.sqrt(share)
+
+
+def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
+    """Return the density of missing tokens on disk, and the length of their records.
+
+    The density is the number of records to be read per `NEAR` bytes of the cache; the length is in
+    units of `NEAR` bytes.
+    """
+    missing = missing_tokens(recall, tokens)
+    layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
+    near = NEAR / layout.token_bytes  # tokens of a head that take so many bytes
+    return missing * near / tokens.cached, layout.record_bytes / NEAR
+
+
+def read_shares(groups: float, length: float) -> tuple[float, float]:
+    """Return bytes read, and requests of `NEAR` bytes each, over the bytes of the whole cache.
+
+    Records begin anywhere: on average there are `groups` in `NEAR` bytes, each `length` times
+    `NEAR` bytes long. A gap between two of them is longer than `NEAR` with probability exp(-groups
+    * (1 + length)). Shorter gaps are read too. A longer gap begins another request, which takes as
+    long as reading `NEAR` bytes.
+    """
+    longer = math.exp(-groups * (1 + length))
+    return 1 - (1 + groups) * longer, groups * longer
 
 
 class CacheCosts:
-    """The cache of a mean decoder layer in a mean forward pass.
+    """Cost of the cache in an average decoder layer of an average forward pass.
 
     Parameters
     ----------
@@ -102,16 +161,15 @@ class CacheCosts:
         self._sequences = run.group_batches * run.workload.gpu_batch_size
         self._prompt = run.workload.prompt_len
         self._record = kv_entry_bytes(run.cache, run.model, run.itemsize)
-        self._tokens = CachedTokens(run, hardware.recall)
 
     def prompt_attention_seconds(self) -> float:
-        """Causal attention over a whole prompt, with scores in the layers that need them."""
+        """Return the seconds of causal attention over a prompt, with scores where needed."""
         run, model = self._run, self._run.model
         compute, heads = self._hardware.compute, model.num_heads
         rates, each = compute.prefill_attention, compute.query_seconds
         seconds = 0.0
         for layer in range(model.num_layers):
-            # Of each query with the keys that it sees.
+            # Pairs of a query and a key that it attends to.
             seen = min(self._prompt, model.form(layer).window or self._prompt)
             pairs = seen * (seen + 1) / 2 + (self._prompt - seen) * seen
             size = budget(run.cache.h2o, layer, run.workload.prompt_len)
@@ -122,7 +180,11 @@ class CacheCosts:
         return seconds / model.num_layers
 
     def add_prompt(self, cost: CostAccumulator) -> None:
-        """The cut cache is written once. Until then, prompts in chunks go to and fro whole."""
+        """Add the cache's part of the prefill.
+
+        The cut cache is stored once. With chunked prefill, whole prompts are loaded and stored in
+        each pass until the cut.
+        """
         run, passes = self._run, self._run.passes
         if not run.attends_on_host:
             each = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
@@ -134,73 +196,141 @@ class CacheCosts:
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
-            # There whole prompts go down to be cut.
-            cost.link("gpu->cpu", plain * self._prompt / passes, ("cache", "cpu"))
+            # Prompts are cut on the host, which needs them whole.
+            cost.transfer("gpu->cpu", plain * self._prompt / passes, ("cache", "cpu"))
         if run.gathers_prompts:
-            cost.bring("cache", plain * self._prompt * (passes - 1) / passes)
-            cost.send("cache", plain * self._prompt * (passes - 1) / passes)
-            cost.send("cache", cut / passes, fetched)
+            cost.load("cache", plain * self._prompt * (passes - 1) / passes)
+            cost.store("cache", plain * self._prompt * (passes - 1) / passes)
+            cost.store("cache", cut / passes, fetched)
         else:
-            cost.bring("cache", cut * (passes - 1) / passes, fetched)
-            cost.send("cache", cut, fetched)
+            cost.load("cache", cut * (passes - 1) / passes, fetched)
+            cost.store("cache", cut, fetched)
 
     def add_token(self, cost: CostAccumulator) -> None:
-        """Attention where the cache is brought or lies, and the new records on their way back."""
+        """Add the cache's part of a decode step: attention, loads, and stores of new entries."""
         run, model, hardware = self._run, self._run.model, self._hardware
         new = self._sequences * self._record
         for tier in TIERS:
             host = tier == "cpu" and run.attends_on_host
             by = hardware.host_attention if host else hardware.compute
-            # Recall on a GPU counts as if all were read: an H200 takes 0.93 to 1.24 of that for
-            # 8,192 tokens, as choosing costs what it saves.
-            each = self._tokens.attention_seconds(by, recalls=host or not run.has_gpu)
+            # Recall on a GPU costs what full attention does: selecting takes the time it saves
+            # (0.93 to 1.24 of full attention on an H200, 8,192 tokens).
+            each = self._attention_seconds(by, recalls=host or not run.has_gpu)
             cost.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
         mean = self._prompt + (run.workload.gen_len + GROWTH) / 2
         whole = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
-            cost.link("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
-            cost.link("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
+            cost.transfer("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
+            cost.transfer("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
-            # All keys, and of the values those that are chosen; by recall what it chooses.
+            # Sparse attention loads all keys and the selected values.
             brought = whole * (1 + run.cache.attn_sparsity) / 2
             if run.recalls_in_place:
-                brought = self._sequences * self._tokens.read_in_place()[0]
-            cost.bring("cache", brought, ("cpu",))
-            cost.send("cache", new, ("cpu",))
+                brought = self._sequences * self._selective_reads()[0]
+            cost.load("cache", brought, ("cpu",))
+            cost.store("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
         fetching = (run.group_batches * hardware.fetch_seconds
                     + self._sequences * model.num_kv_heads * hardware.fetch_head_seconds)
         if run.recalls_from_disk:
-            whole, written = self._sequences * self._tokens.disk_reads()[0], new
+            whole, written = self._sequences * self._selective_reads()[0], new
             each = hardware.recall.fetching * hardware.compute.layer_seconds
             fetching = run.group_batches * each
         cost.add(COMPUTE, fetching, ("cache", "disk"))
-        cost.bring("cache", whole, ("disk",))
+        cost.load("cache", whole, ("disk",))
         if run.has_gpu:
-            cost.link("gpu->cpu", new, ("cache", "disk"))
-        cost.link("cpu->disk", written, ("cache", "disk"))
+            cost.transfer("gpu->cpu", new, ("cache", "disk"))
+        cost.transfer("cpu->disk", written, ("cache", "disk"))
 
-    def awaited(self) -> np.ndarray | None:
-        """Seconds [TERMS] for which attention waits for what it has chosen.
+    def stall_seconds(self) -> np.ndarray | None:
+        """Return the seconds [TERMS] for which attention waits for selective reads; None without
+        any.
 
-        From disk that comes in turns: while those of some sequences come, others choose or attend.
+        Reads from disk take turns: while some sequences read, others select or attend.
         """
         run, cost = self._run, CostAccumulator(self._hardware)
         if run.recalls_from_disk:
-            cost.bring("cache", self._sequences * self._tokens.disk_reads()[1], ("disk",))
-            each = self._tokens.attention_seconds(self._hardware.compute, recalls=True)
+            cost.load("cache", self._sequences * self._selective_reads()[1], ("disk",))
+            each = self._attention_seconds(self._hardware.compute, recalls=True)
             beside = 1 - 1 / min(TURNS, run.workload.gpu_batch_size)
             cost.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
         elif run.recalls_in_place:
-            cost.bring("cache", self._sequences * self._tokens.read_in_place()[1], ("cpu",))
+            cost.load("cache", self._sequences * self._selective_reads()[1], ("cpu",))
         else:
             return None
         return cost.seconds.sum(axis=0)
 
     def _slots(self, grown: float) -> float:
-        """Slots of a sequence that travel, a mean over layers: with nothing evicted, `grown`."""
+        """Return the slots of a sequence that are transferred, averaged over layers.
+
+        Without eviction there are `grown` of them.
+        """
         run, model = self._run, self._run.model
         evicting = {*run.evicting_layers}
         return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
             layer_slots(run.cache, model, run.workload))) / model.num_layers
+
+    def _attention_seconds(self, rates: ComputeRates | HostAttentionRates, *, recalls: bool
+                           ) -> float:
+        """Return the seconds of a new token's attention, averaged over layers.
+
+        With `recalls`, layers that are configured to recall use the recall kernels.
+        """
+        run, model, total = self._run, self._run.model, 0.0
+        for layer in range(model.num_layers):
+            tokens = self._recalled(layer) if recalls else None
+            if tokens is not None:
+                index = IndexLayout(model.head_dim, run.cache.h2o.index_bits)
+                total += recall_seconds(rates, self._hardware.recall, tokens, index=index,
+                                        cache=run.cache)
+                continue
+            read = self._attended(layer) * self._record
+            total += (read * seconds_per_byte(rates, run.cache)
+                      + model.num_kv_heads * rates.head_seconds)
+        return total / model.num_layers
+
+    def _selective_reads(self) -> tuple[float, float]:
+        """Return the bytes that a decode step reads of a recalled cache, averaged over layers.
+
+        The second value is the part that attention waits for. Bytes from disk are those that take
+        as long to read sequentially.
+        """
+        run, total, awaited = self._run, 0.0, 0.0
+        for layer in range(run.model.num_layers):
+            whole, tokens = self._attended(layer) * self._record, self._recalled(layer)
+            if tokens is None:
+                total += whole
+                continue
+            if run.recalls_from_disk:
+                read = whole * disk_read_ratio(self._hardware.recall, tokens)
+            else:
+                read = tokens.chosen * self._record
+                if run.has_hot_set:
+                    missing = missing_tokens(self._hardware.recall, tokens)
+                    read = min(read, missing * self._record)
+            total, awaited = total + read, awaited + read
+        return total / run.model.num_layers, awaited / run.model.num_layers
+
+    def _recalled(self, layer: int) -> RecalledTokens | None:
+        """Return the tokens of a layer halfway through the generation; None without recall."""
+        run = self._run
+        if run.cache.simulated:
+            return None
+        load, attended = run.workload, self._attended(layer)
+        chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
+        held = hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
+                          run.policy.fast_set)
+        return None if chosen is None else RecalledTokens(
+            min(chosen, attended), attended, run.model.num_kv_heads, self._record, held)
+
+    def _attended(self, layer: int) -> float:
+        """Return the tokens that a new token attends to, including itself."""
+        h2o, load = self._run.cache.h2o, self._run.workload
+        steps = max(load.gen_len - 1, 1)
+        first, last = (cached(h2o, layer, load.prompt_len, new) for new in (0, steps - 1))
+        if h2o is not None and h2o.budget_of == "text":
+            return (first + last) / 2 + 1
+        growing = last - first  # a token each step, up to the budget
+        total = (growing + 1) * (first + last) / 2 + (steps - 1 - growing) * last
+        return total / steps + 1

@@ -1,82 +1,93 @@
-"""Calibration: measure this machine's links and compute once, and keep the figures.
+"""Calibration: measure this machine's links and compute once, and cache the figures.
 
-They lie under ``hardware`` in the user's cache, in a file for each machine, device, disk and
-version of what computes: of this package, of its kernels' build, and of PyTorch.
+The figures are files in the folder ``hardware`` of the user's cache. There is a file for each
+machine, device, disk, version of this package, build of its kernels, and version of PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
 import platform
 import re
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flexgen_h2o.cache.layout import Capacity, SlotLayout
+from flexgen_h2o.cache.tiers import FetchedPart, SlotUpdate
+from flexgen_h2o.config.cache_layout import IndexLayout
+from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels.cpu import recall as native_recall
+from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.metrics.provenance import cpu_model
-from flexgen_h2o.metrics.trace import LINKS
+from flexgen_h2o.metrics.trace import LINKS, LinkStats, Trace
 from flexgen_h2o.models.convert import cache_dir
-from flexgen_h2o.planning.cache_rates import fetch_rates, recall_rates
-from flexgen_h2o.planning.compute_rates import Rates, Sizes
+from flexgen_h2o.planning.cache_cost import RecalledTokens, fit_recall_rates
+from flexgen_h2o.planning.compute_rates import MIN_SECONDS, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import (
     RECALL_FIGURES,
     ComputeRates,
     Hardware,
     HostAttentionRates,
+    RecallRates,
     load_hardware,
     save_hardware,
 )
 from flexgen_h2o.storage.disk import RunFolder
 from flexgen_h2o.storage.free_memory import nearest_folder, whole_memory
 from flexgen_h2o.storage.links import copy_rates, disk_read_rate, disk_write_rate
-from flexgen_h2o.storage.tiers import Device
+from flexgen_h2o.storage.tiers import Device, typed
+from flexgen_h2o.storage.transfer import Transfers
 
 Note = Callable[[str], object]
 
-_FORMAT = 6  # raise it when figures change their meaning: what was kept is then measured anew
-_DIGITS = 4  # a measurement has no more
+_FORMAT = 6  # increment it when the meaning of a figure changes, to measure again
+_DIGITS = 4  # significant digits of a measurement
 
 _log = logging.getLogger(__name__)
 
 
 def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalibrate: bool = False,
-            progress: Note) -> Hardware:
-    """This machine: as an earlier call has measured it, else measured now and kept.
+                      progress: Note) -> Hardware:
+    """Return the figures of this machine: cached ones, or else measured ones, which are cached.
 
     Parameters
     ----------
     device : Device
-        That computes.
+        The device that computes.
     offload_dir : path
-        On the disk that runs write to; made if a file is to be written there.
+        A folder on the disk that runs write to; it is made if missing.
     recalibrate : bool
-        Measure in any case.
+        Measure again.
     progress : callable
-        Gets a few words on each thing that is about to be measured.
+        Gets a description of each measurement before it starts.
 
     Raises
     ------
     UserError
         The disk cannot be measured.
     """
-    path = _file(device, offload_dir)
+    path = _calibration_file(device, offload_dir)
     if not recalibrate:
         try:
             if (found := load_calibration(device, offload_dir)) is not None:
                 return found
         except UserError as error:
-            _log.warning("measuring this machine anew: %s", error)
+            _log.warning("measuring this machine again: %s", error)
     hardware = calibrate(device, offload_dir, progress=progress)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,29 +99,32 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
 
 
 def load_calibration(device: Device, offload_dir: str | os.PathLike) -> Hardware | None:
-    """This machine as an earlier call of `machine` has measured it; None if none has.
+    """Return the cached figures of this machine; None if there are none.
 
-    Raises `UserError` for a file of its figures that is damaged.
+    Raises
+    ------
+    UserError
+        The cached file is damaged.
     """
-    path = _file(device, offload_dir)
-    # A container may have another limit on its memory by now.
+    path = _calibration_file(device, offload_dir)
+    # The memory limit of a container may have changed.
     return (replace(load_hardware(path), **_memory(device, offload_dir)) if os.path.exists(path)
             else None)
 
 
 def measured_dtype(device: Device) -> torch.dtype:
-    """The dtype in which a device is measured: the engine's default."""
+    """Return the dtype in which a device is measured: the engine's default."""
     return torch.float16 if device.torch.type == "cuda" else torch.bfloat16
 
 
 @torch.inference_mode()
 def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
               sizes: Sizes | None = None) -> Hardware:
-    """Measure this machine through the engine's own operations, in its default dtype.
+    """Measure this machine with the engine's own operations, in its default dtype.
 
-    It takes about half a minute, at most 2.5 GB of memory on a CPU, and a scratch file of
-    `sizes.scratch` bytes that is gone afterwards. Parameters and errors are those of `machine`;
-    `sizes` None are those that suit the device.
+    It takes about half a minute and at most 2.5 GB of memory on a CPU. A scratch file of
+    `sizes.scratch` bytes is removed at the end. Parameters and errors are those of
+    `load_or_calibrate`; `sizes` default to those that suit the device.
     """
     sizes = sizes or Sizes.of(device)
     dtype = measured_dtype(device)
@@ -130,19 +144,19 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
            ) -> tuple[dict[str, float], dict[str, float]]:
-    """`Hardware.links`, and the fields of `Hardware` that say what transfers take of compute."""
+    """Return `Hardware.links`, and the fields of `Hardware` that say how transfers slow compute."""
     progress("disk")
     sizes = rates.sizes
     with contextlib.closing(RunFolder(offload_dir)) as folder:
         scratch = folder.file("calibration.bin", sizes.scratch)
-        # Written first: what is read must be no hole in the file.
+        # Write first: a read must not hit a hole in the file.
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
         found = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
-        progress("disk and products at once")
+        progress("disk and matmuls at once")
         names = ("interference", "read_interference")
         beside = dict(zip(names, map(_figure, rates.interference(scratch)), strict=True))
         if not device.separate:
-            progress("a cache on disk")
+            progress("cache on disk")
             names = ("fetch_seconds", "fetch_head_seconds")
             beside |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
     if device.separate:
@@ -154,18 +168,18 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
 def _compute(rates: Rates, progress: Note) -> ComputeRates:
     linear = {}
     for bits in WEIGHT_BITS:
-        progress(f"products with weights of {bits} bits")
+        progress(f"matmuls with {bits}-bit weights")
         linear[bits] = _figures(rates.linear(bits))
     rounded = {}
-    for bits in INTEGER_BITS if rates.rounds_activations else ():
-        progress(f"products of rounded activations with weights of {bits} bits")
+    for bits in INTEGER_BITS if rates.quantizes_activations else ():
+        progress(f"matmuls of quantized activations with {bits}-bit weights")
         rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")
     plain, scored = (rates.prefill_attention(scored=each) for each in (False, True))
     prefill, query_seconds = (dict(zip(("plain", "scored"), each, strict=True))
                               for each in zip(plain, scored, strict=True))
     decode, head_seconds = _decode_attention(rates)
-    progress("a decoder layer, and the choice of tokens")
+    progress("decoder layer and argmax")
     bound = rates.captured_layer_seconds()
     return ComputeRates(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
                    head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
@@ -182,16 +196,17 @@ def _decode_attention(rates: Rates) -> tuple[dict[int, float], float]:
 
 
 def _figures(figures: Mapping[Any, float]) -> dict[Any, float]:
+    """Round all figures."""
     return {key: _figure(figure) for key, figure in figures.items()}
 
 
 def _figure(figure: float) -> float:
-    """Rounded to the digits that mean something, which a file gives back as they are."""
+    """Round to the significant digits of a measurement, which the file preserves."""
     return float(f"{figure:.{_DIGITS}g}")
 
 
 def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, int | None]:
-    """The fields of `Hardware` that say what the machine has in all."""
+    """Return the fields of `Hardware` for the machine's total memory and disk."""
     return asdict(whole_memory(offload_dir, device.total_bytes()))
 
 
@@ -200,8 +215,8 @@ def _name(device: Device) -> str:
     return f"{platform.node()}: {compute}, {torch.get_num_threads()} CPU threads"
 
 
-def _file(device: Device, offload_dir: str | os.PathLike) -> Path:
-    """File of the figures of this machine, named after all that they depend on."""
+def _calibration_file(device: Device, offload_dir: str | os.PathLike) -> Path:
+    """Return the file of this machine's figures, named after all that they depend on."""
     parts = (_FORMAT, platform.node(), cpu_model(), os.cpu_count(), torch.get_num_threads(),
              device.description(), torch.__version__, nearest_folder(offload_dir).stat().st_dev,
              VERSION, cpu_library.missing() or (cpu_library.instruction_set(), cpu_library.build()),
@@ -209,3 +224,140 @@ def _file(device: Device, offload_dir: str | os.PathLike) -> Path:
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     host = re.sub(r"[^A-Za-z0-9._-]", "_", platform.node())[:60]
     return cache_dir() / "hardware" / f"{host}-{key}.yaml"
+
+
+KV_HEADS, WIDTH, SLOTS = 32, 8, 16
+"""Shape of a cache whose fetches are dominated by overhead."""
+
+SEQUENCES = (1, 33)
+"""Sequences of two such caches, whose difference is the overhead per sequence."""
+
+ROUNDS = 6
+"""Number of times that `WRITE_BACK_TOKENS` steps are run."""
+
+
+def fetch_rates(device: Device, file: Path) -> tuple[float, float]:
+    """Measure `Hardware.fetch_seconds` and `fetch_head_seconds`: CPU time, all cores together.
+
+    Parameters
+    ----------
+    device : Device
+        A device without memory of its own.
+    file : Path
+        An existing file that is large enough for the cache; it is overwritten.
+    """
+    few, many = SEQUENCES
+    short, long = (_fetch_seconds(device, file, sequences) for sequences in SEQUENCES)
+    each = max((long - short) / (many - few), 0.0)
+    return max(short - few * each, MIN_SECONDS), max(each / KV_HEADS, MIN_SECONDS)
+
+
+def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:
+    """Return the CPU seconds of a decode step of one layer with a cache on disk."""
+    transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
+    try:
+        part = FetchedPart(SlotLayout(KV_HEADS, WIDTH, torch.bfloat16), 0, sequences,
+                           capacity=Capacity(1, (SLOTS,)), transfers=transfers, path=file)
+        part.begin(0, [(sequences, SLOTS)])
+        part.load(0, 0, fetch=False)
+        part.get(0, 0).zero_()
+        part.store(0, 0, None)
+
+        def steps() -> None:
+            for step in range(WRITE_BACK_TOKENS):
+                part.load(0, 0, fetch=True)
+                slots = torch.full((sequences, KV_HEADS), step)
+                part.store(0, 0, SlotUpdate.gather(part.get(0, 0), slots))
+            part.synchronize()
+
+        steps()
+        began = time.process_time()
+        for _ in range(ROUNDS):
+            steps()
+        return (time.process_time() - began) / (ROUNDS * WRITE_BACK_TOKENS)
+    finally:
+        transfers.close()
+
+
+GROUP = 4
+"""Query heads per KV head."""
+
+INDEX_BITS = 4
+
+
+@dataclass(frozen=True)
+class _RandomCache:
+    """A layer's random keys and values, and their key index.
+
+    `slots` are [2, sequences, kv_heads, slots, head_dim], in the engine's memory (huge pages).
+    """
+
+    slots: torch.Tensor
+    index: torch.Tensor
+
+    @classmethod
+    def make(cls, block: torch.Tensor) -> _RandomCache:
+        layout = IndexLayout(block.shape[-1], INDEX_BITS)
+        _, sequences, kv_heads, tokens, _ = block.shape
+        shape = (sequences, kv_heads, layout.tiles(tokens), layout.tile_bytes)
+        device = Device()
+        slots = typed(device.empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
+        index = typed(device.empty(torch.Size(shape).numel()), 0, shape, torch.uint8)
+        native_recall.index_keys(slots[0], index, _spans(sequences, 0, tokens), layout=layout,
+                                 records=None)
+        return cls(slots, index)
+
+    def capture(self, cached: int, chosen: int) -> CapturedCalls:
+        """Capture a decode step that selects `chosen` of the first `cached` tokens."""
+        _, sequences, kv_heads, _, head_dim = self.slots.shape
+        layout, calls = IndexLayout(head_dim, INDEX_BITS), CapturedCalls()
+        q, k, v = (torch.randn(sequences, heads, head_dim, dtype=self.slots.dtype)
+                   for heads in (GROUP * kv_heads, kv_heads, kv_heads))
+        metadata = torch.tensor([[cached], [chosen]], dtype=torch.int32).repeat(1, sequences)
+        slots = native_recall.choose_keys(q, k, index=self.index, metadata=metadata, layout=layout,
+                                          most=chosen, capture=calls)
+        native_recall.attend_recalled(q, k, v, slots=self.slots, chosen=slots, metadata=metadata,
+                                      layout=None, capture=calls)
+        native_recall.index_keys(self.slots[0], self.index, _spans(sequences, cached, 1),
+                                 layout=layout, records=None, capture=calls)
+        return calls
+
+
+def _spans(sequences: int, first: int, count: int) -> torch.Tensor:
+    return torch.tensor([[first], [first], [count]], dtype=torch.int32).repeat(1, sequences)
+
+
+def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, sizes: Sizes
+                 ) -> RecallRates:
+    """Measure `Hardware.recall` on this machine's CPU.
+
+    Parameters
+    ----------
+    rates : ComputeRates or HostAttentionRates
+        Rates of the CPU's attention over a cache that is read sequentially.
+    dtype : torch.dtype
+        Of the cache.
+    sizes : Sizes
+
+    Returns
+    -------
+    RecallRates
+        The defaults where the C++ kernels are missing.
+    """
+    if ops.uses_reference("cpu"):
+        return RecallRates()
+    few, many = sizes.recalled
+    kv_heads = max(1, sizes.heads // GROUP)
+    block = torch.randn(2, sizes.sequences, kv_heads, many + 1, sizes.head_dim, dtype=dtype)
+    count = -(-sizes.rotated // block.nbytes)
+    caches = [_RandomCache.make(block) for _ in range(count)]
+    timer = Timer(Device(), sizes.seconds)
+    heads = sizes.sequences * kv_heads
+    record = block[:, 0, 0, 0].nbytes
+    times = []
+    for cached, chosen in ((few, few // 4), (many, few // 4), (many, many // 4)):
+        steps = itertools.cycle([cache.capture(cached, chosen) for cache in caches])
+        tokens = RecalledTokens(chosen, cached, heads, heads * record)
+        times.append((tokens, timer.seconds(lambda steps=steps: next(steps).replay())))
+    return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
+

@@ -1,4 +1,8 @@
-"""Times work on a device: each measurement warms up first, and is the median of many samples."""
+"""Measure the compute rates of a device with the engine's own operations.
+
+Weights and caches are random, and are cycled through copies that exceed the processor caches.
+Outputs are reused. A rate is what a run gets on this machine under the same load.
+"""
 
 from __future__ import annotations
 
@@ -33,45 +37,45 @@ from flexgen_h2o.storage.links import disk_beside
 from flexgen_h2o.storage.tiers import Device
 
 MIN_SECONDS = 1e-9
-"""The least that is left when one time is taken from another: noise must not make it negative."""
+"""Lower bound of a difference of times, which noise could make negative."""
 
 FEWEST, MOST = 7, 200
-"""Samples of a measurement."""
+"""Fewest and most samples of a measurement."""
 
 PATIENCE = 8
-"""Times as long is taken for a difference, which is small beside what it is made of."""
+"""Factor of the time spent on a difference, which is small beside its operands."""
 
 
 class Timer:
-    """Times work on a device, in samples of so many calls that reading the clock costs nothing.
+    """Timer of work on a device: a warm-up, then the median of samples of several calls each.
 
     Parameters
     ----------
     device : Device
     seconds : float
-        That the samples of a measurement take together, about.
+        Approximate time of all samples of a measurement.
     """
 
     def __init__(self, device: Device, seconds: float):
         self._device = device
         self._seconds = seconds
 
-    def seconds(self, work: Callable[[], object], *, hopeless: float = math.inf) -> float:
-        """Seconds of a call; no more than a look at it if they are `hopeless`."""
-        if hopeless < math.inf:
+    def seconds(self, work: Callable[[], object], *, give_up: float = math.inf) -> float:
+        """Return the seconds of a call; stop after three calls if they take `give_up` or more."""
+        if give_up < math.inf:
             self._sample(work, 1)
             least = min(self._sample(work, 1) for _ in range(2))
-            if least >= hopeless:
+            if least >= give_up:
                 return least
         return statistics.median(took for took, in self._samples(self._seconds, work))
 
     def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
-        """Seconds that a call of `more` takes beyond one of `less`; they take turns."""
+        """Return the seconds of a call of `more` beyond one of `less`, in interleaved samples."""
         samples = self._samples(PATIENCE * self._seconds, more, less)
         return statistics.median(with_it - without for with_it, without in samples)
 
     def _samples(self, seconds: float, *works: Callable[[], object]) -> list[list[float]]:
-        """Seconds of a call of each, again and again for so long, about."""
+        """Return samples of the seconds of a call of each of `works`, taken for about `seconds`."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
         tried = [[self._sample(work, 1) for work in works] for _ in range(FEWEST)]
@@ -93,16 +97,13 @@ class Timer:
         return (time.perf_counter() - began) / calls
 
 
-# Parts of an OPT layer that are timed by themselves, called the way that the engine does.
-
-
 class DecodeStep:
-    """A step over full slots in the middle of a generation with heavy hitters: each call evicts.
+    """Attention of a decode step over full slots with heavy hitters: each call evicts.
 
     Parameters
     ----------
     slots : Tensor [2, sequences, kv_heads, slots, width]
-        Keys and values, or their records.
+        Keys and values as stored.
     bits, head_dim : int
     """
 
@@ -117,47 +118,39 @@ class DecodeStep:
         self._metadata = metadata[:, None].repeat(1, shape[0]).to(slots.device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of a new token; q [sequences, heads, head_dim], k and v with their heads."""
+        """Return the attention of a new token: q, k, v [sequences, heads or KV heads, head_dim]."""
         self._metadata[1] += 1
         return ops.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
                                     layout=self._layout, state=self._state)[0]
 
-    def bind(self, q: Tensor, k: Tensor, v: Tensor, *, capture: CapturedCalls) -> Tensor:
-        """Note a call among the steps of a program; the result is what these write."""
+    def capture(self, q: Tensor, k: Tensor, v: Tensor, *, into: CapturedCalls) -> Tensor:
+        """Capture a call into a list of calls; return the tensor that replays write."""
         return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
-                                       layout=self._layout, capture=capture,
+                                       layout=self._layout, capture=into,
                                        eviction=EvictionArguments.of(self._state))[0]
 
 
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """A decoder layer, as the executor calls it; x [rows, hidden] is updated in place."""
+    """Run a decoder layer as the executor does; x [rows, hidden] is updated in place."""
     attended = attend(*OPT.attention_inputs(config, weights, x, do))
     OPT.attention_output(config, weights, x, attended, do)
     OPT.mlp(config, weights, x, do)
 
 
-def run_products(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
-    """The products of such a layer alone, of source [rows, hidden]; two are added to x."""
+def run_matmuls(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
+    """Run the matmuls of such a layer alone, of source [rows, hidden]; two are added to x."""
     q, _, _, wide = (linear(source, weights[name], out=do.get(
         name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
     add_linear_(x, q, weights["out"])
     add_linear_(x, wide, weights["fc2"])
 
 
-# Measured rates of compute: the engine's own operations, each the way that a run uses it.
-#
-# Weights and caches are random and go round in copies that no processor cache holds together;
-# outputs are used again and again. A rate is what a run gets from this machine, if nothing else
-# runs
-# on it now that does not then.
+GIVE_UP = 2
+"""Factor over the fastest implementation beyond which another one is not measured further."""
 
-
-HOPELESS = 2
-"""Times as long as another implementation takes one that is not timed to the end."""
-
-SHORTER = 16
-"""Times as short as other prompts are those that tell what attention takes for a query."""
+SHORT_PROMPTS = 16
+"""Factor by which the short prompts are shorter that show the overhead per query."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +160,11 @@ class Sizes:
     Attributes
     ----------
     matrix : (outputs, inputs)
-        Of products.
+        Of matmuls.
     rows : tuple of int
-        That are multiplied together.
+        Rows of matmuls.
     rotated : int
-        Bytes of all copies that go round, at least.
+        Bytes of all copies that are cycled through, at least.
     heads, head_dim : int
         Of attention.
     prompts : (sequences, tokens of each)
@@ -179,17 +172,20 @@ class Sizes:
     sequences : int
         Of a decode step.
     slots : (few, many)
-        Of each sequence in two decode steps, whose difference tells bytes from heads.
+        Slots per sequence of two decode steps, whose difference separates bytes from overhead.
     recalled : (few, many)
-        Tokens of each sequence in decode steps that recall a quarter, or as many as of few.
+        Tokens per sequence of decode steps with recall, which select a quarter of the few or the
+        many.
     hidden, layer_rows : int
-        Of a decoder layer: so wide that its activations leave the caches, as in a run, and not so
-        wide that its products drown the rest.
+        Of a decoder layer: wide enough that its activations exceed the caches, as in a run, and
+        narrow enough that its matmuls do not hide the rest.
     logits : (sequences, vocabulary)
-    scratch, copied : int
-        Bytes of the file that is written and read, and of a copy to a GPU.
+    scratch : int
+        Bytes of the file that is written and read.
+    copied : int
+        Bytes of a copy to a GPU.
     seconds : float
-        That a measurement takes, about, beside its warm-up.
+        Approximate time of a measurement without its warm-up.
     """
 
     matrix: tuple[int, int] = (4096, 4096)
@@ -210,7 +206,7 @@ class Sizes:
 
     @classmethod
     def of(cls, device: Device) -> Sizes:
-        """Numbers of rows that keep the device busy."""
+        """Return the sizes that suit a device."""
         if not device.separate:
             return cls()
         return cls(matrix=(16384, 8192), rotated=1 << 30, prompts=(16, 512), sequences=32,
@@ -218,7 +214,7 @@ class Sizes:
 
 
 class Rates:
-    """Measures one device.
+    """Measurements of one device.
 
     Parameters
     ----------
@@ -226,18 +222,25 @@ class Rates:
     dtype : torch.dtype
         Of weights, cache and activations.
     sizes : Sizes
+
+    Attributes
+    ----------
+    implementations : dict
+        The autotune table found so far, as in `ComputeRates`.
     """
 
     def __init__(self, device: Device, dtype: torch.dtype, sizes: Sizes):
         self._device = device
         self._dtype = dtype
         self.sizes = sizes
-        self._clock = Timer(device, sizes.seconds)
+        self._timer = Timer(device, sizes.seconds)
         self.implementations: dict[str, dict[int, dict[int, str]]] = {}  # `ComputeRates`'s
 
     def interference(self, scratch: Path) -> tuple[float, float]:
-        """`Hardware.interference` and `Hardware.read_interference`, of products that read all of
-        memory and reading a file."""
+        """Measure `Hardware.interference` and `read_interference`.
+
+        Memory-bound matmuls run while a file is read.
+        """
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, WeightOptions())
         x, out = self._random(1, weight.shape[1]), self._random(1, len(weight))
@@ -246,7 +249,7 @@ class Rates:
             linear(x, next(matrices), out=out)
             self._device.mark().synchronize()
 
-        each = self._clock.seconds(multiply)
+        each = self._timer.seconds(multiply)
         found = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
         slower = ([(beside - alone) / (each * max(done, 1)) for alone, beside, done in found],
                   [(beside - each * done) / alone for alone, beside, done in found])
@@ -254,12 +257,12 @@ class Rates:
         return reading, computing
 
     @property
-    def rounds_activations(self) -> bool:
-        """True where products may round them."""
+    def quantizes_activations(self) -> bool:
+        """True where matmuls may quantize activations."""
         return not self._device.separate
 
     def linear(self, bits: int, *, activation_bits: int = 16) -> dict[int, float]:
-        """`ComputeRates.linear` of so many bits; with 8 `activation_bits`, `rounded_linear`."""
+        """Measure `ComputeRates.linear`, or `rounded_linear` with 8 `activation_bits`."""
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, WeightOptions(bits, activation_bits=activation_bits))
         operation = "linear" if bits == 16 else "linear_quantized"
@@ -271,22 +274,23 @@ class Rates:
                 linear(x, next(matrices), out=out)
 
             took = (self._fastest(operation, bits, rows, multiply) if activation_bits == 16
-                    else self._clock.seconds(multiply))
-            # Where fewer rows seem to take longer than more, something has come between.
+                    else self._timer.seconds(multiply))
+            # Fewer rows cannot take longer than more: then something disturbed the measurement.
             seconds[rows] = more = min(took, more)
         return {rows: BILLION * seconds[rows] / weight.numel() for rows in self.sizes.rows}
 
     def _fastest(self, operation: str, bits: int, rows: int, work: Callable[[], object]) -> float:
-        """Seconds of a call with the fastest implementation, which is noted if there are others."""
+        """Return the seconds of the fastest implementation, which is recorded if there are several.
+        """
         possible = (("only",) if self._device.separate
                     else dispatch.available(operation, rows, self._dtype))
         if len(possible) == 1:
-            return self._clock.seconds(work)
+            return self._timer.seconds(work)
         seconds = {}
         for name in possible:
             with dispatch.use_autotune_table({operation: {bits: {rows: name}}}):
-                seconds[name] = self._clock.seconds(
-                    work, hopeless=HOPELESS * min(seconds.values(), default=math.inf))
+                seconds[name] = self._timer.seconds(
+                    work, give_up=GIVE_UP * min(seconds.values(), default=math.inf))
         best = min(seconds, key=seconds.__getitem__)
         by_rows = self.implementations.setdefault(operation, {}).setdefault(bits, {})
         self.implementations[operation][bits] = dict(sorted({**by_rows, rows: best}.items()))
@@ -294,18 +298,18 @@ class Rates:
 
     def _copies(self, weight: Tensor, options: WeightOptions
                 ) -> Iterator[Tensor | QuantizedMatrix]:
-        """A matrix in this form, again and again in other memory."""
+        """Yield a matrix in this format endlessly, from copies in different memory."""
         form = WeightFormat(self._dtype, options)
         spec = TensorSpec("", tuple(weight.shape))
         layout = form.layout(spec)
         rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)
         return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, spec)
-                                for _ in range(self._rounds(rest.nbytes))])
+                                for _ in range(self._num_copies(rest.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
-        """`ComputeRates.prefill_attention` and `query_seconds`, from long prompts
-        and from as many rows in short ones."""
+        """Measure `ComputeRates.prefill_attention` and `query_seconds`, on long and short prompts.
+        """
         sizes = self.sizes
         sequences, tokens = sizes.prompts
         rows = sequences * tokens
@@ -315,19 +319,19 @@ class Rates:
         def attend(tokens: int) -> None:
             ops.prefill_attention(q, k, v, [tokens] * (rows // tokens), scores=scores)
 
-        few = max(1, tokens // SHORTER)
-        took = (self._clock.seconds(partial(attend, tokens)) if scored
+        few = max(1, tokens // SHORT_PROMPTS)
+        took = (self._timer.seconds(partial(attend, tokens)) if scored
                 else self._fastest("prefill_attention", 16, rows, partial(attend, tokens)))
         winners = None if scored else self.implementations
         with dispatch.use_autotune_table(winners):
-            short = self._clock.seconds(partial(attend, few))
+            short = self._timer.seconds(partial(attend, few))
         flops, fewer = (4 * sizes.head_dim * sizes.heads * rows * (each + 1) / 2
                         for each in (tokens, few))
         rate = (flops - fewer) / max(took - short, took / 2)
         return rate, max(short - fewer / rate, MIN_SECONDS) / (rows * sizes.heads)
 
     def caching(self) -> dict[int, float]:
-        """`ComputeRates.caching`, of whole prompts with scores."""
+        """Measure `ComputeRates.caching`, of whole prompts with scores."""
         sizes = self.sizes
         sequences, tokens = sizes.prompts
         k, v = (self._random(sequences * tokens, sizes.heads, sizes.head_dim) for _ in range(2))
@@ -341,14 +345,14 @@ class Rates:
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
                 for dtype in (torch.float32, torch.int32)))
             layout = CacheLayout.of(sizes.head_dim, bits)
-            took = self._clock.seconds(lambda slots=slots, state=state, layout=layout: (
+            took = self._timer.seconds(lambda slots=slots, state=state, layout=layout: (
                 ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                          layout=layout)))
             found[bits] = BILLION * took / (2 * k.numel())
         return found
 
     def decode_attention(self) -> tuple[dict[int, float], float]:
-        """`decode_attention` and `head_seconds`, from steps over few and over many slots."""
+        """Measure `ComputeRates.decode_attention` and `head_seconds`, on few and many slots."""
         sizes = self.sizes
         heads = sizes.sequences * sizes.heads
         found = {bits: [self._decode(slots, bits) for slots in sizes.slots] for bits in BITS}
@@ -360,41 +364,41 @@ class Rates:
                 for bits, (_, (nbytes, took)) in found.items()}, each
 
     def _decode(self, slots: int, bits: int) -> tuple[int, float]:
-        """Bytes of records, and seconds, of a step over so many slots."""
+        """Return the bytes of KV entries and the seconds of a step over `slots` slots."""
         sizes = self.sizes
         one = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
         nbytes = sizes.sequences * one.nbytes
         steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
-                            head_dim=sizes.head_dim) for _ in range(self._rounds(nbytes))]
+                            head_dim=sizes.head_dim) for _ in range(self._num_copies(nbytes))]
         q, k, v = (self._random(sizes.sequences, sizes.heads, sizes.head_dim) for _ in range(3))
         endless = itertools.cycle(steps)
-        return nbytes, self._clock.seconds(lambda: next(endless)(q, k, v))
+        return nbytes, self._timer.seconds(lambda: next(endless)(q, k, v))
 
     def _records(self, *shape: int, bits: int) -> Tensor:
-        """Keys and values [2, 1, *shape] of a sequence, at rest."""
+        """Return one sequence's keys and values [2, 1, *shape] as stored."""
         records = self._random(2, 1, *shape)
         if bits != 16:
             records = ops.quantize_groups(records, GroupLayout(shape[-1], bits))
         return records
 
     def layer_seconds(self) -> float:
-        """`ComputeRates.layer_seconds`: a layer whose products and attention are nothing."""
+        """Measure `ComputeRates.layer_seconds`: a layer with negligible matmuls and attention."""
         config, weights, step, x = self._small_layer()
         do = Operations(self._device.torch)
-        return self._clock.seconds(lambda: run_layer(config, weights, x, do, attend=step))
+        return self._timer.seconds(lambda: run_layer(config, weights, x, do, attend=step))
 
     def captured_layer_seconds(self) -> float | None:
-        """`ComputeRates.captured_layer_seconds`, of the same layer."""
+        """Measure `ComputeRates.captured_layer_seconds`; None where nothing is captured."""
         if self._device.separate or self._dtype != torch.bfloat16 or ops.uses_reference("cpu"):
             return None
         config, weights, step, x = self._small_layer()
-        program = CapturedCalls()
-        run_layer(config, weights, x, CapturingOperations(Operations(self._device.torch), program),
-                  attend=partial(step.bind, capture=program))
-        return self._clock.seconds(program.replay)
+        calls = CapturedCalls()
+        run_layer(config, weights, x, CapturingOperations(Operations(self._device.torch), calls),
+                  attend=partial(step.capture, into=calls))
+        return self._timer.seconds(calls.replay)
 
     def _small_layer(self) -> tuple[ModelConfig, dict[str, Tensor], DecodeStep, Tensor]:
-        """A layer, its weights, its attention and its input [1, hidden]."""
+        """Return a layer, its weights, its attention and its input [1, hidden]."""
         heads, head_dim, slots = 2, 32, 16
         config, weights = self._layer(heads * head_dim, heads)
         step = DecodeStep(self._records(heads, slots, head_dim, bits=16), bits=16,
@@ -402,23 +406,23 @@ class Rates:
         return config, weights, step, self._random(1, config.hidden_size)
 
     def elementwise(self) -> float:
-        """`ComputeRates.elementwise`: what a layer with no attention takes beyond its products."""
+        """Measure `ComputeRates.elementwise`: a layer without attention, minus its matmuls."""
         sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
         do = Operations(self._device.torch)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
-        beyond = self._clock.difference(
+        beyond = self._timer.difference(
             lambda: run_layer(config, weights, x, do, attend=lambda q, k, v: q),
-            lambda: run_products(weights, source, x, do))
+            lambda: run_matmuls(weights, source, x, do))
         return BILLION * max(beyond, MIN_SECONDS) / x.numel()
 
     def logit_seconds(self) -> float:
-        """`ComputeRates.logit_seconds`, for the likeliest token."""
+        """Measure `ComputeRates.logit_seconds` of an argmax."""
         logits = self._random(*self.sizes.logits)
-        return BILLION * self._clock.seconds(lambda: argmax(logits)) / logits.numel()
+        return BILLION * self._timer.seconds(lambda: argmax(logits)) / logits.numel()
 
     def _layer(self, hidden: int, heads: int) -> tuple[ModelConfig, dict[str, Tensor]]:
-        """An OPT of one layer, and the layer's weights."""
+        """Return an OPT of one layer, and the layer's weights."""
         config = from_transformers({
             "model_type": "opt", "hidden_size": hidden, "num_attention_heads": heads,
             "ffn_dim": 4 * hidden, "num_hidden_layers": 1}, "calibration")
@@ -428,6 +432,6 @@ class Rates:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self._dtype, device=self._device.torch)
 
-    def _rounds(self, nbytes: int) -> int:
-        """Number of copies of so many bytes that no processor cache holds together."""
+    def _num_copies(self, nbytes: int) -> int:
+        """Return the number of copies of `nbytes` bytes that exceed the processor caches."""
         return math.ceil(self.sizes.rotated / nbytes)

@@ -1,6 +1,9 @@
-"""A machine as the cost model sees it: rates of links and of compute, and its memory. No torch.
+"""The machine model: measured rates and memory sizes, and their YAML file. No torch.
 
-`calibrate` measures this machine; others are read from YAML files (configs/hardware/).
+`calibrate` measures this machine. Files for others are in configs/hardware/. Their keys are the
+fields of `Hardware` in practical units: GB, GB/s, TFLOP/s, microseconds, and seconds per billion.
+Rates are from 1e-9 to 1e9 of their unit. Instead of the table `linear`, a file may give the two
+rates of a roofline under `linear_roofline`.
 """
 
 from __future__ import annotations
@@ -25,45 +28,41 @@ from flexgen_h2o.metrics.trace import GB, LINKS
 
 @dataclass(frozen=True)
 class ComputeRates:
-    """Rates of the compute device for the parts of a step.
+    """Rates of the compute device.
 
     Attributes
     ----------
     linear : mapping of bits to mapping of rows to float
-        Seconds that products with a billion weights take, by bits of a weight (16, 8, 4, and 12
-        where it was measured) and rows that are multiplied together; products far larger than the
-        caches. Between two counts of rows it is interpolated, above the largest it grows with the
-        rows.
+        Seconds of matmuls with a billion weights, by bits of a weight (16, 8, 4, and 12 where it
+        was measured) and rows. Weights are far larger than the caches. Between two row counts it is
+        interpolated; above the largest it is proportional to the rows.
     prefill_attention : mapping of "plain" and "scored" to float
-        FLOP/s of causal attention over a prompt (4 x head_dim for each query and key that it
-        sees), without and with heavy hitters' scores.
-    query_seconds : mapping of "plain" and "scored" to float
-        What it takes for each query of a head besides, which is most where prompts are short; none
-        where it was not measured.
-    caching : mapping of bits to float
-        Seconds that putting a billion elements of a prompt's keys and values into a cache of 16, 8
-        or 4 bits takes: choosing, quantizing and copying. None without those that were not
-        measured.
+        FLOP/s of causal attention over a prompt (4 x head_dim per visible pair of query and key),
+        without and with scores.
     decode_attention : mapping of bits to float
-        Bytes of records per second at which one new token attends over a cache of 16, 8 or 4
-        bits in this device's own memory.
+        Bytes of KV entries per second that decode attention reads from this device's memory, for a
+        cache of 16, 8 or 4 bits.
     head_seconds : float
-        What attention takes for each sequence and KV head of a decode step beside the above.
+        Overhead of decode attention per sequence and KV head.
     elementwise : float
-        Seconds that a decoder layer spends on norms, activations, residuals and copies, for a
-        billion elements of its hidden states (rows x hidden size), at hundreds of rows and up.
+        Seconds of a decoder layer's norms, activations, residuals and copies, per billion elements
+        of its hidden states (rows x hidden size), at hundreds of rows or more.
     layer_seconds : float
-        What a decoder layer takes for each GPU batch however few rows there are.
-    captured_layer_seconds : float or None
-        The same of a decode step's layers whose weights are in this device's memory, where these
-        are bound (`engine.captured_step`); None where nothing is.
+        Overhead of a decoder layer per GPU batch.
     logit_seconds : float
-        Seconds that choosing the next token takes for a billion logits (sequences x vocabulary).
+        Seconds to choose the next token, per billion logits (sequences x vocabulary).
     implementations : mapping of operation to mapping of bits to mapping of rows to str
-        With which implementation these rates were reached, where there was a choice.
+        Autotune table: the fastest implementations, where there is a choice.
     rounded_linear : mapping of bits to mapping of rows to float
-        As `linear`, of products that round activations to 8 bits; without those that were not
-        measured.
+        As `linear`, for matmuls with activations quantized to 8 bits; empty where not measured.
+    captured_layer_seconds : float or None
+        As `layer_seconds`, for captured and replayed decode steps (`engine.captured_step`); None
+        where nothing is captured.
+    query_seconds : mapping of "plain" and "scored" to float
+        Overhead of prefill attention per query and head; empty where not measured.
+    caching : mapping of bits to float
+        Seconds to select, quantize and copy a billion elements of a prompt's keys and values into a
+        cache of 16, 8 or 4 bits; empty where not measured.
     """
 
     linear: Mapping[int, Mapping[int, float]]
@@ -79,9 +78,11 @@ class ComputeRates:
     query_seconds: Mapping[str, float] = field(default_factory=dict)
     caching: Mapping[int, float] = field(default_factory=dict)
 
-    def products(self, bits: int, activation_bits: int = 16) -> Mapping[int, float]:
-        """Seconds of products with a billion weights by rows; rounding costs nothing where it was
-        not measured, and 12 bits then cost as much as 16."""
+    def linear_table(self, bits: int, activation_bits: int = 16) -> Mapping[int, float]:
+        """Return the seconds of matmuls with a billion weights, by rows.
+
+        12 bits cost as much as 16, and quantized activations nothing, where they were not measured.
+        """
         plain = self.linear.get(bits, self.linear[16])
         rounded = self.rounded_linear if activation_bits == 8 else {}
         return rounded.get(bits, plain)
@@ -89,9 +90,9 @@ class ComputeRates:
 
 @dataclass(frozen=True)
 class HostAttentionRates:
-    """Rates of attention on the host's CPU over a cache in host memory, beside a GPU.
+    """Rates of attention on the host's CPU beside a GPU, over a cache in host memory.
 
-    Attributes are those of `ComputeRates`; copies to and from the GPU are counted apart.
+    Attributes are those of `ComputeRates`. Transfers to and from the GPU are not included.
     """
 
     decode_attention: Mapping[int, float]
@@ -100,28 +101,28 @@ class HostAttentionRates:
 
 @dataclass(frozen=True)
 class RecallRates:
-    """The rates of recall on a CPU and from a disk, over those of a cache that is read in order.
+    """Costs of recall on a CPU and from a disk, relative to reading a cache sequentially.
 
-    `calibrate` measures the first three. The defaults hold where nothing else is known: they are
-    fitted to measurements on one CPU in memory (an EPYC with AVX2) and of one model from one disk
-    (smollm2), and tests hold them to measured rows.
+    `calibrate` measures the first three. The defaults are fitted to measurements on one CPU (an
+    EPYC with AVX2) and of one model on one disk (smollm2); tests check them against rows in
+    benchmarks/results.
 
     Attributes
     ----------
     index_work : float
-        Times as long as a byte of a cache of 16 bits takes a byte of the index. It is read in order
-        too, but a byte has two or four codes to be multiplied, and weights have to be compared.
+        Time per byte of the key index over time per byte of a 16-bit cache. The index is read
+        sequentially, but a byte has two or four quantized values.
     apart : float
-        Times as long as in order a chosen key or value takes to come: it begins where nothing could
-        foresee, and ends before the processor has begun to read ahead.
+        Time to read a selected key or value over time to read it sequentially: no hardware prefetch
+        helps.
     calls : float
-        Times `head_seconds`: one call indexes, one chooses, one attends.
+        Overhead of a recalled attention over `head_seconds`: index, select and attend are separate
+        calls.
     missed : float
-        Tokens of a KV head that a step chooses and memory has not, over what it chooses times
-        (1 - s) ** 1.5 / s ** 0.5, where memory holds the share s of all tokens.
+        Factor m of the miss rate m * (1 - s) ** 1.5 / s ** 0.5, where s is the share of a cache's
+        tokens in the hot set.
     fetching : float
-        Times `layer_seconds`, for each GPU batch: what it takes besides to order, place and copy
-        what a layer reads from disk. Of a layer that is bound around attention.
+        Overhead per layer and GPU batch of reads from disk, over `layer_seconds`.
     """
 
     index_work: float = 1.5
@@ -141,24 +142,22 @@ class Hardware:
     gpu_bytes : int or None
         Memory of the GPU; None where the CPU computes, in host memory.
     cpu_bytes, disk_bytes : int
-        Host memory and disk space that a run may have.
+        Host memory and disk space that a run may use.
     links : mapping of str to float
-        Bytes per second of each of `report.LINKS`; those of a GPU only where there is one.
+        Bytes per second of each of `trace.LINKS`; without a GPU only those of the disk.
     compute : ComputeRates
     host_attention : HostAttentionRates or None
         Beside a GPU.
     interference : float
-        What goes on at the same time disturbs each other: beside the busiest resource, a step
-        takes this share (0 to 1) of the time that the others would take alone.
+        Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of
+        the time of the others.
     read_interference : float
-        Beside reading from disk, compute takes longer by this share (0 to 1) of the time that
-        reading takes alone: more than the other way round where the processors that compute, and
-        their memory, also do the work of the disk. It counts where it is more than `interference`.
+        The same share for compute beside reads from disk, if larger: a CPU that computes also
+        serves the disk.
     fetch_seconds, fetch_head_seconds : float
-        On a machine without a GPU, what processors take for each layer and GPU batch of a decode
-        step whose cache comes from disk, and for each sequence and KV head of it, besides reading:
-        to order the transfers, to lay the changes that wait in memory over what was read, and to
-        note new ones. Compute, which has all processors, waits for it.
+        On a machine without a GPU, CPU time per layer and GPU batch of a decode step with a cache
+        on disk, and per sequence and KV head: it orders transfers, applies pending writes and
+        records new ones. Compute waits for it.
     recall : RecallRates
         Of this machine's CPU, also beside a GPU.
     """
@@ -178,23 +177,14 @@ class Hardware:
 
     @property
     def has_gpu(self) -> bool:
-        """True if compute memory is apart from host memory."""
+        """True if compute memory is separate from host memory."""
         return self.gpu_bytes is not None
 
 
-# A machine as a YAML file for people: configs/hardware/ has examples. No torch.
-#
-# Keys are the fields of `Hardware`, of `recall` those that are measured, in units that suit them:
-# GB,
-# GB/s, TFLOP/s, microseconds, and seconds for a billion. Rates are from 1e-9 to 1e9 of their unit.
-# Where `linear` was not measured, a file may give the rates from which the roofline makes it, under
-# `linear_roofline`.
-
-
 BITS = (16, 8, 4)
-"""Of caches, and of weights that every file has rates of."""
+"""Bits of caches, and of weights that every file has rates for."""
 ROWS = (1, 4, 16, 64, 256, 2048)
-"""Rows at which products are measured, or put under the roofline."""
+"""Row counts at which matmuls are measured."""
 
 HOST_LINKS = tuple(link for link in LINKS if "gpu" not in link)
 
@@ -206,17 +196,17 @@ _FIGURES = {
     "layer_microseconds": ("layer_seconds", MICRO),
     "logit_seconds_per_billion": ("logit_seconds", 1),
 }
-"""Keys of single figures of `ComputeRates`: the field, and the unit in that of the field."""
+"""YAML key of a scalar of `ComputeRates`: its field, and the unit."""
 
 RECALL_FIGURES = ("index_work", "apart", "calls")
 """Fields of `RecallRates` that are measured."""
 
 _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
 _Rate = Annotated[float, Meta(ge=1e-9, le=1e9)]
-"""No machine is near either end in any of the units, and times by these rates stay finite."""
+"""A rate. Within these bounds all predicted times are finite."""
 _Key = TypeVar("_Key")
 _Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
-_Winners = defstruct("_Winners", [
+_AutotuneTable = defstruct("_AutotuneTable", [
     (operation, dict[Literal[WEIGHT_BITS], dict[_Rows, Literal[names]]],
      msgspec.field(default_factory=dict))
     for operation, names in IMPLEMENTATIONS.items()], bases=(Entries,))
@@ -247,7 +237,7 @@ class _ComputeEntries(Entries):
     bound_layer_microseconds: _Rate | None = None
     query_nanoseconds: each_of(("plain", "scored"), _Rate) | None = None
     caching_seconds_per_billion: each_of(BITS, _Rate) | None = None
-    implementations: _Winners = _Winners()
+    implementations: _AutotuneTable = _AutotuneTable()
 
     def __post_init__(self) -> None:
         table = self.linear_seconds_per_billion_weights
@@ -297,8 +287,8 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     Raises
     ------
     UserError
-        The file can't be read, or a key is unknown, missing or has a value that cannot be (a rate
-        below 1e-9 or above 1e9); the message names the file and the key.
+        The file cannot be read, or a key is unknown, missing or out of range; the message names the
+        file and the key.
     """
     file = validated(_Machine, read_yaml("hardware file", path), str(path))
     validated(each_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
@@ -309,9 +299,9 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         gpu_bytes=file.gpu_gb and int(_rounded(file.gpu_gb * GB)),
         cpu_bytes=int(_rounded(file.cpu_gb * GB)),
         disk_bytes=int(_rounded(file.disk_gb * GB)),
-        links=_times(GB, file.links_gb_per_s),
+        links=_from_units(GB, file.links_gb_per_s),
         compute=_compute(file.compute),
-        host_attention=host and HostAttentionRates(_times(GB, host.decode_attention_gb_per_s),
+        host_attention=host and HostAttentionRates(_from_units(GB, host.decode_attention_gb_per_s),
                                                    _rounded(host.head_microseconds * MICRO)),
         recall=RecallRates(**file.recall or {}),
         interference=file.interference,
@@ -325,25 +315,25 @@ def _compute(file: _ComputeEntries) -> ComputeRates:
     table, rates = file.linear_seconds_per_billion_weights, file.linear_roofline
     return ComputeRates(
         linear=roofline(_rounded(rates.tflop_per_s * TERA), _rounded(rates.memory_gb_per_s * GB))
-        if rates else {bits: _times(1, column) for bits, column in table.items()},
-        prefill_attention=_times(TERA, file.prefill_attention_tflop_per_s),
-        decode_attention=_times(GB, file.decode_attention_gb_per_s),
+        if rates else {bits: _from_units(1, column) for bits, column in table.items()},
+        prefill_attention=_from_units(TERA, file.prefill_attention_tflop_per_s),
+        decode_attention=_from_units(GB, file.decode_attention_gb_per_s),
         **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
         captured_layer_seconds=file.bound_layer_microseconds and _rounded(
             file.bound_layer_microseconds * MICRO),
-        query_seconds=_times(NANO, file.query_nanoseconds or {}),
-        caching=_times(1, file.caching_seconds_per_billion or {}),
+        query_seconds=_from_units(NANO, file.query_nanoseconds or {}),
+        caching=_from_units(1, file.caching_seconds_per_billion or {}),
         implementations={name: by_bits for name, by_bits in asdict(file.implementations).items()
                          if by_bits},
-        rounded_linear={bits: _times(1, column) for bits, column in
+        rounded_linear={bits: _from_units(1, column) for bits, column in
                         file.rounded_linear_seconds_per_billion_weights.items()},
     )
 
 
 def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
-    """Write a machine as YAML that `load_hardware` reads; whole, or not at all.
+    """Write a machine as YAML that `load_hardware` reads, atomically.
 
-    Figures of up to 15 digits come back as they are. OSError if the file can't be written.
+    Figures of up to 15 digits are preserved. Raises OSError if the file cannot be written.
     """
     compute, host = hardware.compute, hardware.host_attention
     values = {
@@ -351,25 +341,25 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
         "gpu_gb": hardware.gpu_bytes and _rounded(hardware.gpu_bytes / GB),
         "cpu_gb": _rounded(hardware.cpu_bytes / GB),
         "disk_gb": _rounded(hardware.disk_bytes / GB),
-        "links_gb_per_s": _in_units(hardware.links, GB),
+        "links_gb_per_s": _to_units(hardware.links, GB),
         "compute": {
             "linear_seconds_per_billion_weights": _seconds_by_rows(compute.linear),
             **({"rounded_linear_seconds_per_billion_weights":
                 _seconds_by_rows(compute.rounded_linear)} if compute.rounded_linear else {}),
-            "prefill_attention_tflop_per_s": _in_units(compute.prefill_attention, TERA),
-            "decode_attention_gb_per_s": _in_units(compute.decode_attention, GB),
+            "prefill_attention_tflop_per_s": _to_units(compute.prefill_attention, TERA),
+            "decode_attention_gb_per_s": _to_units(compute.decode_attention, GB),
             **{key: _rounded(getattr(compute, field) / unit)
                for key, (field, unit) in _FIGURES.items()},
             **({"bound_layer_microseconds": _rounded(compute.captured_layer_seconds / MICRO)}
                if compute.captured_layer_seconds else {}),
-            **({"query_nanoseconds": _in_units(compute.query_seconds, NANO)}
+            **({"query_nanoseconds": _to_units(compute.query_seconds, NANO)}
                if compute.query_seconds else {}),
-            **({"caching_seconds_per_billion": _in_units(compute.caching, 1)}
+            **({"caching_seconds_per_billion": _to_units(compute.caching, 1)}
                if compute.caching else {}),
             **({"implementations": compute.implementations} if compute.implementations else {}),
         },
         "host_attention": host and {
-            "decode_attention_gb_per_s": _in_units(host.decode_attention, GB),
+            "decode_attention_gb_per_s": _to_units(host.decode_attention, GB),
             "head_microseconds": _rounded(host.head_seconds / MICRO),
         },
         "recall": {name: getattr(hardware.recall, name) for name in RECALL_FIGURES},
@@ -384,9 +374,9 @@ def save_hardware(hardware: Hardware, path: str | os.PathLike) -> None:
 
 
 def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
-    """`ComputeRates.linear` from FLOP/s, and bytes per second at which weights are read.
+    """Return `ComputeRates.linear` from FLOP/s and bytes per second of weights.
 
-    A product takes as long as its FLOPs or its weights' bytes, whichever is more.
+    A matmul takes as long as its FLOPs or its weights' bytes, whichever is longer.
     """
     side = 1 << 15
     sizes = {16: 2.0} | {bits: MatrixLayout(side, side, bits).nbytes / side**2
@@ -395,18 +385,18 @@ def roofline(flops: float, bandwidth: float) -> dict[int, dict[int, float]]:
                    for rows in ROWS} for bits, size in sizes.items()}
 
 
-def _times(unit: float, figures: Mapping[_Key, float]) -> dict[_Key, float]:
+def _from_units(unit: float, figures: Mapping[_Key, float]) -> dict[_Key, float]:
     return {key: _rounded(figure * unit) for key, figure in figures.items()}
 
 
 def _seconds_by_rows(tables: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
-    return {bits: _in_units(dict(sorted(table.items())), 1) for bits, table in tables.items()}
+    return {bits: _to_units(dict(sorted(table.items())), 1) for bits, table in tables.items()}
 
 
-def _in_units(figures: Mapping[_Key, float], unit: float) -> dict[_Key, float]:
+def _to_units(figures: Mapping[_Key, float], unit: float) -> dict[_Key, float]:
     return {key: _rounded(figure / unit) for key, figure in figures.items()}
 
 
 def _rounded(figure: float) -> float:
-    """To 15 digits: there and back between units, the error of the product is rounded away."""
+    """Round to 15 digits, which removes the error of a conversion between units and back."""
     return float(f"{figure:.15g}")

@@ -1,7 +1,7 @@
-"""The memory plan: what a run will need on each tier, against what is free. No torch.
+"""The memory plan: bytes that a run needs on each tier, checked against free memory. No torch.
 
-The plan is made before anything is allocated. A run that cannot fit stops with the sum, the limit
-and a ``--percent`` that would fit.
+The plan is made before anything is allocated. A run that cannot fit is refused with the sums, the
+limits and a ``--percent`` that would fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig
 
 STEP = 5
-"""Percent that the search for a placement moves at a time."""
+"""Percent that `MemoryPlan.suggest` moves at a time."""
 
 _NAMES = {"gpu": "device memory", "cpu": "host memory", "disk": "disk space"}
 _FULL_CACHE = CacheOptions()
@@ -37,7 +37,7 @@ _PLAIN_WEIGHTS = WeightOptions()
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that a run takes on each tier. Make one with `memory_plan`."""
+    """Bytes of a run on each tier. Make one with `memory_plan`."""
 
     run: PlannedRun
 
@@ -47,16 +47,22 @@ class MemoryPlan:
         return plan_rows(self.run)
 
     def total(self, tier: str) -> int:
-        """Bytes of all rows on a tier."""
+        """Return the bytes of all rows on a tier."""
         return sum(getattr(row, tier) for row in self.rows)
 
     def shortfalls(self, limits: MemoryLimits) -> tuple[str, ...]:
-        """The tiers that need more than is free."""
+        """Return the tiers that need more than is free."""
         return tuple(tier for tier in TIERS
                      if limits.free(tier) is not None and self.total(tier) > limits.free(tier))
 
     def check(self, limits: MemoryLimits) -> None:
-        """Raise `UserError` with sums, limits and a placement that fits, unless this one does."""
+        """Check that the plan fits.
+
+        Raises
+        ------
+        UserError
+            It does not fit; the message has the sums, the limits and a placement that fits.
+        """
         short = self.shortfalls(limits)
         if not short:
             return
@@ -71,10 +77,10 @@ class MemoryPlan:
         raise TooLittleMemory(f"the run does not fit. {sums}. {advice}")
 
     def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
-        """Memory that was free before the weights and their buffers came, of `limits` measured
-        since.
+        """Return the free memory before weights and their buffers were loaded.
 
-        `kept` bytes of host memory are in no use, and the system does not count them as free.
+        `limits` are measured since. `kept` is the bytes of unused host memory that the system does
+        not count as free.
         """
         gpu, cpu, disk = (
             sum(getattr(row, tier) for row in self.rows if row.name in WEIGHT_ROWS)
@@ -83,7 +89,7 @@ class MemoryPlan:
                             limits.cpu_bytes + cpu + kept, limits.disk_bytes + disk)
 
     def _excess(self, tier: str, limits: MemoryLimits) -> str:
-        """Text on a tier's need, with its largest three rows, and its limit."""
+        """Return a text with a tier's need, its three largest rows and its limit."""
         rows = sorted(((row.name, getattr(row, tier)) for row in self.rows),
                       key=lambda row: -row[1])
         rows = [row for row in rows[:3] if row[1]]
@@ -93,12 +99,13 @@ class MemoryPlan:
         return f"needs {needs} ({', '.join(named)}), {free} free"
 
     def suggest(self, limits: MemoryLimits) -> Policy | None:
-        """A policy that fits: weights go to slower tiers first, then the cache, then activations.
+        """Return a policy that fits, or None if none is found.
 
-        The search starts at this plan's placement, and again with all on the fastest tier, so
-        that it also finds what must come back from a full disk. None if neither way fits.
+        Weights move to slower tiers first, then the cache, then activations. The search starts at
+        this plan's placements, and again with everything on the fastest tier, which also finds what
+        must leave a full disk.
         """
-        given = replace(self.run.policy, experts=None)  # a share of all weights moves them first
+        given = replace(self.run.policy, experts=None)  # weight shares move experts first
         fastest = replace(given, **dict.fromkeys(PLACED, Placement(100, 0, 0)))
         for start in (given, fastest):
             policy: Policy | None = start
@@ -111,14 +118,14 @@ class MemoryPlan:
         return None
 
     def summary(self, limits: MemoryLimits) -> str:
-        """The sums and what is free, in a line."""
+        """Return the sums and the free memory as one line."""
         tiers = TIERS if self.run.has_gpu else TIERS[1:]
         return ", ".join(
             f"{_NAMES[tier]} {self.total(tier) / GB:.1f} of {limits.free(tier) / GB:.1f} GB"
             for tier in tiers)
 
     def table(self, limits: MemoryLimits | None = None) -> str:
-        """The plan as text: GB of each row on each tier, the sums, and what is free."""
+        """Return the plan as a table of GB: rows, sums, and free memory on each tier."""
         tiers = TIERS if self.run.has_gpu else TIERS[1:]
         lines = [("memory plan (GB)", *(_NAMES[tier] for tier in tiers))]
         for row in self.rows:
@@ -144,39 +151,37 @@ def memory_plan(
     stage: Stage | None = None,
     groups: int = 1,
 ) -> MemoryPlan:
-    """Sum what a run takes on each tier.
+    """Make the memory plan of a run.
 
     Parameters
     ----------
     model : ModelConfig
-        Its sizes.
     policy : Policy
-        Its placements; the batch sizes are the workload's.
+        Placements; the batch sizes are the workload's.
     workload : Workload
         The largest block.
     itemsize : int
-        Bytes of an element of weights, cache and activations that are not quantized.
+        Bytes of an element of weights, cache and activations that is not quantized.
     has_gpu : bool
-        Compute memory is apart from host memory. If not, both count as host memory and nothing
-        is staged between them.
+        Compute memory is separate from host memory. Otherwise both count as host memory, and
+        nothing is staged between them.
     writes_weights : bool
-        Weights on disk have to be written there (dummy weights, and quantized ones that no weight
-        cache keeps); otherwise they are read from files that are there and take no free space.
+        Weights on the disk tier are written there (dummy weights, and quantized weights that no
+        weight cache keeps). Otherwise they are read from existing files and take no space.
     cache : CacheOptions
-        What stays cached, and in how many bits.
     weights : WeightOptions
-        In how many bits matrices lie at rest; shares of a placement are of these bytes.
+        Placement shares are of the bytes at rest in this format.
     stage : Stage, optional
-        The layers of the rank of a pipeline that it is for.
+        The pipeline stage that is planned.
     groups : int
-        Into which the ranks cut the batches of a block.
+        Groups of a block's batches in the pipeline.
     """
     run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights)
     return MemoryPlan(run if stage is None else run.of_stage(stage, groups))
 
 
 def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
-    """Move `STEP` percent of the first kind that has any from `tier` to the next slower one."""
+    """Move `STEP` percent of the first kind of data on `tier` to the next slower tier."""
     # Without a GPU both memory tiers are host memory, and the next slower one is the disk.
     sources = (tier,) if has_gpu else ("cpu", "gpu")
     target = "cpu" if tier == "gpu" else "disk"
@@ -191,11 +196,8 @@ def _move(policy: Policy, tier: str, has_gpu: bool) -> Policy | None:
     return None
 
 
-# The check of runs against the memory that is there. No torch.
-
-
 class MemoryCheck:
-    """Holds runs of one model against the memory that is there.
+    """Check of runs of one model against free memory.
 
     Parameters
     ----------
@@ -204,14 +206,14 @@ class MemoryCheck:
     itemsize : int
         Bytes of an element in the run's dtype.
     writes_weights : bool
-        Weights that the disk has are written to `offload_dir`.
+        Weights on the disk tier are written to `offload_dir`.
     offload_dir : str
     most : mapping of str to int or None
-        Bytes to count as free at most, by tier: of `cpu` and `gpu`.
+        Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
-        Free bytes of a separate device; None where compute memory is host memory.
+        Returns the free bytes of a separate device; None where compute memory is host memory.
     stage, groups : Stage or None, int
-        Of a rank of a pipeline: see `memory_plan`.
+        As in `memory_plan`.
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
@@ -229,7 +231,7 @@ class MemoryCheck:
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                loaded_bytes: int | None, show: bool = False) -> None:
-        """Stop a run that does not fit, before anything is allocated for it.
+        """Check that a run fits, before anything is allocated for it.
 
         Parameters
         ----------
@@ -237,7 +239,7 @@ class MemoryCheck:
         cache : CacheOptions
         workload : Workload
         loaded_bytes : int or None
-            Resident bytes of the process when the weights had been loaded; None before.
+            Resident bytes of the process after the weights were loaded; None before.
         show : bool
             Print the plan first.
 
@@ -253,9 +255,9 @@ class MemoryCheck:
 
     def largest_batch(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                       loaded_bytes: int | None) -> int:
-        """Sequences together for which there is memory; parameters as of `check_fits`.
+        """Return the largest GPU batch size that fits; parameters as in `check_fits`.
 
-        Returns the workload's own number, or a power of two below; 1 where nothing fits.
+        It is the workload's own size or a smaller power of two; 1 if nothing fits.
         """
         size = workload.gpu_batch_size
         while size > 1:
@@ -268,7 +270,7 @@ class MemoryCheck:
 
     def _planned(self, policy: Policy, cache: CacheOptions, workload: Workload,
                  loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
-        """The memory plan of a run, and the free memory."""
+        """Return the memory plan of a run and the free memory."""
         device_free = self._device_bytes()
         plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
                            has_gpu=device_free is not None, writes_weights=self._writes_weights,

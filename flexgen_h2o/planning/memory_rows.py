@@ -1,4 +1,7 @@
-"""The temporaries of a run, of which the memory plan counts those of the widest step. No torch."""
+"""The rows of the memory plan: bytes of each kind of data on each tier. No torch.
+
+Scratch memory counts once, for the layer step that needs most.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +46,16 @@ from flexgen_h2o.planning.planned_run import (
 from flexgen_h2o.storage.placement import compute_tiers, place_first, shard_rows, split
 
 RESERVE = 128 << 20
-"""Bytes for thread stacks, the libraries' own workspaces and the allocators' slack."""
+"""Bytes for thread stacks, workspaces of libraries and the allocators' slack."""
 
 TUNING = 256 << 20
-"""Bytes of a GPU that Triton's tuner writes before each launch that it times, to empty caches."""
+"""Bytes of a GPU that Triton's autotuner writes before each timed launch to flush caches."""
 
 
-def workspace_bytes(run: PlannedRun) -> int:
-    """Temporaries of the widest step: a chunk of prefill in a layer, or the logits."""
+def scratch_bytes(run: PlannedRun) -> int:
+    """Return the scratch memory of the widest step: a chunk of prefill, or the logits."""
     model, load = run.model, run.workload
-    # Chunks are cut between sequences: one that is longer is a chunk of its own.
+    # Chunks end between sequences: a longer sequence is a chunk of its own.
     chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Beside the layer's own scratch, attention makes its output and copies of what it reads.
@@ -61,20 +64,20 @@ def workspace_bytes(run: PlannedRun) -> int:
     # Logits in the run's dtype, and up to three float32 copies while sampling.
     logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.is_last_stage
-    own = max(_own_attention(run), _carried(run)) + _own_products(run) + mixture_bytes(run)
-    return layer + logits + own + RESERVE + TUNING * run.has_gpu
+    kernels = max(_attention_scratch(run), _migrated_bytes(run)) + _matmul_scratch(run)
+    return layer + logits + kernels + moe_scratch(run) + RESERVE + TUNING * run.has_gpu
 
 
-def mixture_bytes(run: PlannedRun) -> int:
-    """Inputs and sums of experts for all rows of a block, and the temporaries of one expert."""
+def moe_scratch(run: PlannedRun) -> int:
+    """Return the scratch memory of experts: inputs and sums of a block, and one expert's own."""
     model, experts = run.model, run.model.experts
     if experts is None:
         return 0
     rows = run.sequences * run.pass_rows
     chunk = min(rows, ROW_BLOCK)
-    sums = 8 if run.itemsize == 4 else 4  # float64 where float32 is computed in
+    sums = 8 if run.itemsize == 4 else 4  # float32 runs accumulate in float64
     hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
-    # A token's experts: number, share, and their order.
+    # A token's experts: index, weight, and their order.
     chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
     parts = 3 if experts.gate_limit else 2
     inner = chunk * ((parts * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
@@ -84,8 +87,8 @@ def mixture_bytes(run: PlannedRun) -> int:
     return rows * hidden * (run.itemsize + sums) + chosen + inner
 
 
-def _carried(run: PlannedRun) -> int:
-    """The copies of a layer's cache that sequences take with them into the next block."""
+def _migrated_bytes(run: PlannedRun) -> int:
+    """Return the bytes of continued sequences' cache, which is copied to the next block."""
     load, options = run.workload, run.cache
     sequences = load.gpu_batch_size * load.num_gpu_batches
     carried = sequences - math.ceil(run.policy.refill_share * sequences)
@@ -93,8 +96,8 @@ def _carried(run: PlannedRun) -> int:
         options, run.model, run.itemsize)
 
 
-def _own_attention(run: PlannedRun) -> int:
-    """Temporaries of attention: weights before they meet the values, and what tasks share."""
+def _attention_scratch(run: PlannedRun) -> int:
+    """Return the scratch memory of attention: weights, and accumulators that tasks share."""
     model, load, cache = run.model, run.workload, run.cache
     token = 2 * model.kv_size * 4  # key and value in float32
     if cache.simulated:  # takes all queries at once; twice: before and after the softmax
@@ -112,23 +115,23 @@ def _own_attention(run: PlannedRun) -> int:
     # A score of each token by task, or on a GPU a normaliser of each query head.
     prefill = 4 * (lanes + tasks * tokens)
     if not cache.plain or run.pass_rows < load.prompt_len:
-        # Prompts in chunks, and rotated copies; with eviction also what stays, before and after.
+        # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     most = held + SLOT_TILE
     decode = 4 * tasks * (most + 2 * model.head_dim)
     if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * held * numbers
-    return max(prefill, decode, _sparse_attention(run) if cache.attn_sparsity < 1 else 0)
+    return max(prefill, decode, _sparse_attention_scratch(run) if cache.attn_sparsity < 1 else 0)
 
 
-def _sparse_attention(run: PlannedRun) -> int:
-    """Temporaries of a decode step with sparse attention, which plain PyTorch does."""
+def _sparse_attention_scratch(run: PlannedRun) -> int:
+    """Return the scratch memory of a decode step with sparse attention, in plain PyTorch."""
     model, load, cache = run.model, run.workload, run.cache
-    # Keys, and then values, in float32; and twice again for codes and what they are scaled to.
+    # Keys, and then values, in float32; twice more for quantized values and their dequantization.
     vector = 4 * model.kv_size
     unpacked = vector * (1 if cache.bits == 16 else 3)
-    # Of the chosen values the records too, and a copy that has the new token's beside them.
+    # Selected values also as stored, and copied beside the new token's.
     record = kv_entry_bytes(cache, model, run.itemsize) // 2
     chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
@@ -137,10 +140,12 @@ def _sparse_attention(run: PlannedRun) -> int:
     return int(tokens * (weights + max(unpacked, chosen)))
 
 
-def _own_products(run: PlannedRun) -> int:
-    """Temporaries of products with matrices that are quantized, or of 16 bits on a CPU: a panel of
-    rows in float32, which is more than tiles take, and each thread's sums and weights in tiles,
-    which are most; or what is unpacked."""
+def _matmul_scratch(run: PlannedRun) -> int:
+    """Return the scratch memory of quantized matmuls, or of 16-bit ones on a CPU.
+
+    On a CPU it is a panel of rows in float32, and accumulators and weight tiles of each thread. On
+    a GPU it is the unpacked weights.
+    """
     model, options = run.model, run.weights
     if run.has_gpu:
         return UNPACKED_BYTES if options.quantizes else 0
@@ -157,16 +162,13 @@ def _own_products(run: PlannedRun) -> int:
     return 4 * (panel + (os.cpu_count() or 1) * thread)
 
 
-# The rows of the memory plan: which data of a run takes how many bytes on which tier. No torch.
-
-
 WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
-"""The rows that are in place once the model is loaded."""
+"""Rows that are allocated once the model is loaded."""
 
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Bytes that one kind of data takes on each tier."""
+    """Bytes of one kind of data on each tier."""
 
     name: str
     gpu: int = 0
@@ -175,16 +177,16 @@ class MemoryRow:
 
 
 def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
-    """The memory plan of a run. Without a GPU the tier gpu is host memory, and counted there."""
+    """Return the memory plan of a run. Without a GPU the gpu tier is counted as host memory."""
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
-            MemoryRow("workspace", workspace_bytes(run)))
+            MemoryRow("workspace", scratch_bytes(run)))
     if run.has_gpu:
         return rows
     return tuple(MemoryRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """Decoder layers, embeddings and head as placed, and buffers for what is fetched."""
+    """Yield the rows of decoder layers, embeddings with head, and buffers for loaded weights."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     layers = model.over_layers(at_rest)
@@ -205,10 +207,9 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers, options = 0, run.weights.widest
     if run.shards_weights and away > 0:
-        buffers = SHARD_BUFFERS * _chunk_bytes(run, head=not kept)
+        buffers = SHARD_BUFFERS * _shard_bytes(run, head=not kept)
     elif away > 0:
-        # Placement is by whole tensors: a layer may hold one more of them than its share, and the
-        # head's matrix is there or it is not.
+        # Whole tensors are placed: a layer may hold one more of them than its share.
         tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
                      for shape in model.layer_shapes(layer).matrices)
         halves = run.policy.sep_layer or model.experts is not None
@@ -223,8 +224,8 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         yield from _expert_rows(run)
 
 
-def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
-    """Bytes of a buffer for some outputs of a layer's matrices, and of the head's if it comes."""
+def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
+    """Return the bytes of a row shard buffer for a layer, and with `head` for the head's matrix."""
     model, options = run.model, run.weights.widest
     layer = part_bytes(options, model.layer_shapes(), run.itemsize)
     shapes = {*model.layer_shapes().matrices}
@@ -234,12 +235,12 @@ def _chunk_bytes(run: PlannedRun, *, head: bool) -> int:
     for outputs, inputs in shapes:
         rows = shard_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
         most = max(most, options.matrix_bytes((rows, inputs), run.itemsize))
-    # It may begin and end anywhere in a page.
+    # A shard may begin and end anywhere in a page.
     return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
 
 
 def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """Experts as placed, and the slots of those that are brought."""
+    """Yield the experts as placed, and the slots that experts are loaded into."""
     _, placement = run.weight_placements
     gpu, cpu, disk = (int(run.num_experts * run.expert_bytes * share)
                       for share in placement.fractions())
@@ -247,12 +248,12 @@ def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     slots = run.expert_slots * run.slot_bytes
     host = slots if run.has_gpu and placement.disk > 0 else 0
     if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
-        host += mixture_bytes(run)
+        host += moe_scratch(run)
     yield MemoryRow("expert slots", slots, host)
 
 
 def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """Keys and values by sequences, their staging, gathered prompts, and eviction's own data."""
+    """Yield the KV cache by sequences, its staging buffers, gathered prompts and eviction state."""
     model, load, options = run.model, run.workload, run.cache
     held = layer_slots(options, model, load)
     record = kv_entry_bytes(options, model, run.itemsize)
@@ -262,14 +263,14 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     token = record * sum(held) * load.num_gpu_batches
     gpu, cpu, disk = (count * token for count in cached)
     if run.recalls_from_disk:
-        fast = _recalled_cache(run, held, record)
+        fast = _paged_cache(run, held, record)
         disk, in_memory = cached[2] * fast.disk, cached[2] * fast.cpu
     yield MemoryRow("cache", gpu, cpu, disk)
     if run.recalls_from_disk:
-        yield MemoryRow("fast set", 0, in_memory)
+        yield MemoryRow("hot set", 0, in_memory)
     if run.has_hot_set:
-        yield MemoryRow("fast set", placed[1] * _fast_bytes(run, held, record))
-    here, host = _staging(run, cached, record=record, most=max(held),
+        yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, held, record))
+    here, host = _staging_bytes(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Queries, keys and values on their way down, and what comes up.
@@ -277,18 +278,20 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         here, host = here + STARTED_BATCHES * rows, host + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
-        more = _staging(run, placed, record=plain, most=load.prompt_len)
+        more = _staging_bytes(run, placed, record=plain, most=load.prompt_len)
         here, host = here + more[0], host + more[1]
     yield MemoryRow("cache buffers", here, host)
-    yield _prompt_cache(run, placed)
+    yield _prompt_cache_row(run, placed)
     if options.recalls:
-        yield _index(run, held, on_host=cached[1] if run.attends_on_host else 0)
-    yield _bookkeeping(run, held, on_host=cached[1] if run.attends_on_host else 0)
+        yield _index_row(run, held, on_host=cached[1] if run.attends_on_host else 0)
+    yield _bookkeeping_row(run, held, on_host=cached[1] if run.attends_on_host else 0)
 
 
-def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow:
-    """A sequence's cache on disk, in records of whole pages, and its tokens in host memory: the
-    hot set, the newest, which slot has which, and what each has weighed."""
+def _paged_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow:
+    """Return the bytes of one sequence's cache on disk, in pages, and of its part in host memory.
+
+    Host memory has the hot set, the newest tokens, the slot map and each token's score.
+    """
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
         fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
@@ -299,12 +302,15 @@ def _recalled_cache(run: PlannedRun, held: Sequence[int], record: int) -> Memory
         disk += layout.sequence_bytes
         host += record * (fast + layout.newest) + heads * 4 * (2 * most + fast)
     batches = run.workload.num_gpu_batches
-    return MemoryRow("fast set", 0, batches * host, batches * disk)
+    return MemoryRow("hot set", 0, batches * host, batches * disk)
 
 
-def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
-    """A GPU's bytes of a sequence that is recalled from host memory: the hot set, the newest
-    token, which slot has which, what each has weighed, and what orders them."""
+def _hot_set_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
+    """Return the bytes on a GPU of one sequence whose cache in host memory is recalled.
+
+    They are the hot set, the newest token, the slot map, each token's score, and scratch to sort
+    them.
+    """
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
         fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
@@ -313,12 +319,13 @@ def _fast_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
     return run.workload.num_gpu_batches * nbytes
 
 
-def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
+def _staging_bytes(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
              staged_host: bool = True) -> tuple[int, int]:
-    """Bytes in compute and host memory to fetch and store what is placed elsewhere.
+    """Return the bytes in compute and host memory to stage a cache on other tiers.
 
-    `counts` are the sequences of a batch on (gpu, cpu, disk), `most` the slots of the largest
-    layer, `record` the bytes of a slot. `staged_host`: host memory beside a GPU is fetched, too.
+    `counts` are a batch's sequences on (gpu, cpu, disk), `most` the slots of the largest layer,
+    `record` the bytes of a slot. With `staged_host`, the cache in host memory beside a GPU is
+    staged too.
     """
     _, cpu, disk = counts
     model = run.model
@@ -330,8 +337,8 @@ def _staging(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most
     return staging, logs + (staging if run.has_gpu else 0)
 
 
-def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> MemoryRow:
-    """Whole prompts, and the scores of their tokens, until they can be cut or compressed."""
+def _prompt_cache_row(run: PlannedRun, placed: tuple[int, int, int]) -> MemoryRow:
+    """Return the row of whole prompts and their scores, until they are cut or quantized."""
     if not run.gathers_prompts:
         return MemoryRow("prompt cache")
     model, load, h2o = run.model, run.workload, run.cache.h2o
@@ -343,11 +350,11 @@ def _prompt_cache(run: PlannedRun, placed: tuple[int, int, int]) -> MemoryRow:
     return MemoryRow("prompt cache", gpu, cpu, disk)
 
 
-def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
-    """A score and a position of each slot and KV head, and its rank if positions roll.
+def _bookkeeping_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
+    """Return the row of each slot's score and position, and of its rank with rolling positions.
 
-    They are where attention runs, whatever the cache's tier: for `on_host` sequences of a batch
-    in host memory. `held` are the slots of each layer.
+    They are per KV head, where attention runs: in host memory for `on_host` sequences of a batch.
+    `held` are the slots of each layer.
     """
     model, load, layers = run.model, run.workload, run.evicting_layers
     rolls = bool(layers) and run.cache.h2o.positions == "rolling"
@@ -357,8 +364,8 @@ def _bookkeeping(run: PlannedRun, held: Sequence[int], *, on_host: int) -> Memor
                    on_host * sequence)
 
 
-def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
-    """The index that recall chooses by, where attention runs; see `_bookkeeping`."""
+def _index_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
+    """Return the row of recall's key index; parameters as in `_bookkeeping_row`."""
     model, load, h2o = run.model, run.workload, run.cache.h2o
     if run.cache.simulated:
         return MemoryRow("index")
@@ -370,7 +377,7 @@ def _index(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
 
 
 def _activation_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """The hidden states of a block between layers, and the working buffers if any are away."""
+    """Yield the hidden states of a block between layers, their staging and message buffers."""
     load, placement = run.workload, run.policy.activations
     rows = load.gpu_batch_size * run.pass_rows
     batch = rows * run.model.hidden_size * run.itemsize

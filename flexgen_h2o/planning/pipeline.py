@@ -1,7 +1,7 @@
-"""A pipeline over ranks by the cost model: which layers each rank has, and how long a block takes.
+"""Pipeline parallelism in the cost model: layers of each rank, and predicted times. No torch.
 
-Every rank is a machine like the one that is planned for. What travels between them, hidden states
-of batches, is left out unless the `Network` is known.
+Every rank has the same hardware. The transfer of hidden states between ranks is ignored unless a
+`Network` is given.
 """
 
 from __future__ import annotations
@@ -24,36 +24,42 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 
 @dataclass(frozen=True)
 class Network:
-    """The way from each rank to the next: bytes per second, and seconds that a message takes beside
-    them."""
+    """Link from each rank to the next.
+
+    `latency` is the seconds that a message takes beside its bytes.
+    """
 
     bytes_per_second: float
     latency: float = 0.0
 
     def seconds(self, messages: float, nbytes: float) -> float:
-        """Seconds of so many messages, one after the other, of `nbytes` in all."""
+        """Return the seconds of `messages` sequential messages of `nbytes` in all."""
         return messages * self.latency + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class PipelineChoice:
-    """A run over ranks that fits: the choice for all of them, and the bounds of their layers
-    (`Stage.of_rank`)."""
+    """A pipelined run that fits.
+
+    `bounds` are the layer bounds of the ranks (see `Stage.of_rank`).
+    """
 
     choice: Choice
     bounds: tuple[int, ...]
 
 
 def rank_runs(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
-    """The part of each rank of a run of the whole model."""
+    """Return the part of each rank of a run of the whole model."""
     ranks = len(bounds) - 1
     groups = num_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
     return [run.of_stage(Stage.of_rank(rank, bounds), groups) for rank in range(ranks)]
 
 
 def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float]:
-    """Seconds of a block on each decoder layer, in groups as so many ranks cut it; those of
-    embedding and head are with the first and the last."""
+    """Return the seconds of a block in each decoder layer, if `ranks` ranks run it.
+
+    The first layer includes the embedding, the last one the head.
+    """
     layers = run.model.num_layers
     run = replace(run, groups=min(num_groups(ranks, fetched=True), run.workload.num_gpu_batches))
     shares, steps = placement_shares(run), run.workload.gen_len - 1
@@ -68,12 +74,12 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
 
 def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
                    network: Network | None = None) -> Estimate:
-    """Times of a block of a run over ranks.
+    """Predict the times of a block of a pipelined run.
 
-    A forward pass takes as long as the rank that is busy the longest, and at least as long as a
-    group takes through all ranks; the prefill fills the pipeline, too. A network carries a group
-    while ranks compute others, so that a pass takes at least as long as all of its messages, and a
-    group's way through the ranks is longer by them.
+    A decode step takes as long as the busiest rank, and at least as long as a group takes through
+    all ranks. The prefill also fills the pipeline. With a network, messages overlap compute: a
+    forward pass takes at least as long as all of its messages, and a group's way through the ranks
+    includes them.
     """
     runs = rank_runs(run, bounds)
     found, groups = [estimate(hardware, each) for each in runs], runs[0].groups
@@ -94,9 +100,14 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
                 prompts: int | None, network: Network | None = None) -> PipelineChoice:
-    """A run over so many ranks with layers by their times, or if these do not fit, by their number.
+    """Predict a run over `ranks` ranks.
 
-    Raises `UserError` if a rank has too little memory either way, or no layer.
+    Layers are balanced by time, or by number if that does not fit.
+
+    Raises
+    ------
+    UserError
+        A rank has too little memory either way, or there are fewer layers than ranks.
     """
     if ranks > run.model.num_layers:
         raise UserError(f"{run.model.name} has {run.model.num_layers} layers, too few for "
@@ -113,21 +124,21 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
 
 def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
                  network: Network | None = None) -> list[PipelineChoice]:
-    """Runs over so many ranks, the best first.
+    """Search runs over `ranks` ranks, the fastest first.
 
-    The policy is searched for one rank, of as many layers as any has, with embedding and head.
+    The policy is searched for one rank with the most layers, an embedding and a head.
 
     Raises
     ------
     UserError
-        Nothing fits; it says what is missing.
+        Nothing fits; the message says what is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
     part = replace(request, model=request.model.part(0, layers), groups=ranks)
     found = []
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)
-        with suppress(TooLittleMemory):  # of a rank with more layers
+        with suppress(TooLittleMemory):  # balanced ranks may have more layers than `part`
             found.append(predict_pipeline(hardware, run, ranks, limits, request.prompts, network))
     if not found:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "

@@ -1,7 +1,7 @@
-"""Placements for one batch shape: a linear programme, rounded and held to the memory plan.
+"""The placement solver: a linear program, rounded and checked against the memory plan. No torch.
 
-Seconds are affine in the shares of the placements (see `cost`), and so are bytes but for a few
-buffers; the least time is then a linear programme (FlexGen, arXiv 2303.06865, section 4.3).
+Seconds are affine in the placement shares (see `cost`), and so are bytes, except for a few buffers.
+The least time is then the solution of a linear program (FlexGen, arXiv 2303.06865, section 4.3).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from scipy.optimize import linprog
 
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.planning.cache_cost import TERMS
 from flexgen_h2o.planning.cost import layer_step_costs, placement_shares
+from flexgen_h2o.planning.cost_accumulator import TERMS
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes
@@ -25,31 +25,30 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 from flexgen_h2o.storage.placement import split
 
 _SHARES = TERMS[1:]
-_SLOWER = 1e-4
-"""The part of all time that a share on a slower tier is charged: where nothing else decides, it is
-fast."""
+_TIER_PENALTY = 1e-4
+"""Cost of a share per slower tier, over the total time: ties go to fast tiers."""
 
-_ROUNDINGS = 4
-_STEPS = (1, 5, 20)  # percent, or sequences of a batch
-_ENOUGH = 1e-3  # of the time, what a move has to gain
-_NOTHING = 5e-3  # of the time, what no slower tier is worth
+_MAX_ROUNDS = 4
+_MOVES = (1, 5, 20)  # percent, or sequences of a batch
+_MIN_GAIN = 1e-3  # of the time: a move that gains less is not made
+_NEGLIGIBLE = 5e-3  # of the time: a slower tier that saves less is not used
 
 
 class PlacementSolver:
-    """Finds the placements of a run whose batch sizes, bits and place of attention are given.
+    """Solver for the placements of a run with fixed batch sizes, bits and place of attention.
 
     Parameters
     ----------
     hardware : Hardware
     run : PlannedRun
-        Its placements do not matter.
+        Its own placements are ignored.
     limits : MemoryLimits
-        What it may take.
+        Memory that the run may take.
     """
 
     def __init__(self, hardware: Hardware, run: PlannedRun, limits: MemoryLimits):
         self._limits = limits
-        self.run = run if run.model.experts is None else self._others_placed(run)
+        self.run = run if run.model.experts is None else self._place_dense_weights(run)
         # Without a GPU the tiers gpu and cpu are the same memory.
         self._tiers = TIERS if run.has_gpu else ("gpu", "disk")
         prefill, step = layer_step_costs(hardware, run)
@@ -61,10 +60,10 @@ class PlacementSolver:
         self._free = np.array([math.inf if limits.free(tier) is None else limits.free(tier)
                                for tier in TIERS], dtype=float)
 
-    def _others_placed(self, run: PlannedRun) -> PlannedRun:
-        """A run of a mixture with all but the experts on the fastest tier that has room for it.
+    def _place_dense_weights(self, run: PlannedRun) -> PlannedRun:
+        """Return a mixture's run with all weights but the experts on the fastest tier that fits.
 
-        From here on the experts are what is placed of the weights.
+        From then on, "weights" are the experts.
         """
         least = dict.fromkeys(("experts", "cache", "activations"), Placement(0, 0, 100))
         runs = [replace(run, policy=replace(run.policy, weights=weights, **least)) for weights in
@@ -72,11 +71,11 @@ class PlacementSolver:
         return next(filter(self._fits, runs), runs[0])
 
     def _placement(self, policy: Policy, kind: str) -> Placement:
-        """The placement of a kind."""
+        """Return the placement of a kind of data."""
         return getattr(policy, self._field(kind))
 
-    def _with(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:
-        """A policy with other placements of some kinds."""
+    def _replace(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:
+        """Return a policy with other placements of some kinds."""
         return replace(policy, **{self._field(kind): each for kind, each in placements.items()})
 
     def _field(self, kind: str) -> str:
@@ -84,37 +83,32 @@ class PlacementSolver:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the block that no placement can beat; inf if none fits."""
-        shares = self._solve(self._free)
-        return math.inf if shares is None else self._time(np.array([1, *shares]))
+        """Lower bound of the seconds of a block, over all placements; inf if none fits."""
+        shares = self._solve_lp(self._free)
+        return math.inf if shares is None else self._block_seconds(np.array([1, *shares]))
 
     @property
-    def sequences(self) -> int:
-        """Tokens per second of the block."""
-        return self.run.workload.gpu_batch_size * self.run.workload.num_gpu_batches
-
-    @property
-    def seconds_per_sequence(self) -> float:
-        """The phases whose sum is `seconds`."""
-        return self.seconds / self.sequences
+    def amortized_seconds(self) -> float:
+        """Lower bound of the seconds of a block, divided by its sequences."""
+        return self.seconds / self.run.sequences
 
     def best(self) -> PlannedRun | None:
-        """The run, placed so that it fits and takes the least time that was found.
+        """Return the run with the fastest placement found that fits; None if none fits.
 
-        A cache that is wholly on one tier needs no buffers to get to it from another. The linear
-        programme knows nothing of that, and so it is asked once more for each tier.
+        The linear program does not know that a cache on a single tier needs no staging buffers. It
+        is therefore also solved with the whole cache on each tier.
         """
-        starts = [self._rounded(), *(self._rounded(tier) for tier in self._tiers)]
-        found = [self._descended(run) for run in starts if run is not None]
-        best = min(found, key=lambda run: float(self._time(placement_shares(run))), default=None)
-        return best and self._with_slots(self._simpler(best))
+        starts = [self._round_solution(), *(self._round_solution(tier) for tier in self._tiers)]
+        found = [self._hill_climb(run) for run in starts if run is not None]
+        best = min(found, key=self._run_seconds, default=None)
+        return best and self._add_expert_slots(self._drop_slow_tiers(best))
 
-    def _with_slots(self, run: PlannedRun) -> PlannedRun:
-        """The run with half of the experts that compute memory has room for in slots.
+    def _add_expert_slots(self, run: PlannedRun) -> PlannedRun:
+        """Return the run with half of the experts in compute memory turned into cache slots.
 
-        It is for few sequences, which choose less than half of a layer's experts at a time: slots
-        then keep those that the text at hand needs, which nobody knows before. If all were needed
-        alike often, it would be the same.
+        This is for small batches, which choose less than half of a layer's experts at a time: slots
+        adapt to the experts that the text needs. If all experts were chosen equally often, it would
+        change nothing.
         """
         experts, policy, every = run.model.experts, run.policy, run.num_experts
         if (experts is None or policy.expert_slots is not None or not run.expert_slots
@@ -127,42 +121,45 @@ class PlacementSolver:
             while percent > 0:
                 added = int(percent / 100 * every * run.expert_bytes / run.slot_bytes)
                 found = replace(run, policy=replace(
-                    policy, experts=_moved(policy.experts, "gpu", target, percent),
+                    policy, experts=_shift(policy.experts, "gpu", target, percent),
                     expert_slots=run.expert_slots + added))
                 if self._fits(found):
                     return found
                 percent //= 2
         return run
 
-    def _descended(self, run: PlannedRun) -> PlannedRun:
-        """The run that is left when no neighbour is faster."""
+    def _hill_climb(self, run: PlannedRun) -> PlannedRun:
+        """Return the local optimum that is reached from a run by moves to its best neighbour."""
         better: PlannedRun | None = run
         while better is not None:
-            run, better = better, self._improved(better)
+            run, better = better, self._best_neighbour(better)
         return run
 
-    def _time(self, shares: np.ndarray) -> np.ndarray:
-        """Seconds of the block for shares [TERMS] or [TERMS, n]."""
+    def _block_seconds(self, shares: np.ndarray) -> np.ndarray:
+        """Return the seconds of a block for placement shares [TERMS] or [TERMS, n]."""
         return sum(layer_step.elapsed(shares) for layer_step in self._layer_steps)
+
+    def _run_seconds(self, run: PlannedRun) -> float:
+        return float(self._block_seconds(placement_shares(run)))
 
     def _fits(self, run: PlannedRun) -> bool:
         return not MemoryPlan(run).shortfalls(self._limits)
 
-    def _rounded(self, cache_tier: str | None = None) -> PlannedRun | None:
-        """The linear programme's shares in whole percents and sequences, mended until they fit.
+    def _round_solution(self, cache_tier: str | None = None) -> PlannedRun | None:
+        """Return the linear program's solution, rounded to percents and sequences, repaired to fit.
 
-        The whole cache is on `cache_tier`, if that is given.
+        The whole cache is on `cache_tier`, if given. None if nothing fits.
         """
         free, run = self._free, None
-        for _ in range(_ROUNDINGS):
-            shares = self._solve(free, cache_tier)
+        for _ in range(_MAX_ROUNDS):
+            shares = self._solve_lp(free, cache_tier)
             if shares is None:
                 break
-            run = self._placed(shares)
-            over = _totals(run) - self._free
+            run = self._apply_shares(shares)
+            over = _tier_bytes(run) - self._free
             if (over <= 0).all():
                 return run
-            # Rounding, and buffers that come whole or not at all: next time with less.
+            # Rounding and buffers exceed the limit: solve again with less memory.
             free = free - np.maximum(over, 0)
         if run is None:
             return None
@@ -175,73 +172,74 @@ class PlacementSolver:
         others, experts = found.weight_placements
         return replace(run, policy=replace(policy, weights=others, experts=experts))
 
-    def _placed(self, shares: np.ndarray) -> PlannedRun:
-        """The run with the shares [_SHARES] in whole percents, of the cache in sequences."""
+    def _apply_shares(self, shares: np.ndarray) -> PlannedRun:
+        """Return the run with shares [_SHARES] in whole percents, and whole sequences for the
+        cache."""
         placements = {}
         for kind, three in zip(PLACED, shares.reshape(len(PLACED), len(TIERS)), strict=True):
-            placement = _placement(three)
+            placement = _normalize(three)
             if kind == "cache":
-                placement = _placement(split(self.run.workload.gpu_batch_size, placement))
+                placement = _normalize(split(self.run.workload.gpu_batch_size, placement))
             placements[kind] = Placement(*split(100, placement))
-        return replace(self.run, policy=self._with(self.run.policy, placements))
+        return replace(self.run, policy=self._replace(self.run.policy, placements))
 
-    def _improved(self, run: PlannedRun) -> PlannedRun | None:
-        """The fastest neighbour that fits, if it is faster."""
+    def _best_neighbour(self, run: PlannedRun) -> PlannedRun | None:
+        """Return the fastest neighbour that fits, if it is faster than the run."""
         neighbours = [replace(run, policy=policy) for policy in self._neighbours(run.policy)]
-        times = self._time(np.stack([placement_shares(each) for each in neighbours], axis=1))
-        least = self._time(placement_shares(run)) * (1 - _ENOUGH)
+        shares = np.stack([placement_shares(each) for each in neighbours], axis=1)
+        times = self._block_seconds(shares)
+        least = self._run_seconds(run) * (1 - _MIN_GAIN)
         order = [index for index in np.argsort(times, kind="stable") if times[index] < least]
         return next((neighbours[index] for index in order if self._fits(neighbours[index])), None)
 
-    def _simpler(self, run: PlannedRun) -> PlannedRun:
-        """The run without the slower tiers that gain next to nothing."""
-        most = self._time(placement_shares(run)) * (1 + _NOTHING)
+    def _drop_slow_tiers(self, run: PlannedRun) -> PlannedRun:
+        """Return the run without slower tiers that save next to nothing."""
+        most = self._run_seconds(run) * (1 + _NEGLIGIBLE)
         for kind in PLACED:
             for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
                 placement = self._placement(run.policy, kind)
-                moved = _moved(placement, source, target, getattr(placement, source))
-                other = replace(run, policy=self._with(run.policy, {kind: moved}))
+                moved = _shift(placement, source, target, getattr(placement, source))
+                other = replace(run, policy=self._replace(run.policy, {kind: moved}))
                 usable = target in self._tiers and self._fits(other)
-                if usable and self._time(placement_shares(other)) <= most:
+                if usable and self._run_seconds(other) <= most:
                     run = other
         return run
 
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
-        """Policies with a little, or all, of one kind moved from a tier to another."""
+        """Yield policies with a part, or all, of one kind of data moved to another tier."""
         sequence = 100 / self.run.workload.gpu_batch_size
         for kind in PLACED:
             placement = self._placement(policy, kind)
             for source in self._tiers:
                 held = getattr(placement, source)
                 unit = max(1, sequence) if kind == "cache" else 1
-                moved = {min(held, round(step * unit)) for step in (*_STEPS, 100)} - {0}
+                moved = {min(held, round(step * unit)) for step in (*_MOVES, 100)} - {0}
                 for target in self._tiers:
                     for amount in moved if target != source else ():
-                        yield self._with(policy, {
-                            kind: _moved(placement, source, target, amount)})
+                        yield self._replace(policy, {
+                            kind: _shift(placement, source, target, amount)})
 
-    def _solve(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
-        """The shares of least time by the linear programme; None if nothing fits in `free`, with
-        the whole cache on `cache_tier` if that is given.
+    def _solve_lp(self, free: np.ndarray, cache_tier: str | None = None) -> np.ndarray | None:
+        """Return the shares of least time that take at most `free` bytes [tiers]; None if none do.
 
-        Its variables are the shares, and the seconds of each layer step: at least those of its
-        lanes.
+        The variables are the shares and the seconds of each layer step, which are at least those of
+        each of its lanes. The whole cache is on `cache_tier`, if given.
         """
-        bytes_of = self._bytes
+        bytes_of = self._bytes_by_term
         limited = np.isfinite(free)
         rows = [np.hstack((bytes_of[limited, 1:],
                            np.zeros((limited.sum(), len(self._layer_steps)))))]
         bounds = [free[limited] - bytes_of[limited, 0]]
         scale = np.maximum(np.abs(rows[0]).max(axis=1), 1)
         rows[0], bounds[0] = rows[0] / scale[:, None], bounds[0] / scale
-        compute = self._time(np.array([1.0] + [0.0] * len(_SHARES)))
+        compute = self._block_seconds(np.array([1.0] + [0.0] * len(_SHARES)))
         for index, layer_step in enumerate(self._layer_steps):
             weight = layer_step.count / compute  # keeps numbers near 1
             elapsed = np.zeros((len(layer_step.lanes), len(self._layer_steps)))
             elapsed[:, index] = -1
             rows.append(np.hstack((layer_step.lanes[:, 1:] * weight, elapsed)))
             bounds.append(-layer_step.lanes[:, 0] * weight)
-        slower = [_SLOWER * TIERS.index(tier) for _, tier in _SHARES]
+        slower = [_TIER_PENALTY * TIERS.index(tier) for _, tier in _SHARES]
         whole = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
         for index, kind in enumerate(PLACED):
             whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
@@ -255,41 +253,41 @@ class PlacementSolver:
         return found.x[: len(_SHARES)] if found.success else None
 
     @cached_property
-    def _bytes(self) -> np.ndarray:
-        """Bytes [tiers, TERMS] that the memory plan takes, between the placements of one tier each.
+    def _bytes_by_term(self) -> np.ndarray:
+        """Bytes [tiers, TERMS] of the memory plan, as an affine function of the shares.
 
-        It adds up over the kinds, and is linear for each of them but for buffers, of which it says
-        too little in between. Of the weights all but the head's matrix leave the fastest tier: a
-        share that has room for it needs no buffers of its size.
+        They are interpolated between placements on a single tier, which underestimates some
+        buffers. All weights except the head's matrix leave the fastest tier: with a share that
+        holds the head, no buffer of its size is needed.
         """
         fast = Placement(100, 0, 0)
         head, weights = head_and_total_bytes(self.run) if self.run.model.experts is None else (0, 1)
         everything = dict.fromkeys(PLACED, fast)
-        base = _totals(replace(self.run, policy=self._with(self.run.policy, everything)))
+        base = _tier_bytes(replace(self.run, policy=self._replace(self.run.policy, everything)))
         found = np.zeros((len(TIERS), len(TERMS)))
         found[:, 0] = base
         for number, (kind, tier) in enumerate(_SHARES, 1):
             if tier in self._tiers[1:]:
                 kept = math.ceil(1e4 * head / weights) / 1e4 if kind == "weights" else 0.0
-                there = everything | {kind: _moved(fast, "gpu", tier, 100 * (1 - kept))}
-                run = replace(self.run, policy=self._with(self.run.policy, there))
-                found[:, number] = (_totals(run) - base) / (1 - kept)
+                there = everything | {kind: _shift(fast, "gpu", tier, 100 * (1 - kept))}
+                run = replace(self.run, policy=self._replace(self.run.policy, there))
+                found[:, number] = (_tier_bytes(run) - base) / (1 - kept)
         return found
 
 
-def _totals(run: PlannedRun) -> np.ndarray:
-    """Bytes on each tier by the memory plan."""
+def _tier_bytes(run: PlannedRun) -> np.ndarray:
+    """Return the bytes on each tier by the memory plan."""
     plan = MemoryPlan(run)
     return np.array([float(plan.total(tier)) for tier in TIERS])
 
 
-def _moved(placement: Placement, source: str, target: str, percent: float) -> Placement:
-    """A placement with so many percent on another tier."""
+def _shift(placement: Placement, source: str, target: str, percent: float) -> Placement:
+    """Return a placement with `percent` moved from one tier to another."""
     return replace(placement, **{source: getattr(placement, source) - percent,
                                  target: getattr(placement, target) + percent})
 
 
-def _placement(shares: Sequence[float]) -> Placement:
-    """A placement of shares of any sum; a little below 0 is 0."""
+def _normalize(shares: Sequence[float]) -> Placement:
+    """Return a placement in proportion to shares; negative rounding errors count as 0."""
     positive = [max(0.0, float(share)) for share in shares]
     return Placement(*(100 * share / sum(positive) for share in positive))

@@ -1,4 +1,7 @@
-"""The experts that texts to come choose, by the choices of others: a model of counts. No torch."""
+"""A planned run: the sizes and counts that memory and time follow from. No torch.
+
+`ExpertUse` predicts which experts of a mixture a run chooses, from recorded choices.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +29,26 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
 _MOST_TOKENS = 1e9
-"""So many independent tokens choose whatever is ever chosen."""
+"""Number of independent tokens that choose every expert with a nonzero frequency."""
 _LEAST_LOCALITY = 0.05
 _ROUNDS, _HALVINGS = 8, 40
 
 
 class ExpertUse:
-    """A model of what is chosen, of two things that counts tell.
+    """Model of the experts that tokens choose, fitted to counts of choices.
 
-    Some experts are chosen more often than others. And a text keeps to some of them: t successive
-    tokens of it choose as many as ``t ** locality`` tokens do that choose on their own. With few
-    texts the one looks like the other, so that frequencies are shrunk towards equal ones: by the
-    share of their variance that texts that all choose alike would have too (James and Stein, 1961).
+    It has two parameters. First, some experts are chosen more often than others. Second, a text
+    reuses its experts: t successive tokens choose as many distinct experts as ``t ** locality``
+    independent tokens. Few texts cannot tell these apart. Frequencies are therefore shrunk towards
+    equal ones, by the share of their variance that texts of equal frequencies would also have
+    (James and Stein, 1961).
 
     Attributes
     ----------
     frequencies : ndarray [experts of all layers]
-        The share of tokens that choose an expert, in the order of `ExpertChoices.ranked`.
+        Share of tokens that choose an expert, in the order of `ExpertChoices.ranked`.
     locality : float
-        1 if a text's tokens have no more in common than those of different ones.
+        0 to 1; at 1 the tokens of a text are independent.
     """
 
     def __init__(self, choices: ExpertChoices):
@@ -66,8 +70,8 @@ class ExpertUse:
             self._set(max(0.0, 1 - by_chance / found) if found > 0 else 0.0)
 
     def _set(self, weight: float) -> None:
-        """Take frequencies that are those of the counts by this weight, and the locality that goes
-        with them."""
+        """Set frequencies between equal ones (`weight` 0) and counted ones (1), and the locality.
+        """
         self.frequencies = weight * self._counted + (1 - weight) * self._alike
         self.locality = 1.0
         if self._length >= 2:
@@ -76,11 +80,11 @@ class ExpertUse:
                                     _LEAST_LOCALITY), 1.0)
 
     def independent(self, tokens: float) -> float:
-        """The independent tokens that choose as many experts as so many of a text."""
+        """Return how many independent tokens choose as many experts as `tokens` of a text."""
         return max(tokens, 0.0) ** self.locality
 
     def touched(self, tokens: float, first: float = 0.0, last: float = 1.0) -> float:
-        """The experts of a mean layer that so many independent tokens choose, as expected.
+        """Return the expected number of experts per layer that independent tokens choose.
 
         An expert that a token chooses with probability p is chosen by any of n tokens with
         probability ``1 - (1 - p) ** n``.
@@ -88,9 +92,10 @@ class ExpertUse:
         Parameters
         ----------
         tokens : float
+            Number of independent tokens.
         first, last : float
-            Of all experts by frequency, only those from the share `first` on, up to the share
-            `last`: 0 and 1 are all.
+            Only experts from the quantile `first` to the quantile `last` by frequency, the most
+            frequent first; 0 and 1 are all.
         """
         chances = 1 - (1 - np.minimum(self.frequencies, 1.0)) ** tokens
         if (first, last) == (0.0, 1.0):
@@ -101,12 +106,20 @@ class ExpertUse:
         return max(0.0, float(high - low)) / self._layers
 
     def missed(self, sequences: float, tokens: float, first: float, kept: float) -> float:
-        """Experts of a mean layer that a forward pass has to bring.
+        """Return the expected number of experts per layer that a forward pass has to load.
 
-        It has so many tokens of each of so many sequences: one, with which texts go on, or new
-        prompts. `kept` experts a layer are at hand, the ones used last of those from the share
-        `first` on, of which alone this speaks: the working set (Denning, 1968) of the passes, or
-        texts, that touch as many.
+        Slots hold the most recently used experts: the working set (Denning, 1968) of
+        earlier passes or texts.
+
+        Parameters
+        ----------
+        sequences : float
+        tokens : float
+            Tokens of each sequence in the pass: 1 in decode steps, more in a prefill.
+        first : float
+            Only experts from this quantile by frequency on are counted.
+        kept : float
+            Experts per layer that slots hold.
         """
         new = sequences * self.independent(tokens)
         if kept <= 0:
@@ -125,12 +138,12 @@ class ExpertUse:
 
 @lru_cache(maxsize=16)
 def expert_use(choices: ExpertChoices) -> ExpertUse:
-    """The model of these choices."""
+    """Return the model of these choices, fitted once."""
     return ExpertUse(choices)
 
 
 def _inverse(touched: Callable[[float], float], experts: float) -> float:
-    """The independent tokens that touch so many experts; `touched` grows with them."""
+    """Return the number of independent tokens that choose `experts` experts, by bisection."""
     low, high = 0.0, 1.0
     while touched(high) < experts and high < _MOST_TOKENS:
         low, high = high, 4 * high
@@ -140,12 +153,29 @@ def _inverse(touched: Callable[[float], float], experts: float) -> float:
     return high
 
 
-# A run whose memory is planned: what its bytes follow from, and sizes of its parts. No torch.
-
-
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that the bytes of a run follow from: the parameters of `memory_plan.memory_plan`."""
+    """A run whose memory and time are predicted.
+
+    Attributes
+    ----------
+    model : ModelConfig
+    policy : Policy
+    workload : Workload
+        Lengths and batch sizes of the largest block.
+    itemsize : int
+        Bytes of an element that is not quantized.
+    has_gpu : bool
+        Compute memory is separate from host memory.
+    writes_weights : bool
+        Weights on the disk tier are written there; otherwise they are read from the checkpoint.
+    cache : CacheOptions
+    weights : WeightOptions
+    stage : Stage or None
+        The pipeline stage, if the run is the part of one rank.
+    groups : int
+        Groups of a block's batches in a pipeline.
+    """
 
     model: ModelConfig
     policy: Policy
@@ -164,8 +194,10 @@ class PlannedRun:
             object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
 
     def of_stage(self, stage: Stage, groups: int) -> PlannedRun:
-        """The part of one rank of a pipeline, which cuts batches into so many groups: its layers
-        alone, and embedding or head if it has them."""
+        """Return the part of one pipeline rank, which runs the batches in `groups` groups.
+
+        It has the stage's layers, and the embedding or head if the stage has them.
+        """
         choices = self.policy.expert_choices
         policy = replace(self.policy, expert_choices=choices and choices.part(
             stage.first, stage.last))
@@ -177,12 +209,12 @@ class PlannedRun:
 
     @property
     def is_first_stage(self) -> bool:
-        """True if it begins forward passes."""
+        """True if forward passes begin here: the run has the embedding."""
         return self.stage is None or self.stage.is_first_stage
 
     @property
     def is_last_stage(self) -> bool:
-        """True if it ends forward passes."""
+        """True if forward passes end here: the run has the head."""
         return self.stage is None or self.stage.is_last_stage
 
     @property
@@ -192,7 +224,7 @@ class PlannedRun:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes at rest of an expert; 0 where there are none."""
+        """Bytes of an expert at rest; 0 without experts."""
         experts = self.model.experts
         if experts is None:
             return 0
@@ -206,16 +238,18 @@ class PlannedRun:
 
     @property
     def weight_placements(self) -> tuple[Placement, Placement]:
-        """The placements of what every token needs, and of the experts."""
+        """Placements of the weights that every token needs, and of the experts."""
         _, others = head_and_total_bytes(self)
         return place_experts(others, self.num_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
 
     def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
                 ) -> float:
-        """The experts of a layer that so many tokens of each of so many sequences choose together,
-        as expected: those between two shares of all experts, the ones that are chosen most often
-        first."""
+        """Return the expected number of experts per layer that are chosen.
+
+        Each of `sequences` sequences has `tokens` tokens. Only experts between two quantiles by
+        frequency count, the most frequent first.
+        """
         choices = self.policy.expert_choices
         if choices is not None:
             use = expert_use(choices)
@@ -223,12 +257,11 @@ class PlannedRun:
         return max(0.0, last - first) * self.model.experts.touched(sequences * tokens)
 
     def missed(self, sequences: float, tokens: float) -> float:
-        """The share of those experts, of the ones that rest away from compute memory, that slots do
-        not have."""
+        """Return the share of the chosen experts outside compute memory that no slot holds."""
         every, choices = max(self.num_experts, 1), self.policy.expert_choices
         kept = self.model.experts.kept(sequences * tokens, self.offloaded_experts,
                                        self.expert_slots)
-        if choices is None:  # slots have some of those that are chosen alike often
+        if choices is None:  # all experts are taken to be chosen equally often
             return 1 - kept / max(self.offloaded_experts, kept, 1)
         first = 1 - self.offloaded_experts / every
         touched = self.touched(sequences, tokens, first)
@@ -238,19 +271,19 @@ class PlannedRun:
 
     @property
     def offloaded_experts(self) -> float:
-        """Experts, of all layers, that have to be brought to compute memory."""
+        """Experts of all layers that have to be loaded into compute memory."""
         _, cpu, disk = self.weight_placements[1].fractions()
         brought = self.has_gpu and not self.policy.cpu_expert_compute
         return self.num_experts * (disk + (cpu if brought else 0))
 
     @property
     def computes_experts_on_host(self) -> bool:
-        """True if experts in host memory are used there, beside a GPU."""
+        """True if experts in host memory are computed there, beside a GPU."""
         return self.has_gpu and self.model.experts is not None and self.policy.cpu_expert_compute
 
     @property
     def expert_slots(self) -> int:
-        """Experts that fast memory has room for beside those that rest in it."""
+        """Slots in compute memory for experts that are loaded."""
         experts = self.model.experts
         if experts is None:
             return 0
@@ -259,7 +292,7 @@ class PlannedRun:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot: of three matrices, which may lie anywhere in a page at both ends."""
+        """Bytes of an expert slot: three matrices, each with a page of slack at both ends."""
         if self.model.experts is None:
             return 0
         largest = part_bytes(self.weights.widest, self.model.expert_shapes(), self.itemsize)
@@ -267,13 +300,13 @@ class PlannedRun:
 
     @property
     def shards_weights(self) -> bool:
-        """True if weights that are on disk come in chunks."""
+        """True if weights on disk are streamed in row shards."""
         mixture = self.model.experts is not None
         return self.policy.shards_weights(has_gpu=self.has_gpu, mixture=mixture)
 
     @property
     def pass_rows(self) -> int:
-        """Tokens of the longest prompt that go through the network together."""
+        """Tokens of the longest prompt in one forward pass."""
         prompt = self.workload.prompt_len
         return min(prompt, self.policy.prefill_chunk or prompt)
 
@@ -284,70 +317,72 @@ class PlannedRun:
 
     @property
     def group_batches(self) -> float:
-        """GPU batches that share a load of weights, a mean over groups."""
+        """GPU batches that share a load of weights, averaged over groups."""
         return self.workload.num_gpu_batches / self.groups
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a prefill that go through a layer together, if no prompt is longer."""
+        """Rows of a prefill that go through a layer together, unless one prompt is longer."""
         return CHUNK_ROWS["cuda" if self.has_gpu else "cpu"]
 
     @property
     def gathers_prompts(self) -> bool:
-        """True if prompts come in chunks to a cache that cannot hold them as they are."""
+        """True if a chunked prefill gathers whole prompts before it cuts or quantizes them."""
         chunks = self.pass_rows < self.workload.prompt_len
         return chunks and not (self.cache.plain or self.cache.simulated or self.evicts_chunks)
 
     @property
     def evicts_chunks(self) -> bool:
-        """True if prompts come in chunks, each of which is evicted from before the next."""
+        """True if a chunked prefill evicts after each chunk."""
         chunks = self.pass_rows < self.workload.prompt_len
         return chunks and self.cache.evicts_chunks
 
     @property
     def captures_layers(self) -> bool:
-        """True if decode steps are bound in layers whose weights are in compute memory
-        (`engine.captured_step`); of 16 bits, as if they were bfloat16."""
+        """True if decode steps of layers in compute memory are captured (`engine.captured_step`).
+
+        16-bit elements are taken to be bfloat16.
+        """
         whole = not self.policy.sep_layer or self.model.experts is not None
         return (whole and not self.has_gpu and self.itemsize == 2
                 and self.policy.activations.gpu == 100)
 
     @property
     def recalls_from_disk(self) -> bool:
-        """True if decode steps fetch of a cache on disk what they choose."""
+        """True if decode steps read only selected tokens of a cache on disk."""
         return self.policy.fetch_chosen and not self.cache.simulated and not self.has_gpu
 
     @property
     def recalls_in_place(self) -> bool:
-        """True if a GPU reads of a cache in host memory what decode steps choose, where it lies."""
+        """True if a GPU reads selected tokens of a cache in host memory in place."""
         recalls = self.cache.recalls and not self.cache.simulated
         return self.has_gpu and recalls and not self.attends_on_host
 
     @property
     def has_hot_set(self) -> bool:
-        """True if a GPU's memory holds tokens of a cache in host memory that is recalled."""
+        """True if a GPU keeps a hot set of a cache in host memory."""
         return self.policy.fetch_chosen and self.recalls_in_place
 
     @property
     def attends_on_host(self) -> bool:
-        """True if the cache in host memory is used there, beside a GPU."""
+        """True if attention over the cache in host memory runs on the host, beside a GPU."""
         return self.has_gpu and self.policy.cpu_cache_compute
 
     @property
     def evicting_layers(self) -> list[int]:
-        """The decoder layers that ever drop a token."""
+        """Decoder layers that evict tokens."""
         return [layer for layer in range(self.model.num_layers)
                 if budget(self.cache.h2o, layer, self.workload.prompt_len) is not None]
 
 
 def part_bytes(options: WeightOptions, part: PartShapes, itemsize: int) -> int:
-    """Bytes at rest of a part of a model; `itemsize`: bytes of an element in the run's dtype."""
+    """Return the bytes at rest of a part of a model, whose unquantized elements have `itemsize`."""
     matrices = sum(options.matrix_bytes(shape, itemsize) for shape in part.matrices)
     return matrices + part.vectors * itemsize
 
 
 def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> int:
-    """Bytes at rest of one token's key and value in one layer, all KV heads together."""
+    """Return the bytes at rest of one token's key and value in one layer, all KV heads together."""
     # A simulation is exact: it keeps float32.
     record = 2 * model.head_dim * (4 if options.simulated else itemsize)
     layout = options.layout(model.head_dim)
@@ -357,14 +392,14 @@ def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> 
 
 
 def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:
-    """The most slots that a sequence uses in each decoder layer."""
+    """Return the largest number of slots of a sequence in each decoder layer."""
     # The last token that is generated is never cached.
     return tuple(slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
                  for layer in range(model.num_layers))
 
 
 def head_and_total_bytes(run: PlannedRun) -> tuple[int, int]:
-    """Bytes of the head's matrix, a tied one too, and of all weights: those of the run's rank."""
+    """Return the bytes of the head's matrix, even if tied, and of all weights of the rank."""
     model = run.model
     at_rest = partial(part_bytes, run.weights, itemsize=run.itemsize)
     total = model.over_layers(at_rest)
@@ -375,5 +410,5 @@ def head_and_total_bytes(run: PlannedRun) -> tuple[int, int]:
     head = run.weights.matrix_bytes((model.vocab_size, model.embed_dim), run.itemsize)
     total += at_rest(model.head_shapes())
     if model.tie_word_embeddings and not run.is_first_stage:
-        total += head  # the table of another rank
+        total += head  # the tied table itself is on another rank
     return head, total

@@ -1,8 +1,8 @@
-"""The search for a policy: batch sizes, placements, bits and where attention runs. No torch.
+"""The policy search: batch sizes, placements, bits, and where attention runs. No torch.
 
-As in FlexGen (arXiv 2303.06865, section 4.3): for each batch shape a linear programme finds the
-shares of weights, cache and activations on the tiers. What it finds is rounded to whole percents
-and sequences, and held to the exact memory plan; nothing that does not fit is ever proposed.
+For each batch shape, a linear program finds the placement shares (FlexGen, arXiv 2303.06865,
+section 4.3). Its solution is rounded to whole percents and sequences and checked against the exact
+memory plan: a policy that does not fit is never proposed. The roofline of a run is here too.
 """
 
 from __future__ import annotations
@@ -30,40 +30,44 @@ GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 5
 NUM_GPU_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16)
 
 TIE_RATIO = 0.98
-"""A rate within this of the best is as good, for no prediction is more exact: `_TIES` decide."""
+"""Throughputs within this ratio of the best are ties, as no prediction is more exact. `_TIES`
+decides among them."""
 
-_PATIENCE = 2  # a size that helps no more, twice in a row, ends the search in its direction
-_WORTH = 1.003
-_SHOWN, _MOST = 3, 48  # choices that are made even if they are slow, and in all
-_FEW, _NEAR = 2, 0.9  # options that are looked at in any case; what the others' rate has to reach
+_PATIENCE = 2  # sizes in a row without gain after which no larger one is tried
+_MIN_GAIN = 1.003
+_MIN_CHOICES, _MAX_CHOICES = 3, 48  # the former are returned however slow they are
+_FEW_OPTIONS = 2  # so few options are all searched in full
+_PRUNE_RATIO = 0.9  # of the best option's throughput, which an option must reach to be searched
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The request to the search.
+    """Input of the policy search.
 
     Attributes
     ----------
     model : ModelConfig
     prompt_len, gen_len : int
-        Tokens of the longest prompt, and to generate.
+        Tokens of the longest prompt, and tokens to generate.
     itemsize : int
         Bytes of an element that is not quantized.
     prompts : int or None
-        How many there are; None: as many as a block takes.
+        Number of prompts; None: one block of them.
     policy : Policy
-        What it says of overlap, prefill_chunk and pin_weight stays; cpu_cache_compute only if on.
+        Fixed settings: overlap, prefill_chunk and pin_weight, and cpu_cache_compute if it is on.
     gpu_batch_size, num_gpu_batches : int or None
-        Kept if given.
-    weights, caches : tuple of options
-        Among which to choose.
-    written_bits : set of int
-        Bits of weights that have to be written to disk to be there (see `memory_plan`).
+        Fixed if given.
+    weights : tuple of WeightOptions
+        Weight formats to choose from.
+    caches : tuple of CacheOptions
+        Cache formats to choose from.
+    written_bits : set of int or str
+        Weight bits that are written to disk for this run (see `memory_plan`).
     goal : str
-        "throughput": most generated tokens per second of all prompts. "latency": the least time of
-        a block, which is of one sequence unless batch sizes are given.
+        "throughput": most generated tokens per second over all prompts. "latency": least time of a
+        block, which has one sequence unless batch sizes are given.
     groups : int
-        Into which the batches of a block are cut, each of which loads the weights anew.
+        Groups of a block's batches in a pipeline, each of which loads the weights again.
     """
 
     model: ModelConfig
@@ -81,19 +85,19 @@ class PlanRequest:
     groups: int = 1
 
     @property
-    def most(self) -> float:
-        """Sequences that a block may have."""
+    def max_sequences(self) -> float:
+        """Largest number of sequences in a block."""
         return math.inf if self.prompts is None else self.prompts
 
     def sizes(self) -> list[int]:
-        """Sequences of a GPU batch to try, ascending."""
+        """Return the GPU batch sizes to try, ascending."""
         if self.gpu_batch_size is not None or self.goal == "latency":
-            return [min(self.gpu_batch_size or 1, self.most)]
-        sizes = {size for size in GPU_BATCH_SIZES if size <= self.most}
-        return sorted(sizes | {min(self.most, GPU_BATCH_SIZES[-1])})
+            return [min(self.gpu_batch_size or 1, self.max_sequences)]
+        sizes = {size for size in GPU_BATCH_SIZES if size <= self.max_sequences}
+        return sorted(sizes | {min(self.max_sequences, GPU_BATCH_SIZES[-1])})
 
     def counts(self, size: int) -> list[int]:
-        """GPU batches of a block to try for a size, ascending."""
+        """Return the numbers of GPU batches to try for a batch size, ascending."""
         most = math.inf if self.prompts is None else math.ceil(self.prompts / size)
         if self.num_gpu_batches is not None or self.goal == "latency":
             return [min(self.num_gpu_batches or 1, most)]
@@ -104,9 +108,17 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Choice:
-    """A run that fits, and how long it takes.
+    """A run that fits, with its predicted times.
 
-    `sequences` are those of the block or of all prompts, `prefill` and `decode` the seconds of all.
+    Attributes
+    ----------
+    run : PlannedRun
+    estimate : Estimate
+        Of one block.
+    sequences : int
+        Sequences of all blocks.
+    prefill, decode : float
+        Seconds of all blocks.
     """
 
     run: PlannedRun
@@ -117,18 +129,21 @@ class Choice:
 
     @property
     def seconds(self) -> float:
-        """Prefill and decode."""
+        """Seconds of prefill and decode."""
         return self.prefill + self.decode
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens / (prefill + decode) seconds, the last partial block too."""
+        """Generated tokens / (prefill + decode) seconds, including the last partial block."""
         return self.sequences * self.run.workload.gen_len / self.seconds
 
 
 def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
           estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
-    """Seconds of a run for so many prompts (None: a block of them), by an `estimate` of a block."""
+    """Predict the seconds of a run for `prompts` prompts (None: one block).
+
+    `estimate` predicts one block.
+    """
     load, whole = run.workload, estimate(hardware, run)
     block = load.gpu_batch_size * load.num_gpu_batches
     blocks, rest = (1, 0) if prompts is None else divmod(prompts, block)
@@ -144,35 +159,36 @@ def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
 
 
 def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[Choice]:
-    """Runs that fit, the best first: no two of the same batch sizes, bits and place of attention.
+    """Search runs that fit and differ in batch shape, formats or place of attention, the best
+    first.
 
     Raises
     ------
     UserError
-        Nothing fits; it says what is missing.
+        Nothing fits; the message says what is missing.
     """
-    found = [placing for run in _likely(hardware, request, limits)
-             for placing in _promising(hardware, request, run, limits)]
-    found.sort(key=lambda placing: placing.seconds_per_sequence)
+    found = [solver for run in _prune_options(hardware, request, limits)
+             for solver in _candidate_solvers(hardware, request, run, limits)]
+    found.sort(key=lambda solver: solver.amortized_seconds)
     choices: list[Choice] = []
     least = math.inf
-    for placing in found:
-        near = placing.seconds_per_sequence <= least / TIE_RATIO**2
-        if len(choices) == _MOST or len(choices) > _SHOWN and not near:
+    for solver in found:
+        near = solver.amortized_seconds <= least / TIE_RATIO**2
+        if len(choices) == _MAX_CHOICES or len(choices) > _MIN_CHOICES and not near:
             break
-        run = _stripped(placing.best(), request)
+        run = _drop_unused_features(solver.best(), request)
         if run is None or any(run == choice.run for choice in choices):
             continue
         prompts = request.prompts if request.goal == "throughput" else None
         choices.append(predict(hardware, run, prompts))
         least = min(least, choices[-1].seconds / choices[-1].sequences)
     if not choices:
-        _refuse(hardware, request, limits)
-    return _ranked(choices)
+        _raise_nothing_fits(hardware, request, limits)
+    return _rank_choices(choices)
 
 
 def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
-    """Runs that differ in bits and in where attention runs; of one sequence, placed nowhere yet."""
+    """Yield runs of one sequence for each combination of formats and place of attention."""
     on_host = [True] if request.policy.cpu_cache_compute else [False]
     if hardware.has_gpu and hardware.host_attention is not None and not on_host[0]:
         on_host.append(True)
@@ -185,47 +201,52 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
                                  weights.weight_bits in request.written_bits, cache, weights)
 
 
-def _likely(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[PlannedRun]:
-    """The options that a look at a few batch shapes does not rule out, if there are many."""
+def _prune_options(hardware: Hardware, request: PlanRequest, limits: MemoryLimits
+                   ) -> list[PlannedRun]:
+    """Return the options that stay promising after a coarse search, if there are many."""
     runs = list(_options(hardware, request))
-    if len(runs) <= _FEW:
+    if len(runs) <= _FEW_OPTIONS:
         return runs
-    least = [min((placing.seconds_per_sequence
-                  for placing in _promising(hardware, request, run, limits, every=3)),
+    least = [min((solver.amortized_seconds
+                  for solver in _candidate_solvers(hardware, request, run, limits, every=3)),
                  default=math.inf) for run in runs]
     return [run for run, seconds in zip(runs, least, strict=True)
-            if seconds <= min(least) / _NEAR]
+            if seconds <= min(least) / _PRUNE_RATIO]
 
 
-def _promising(hardware: Hardware, request: PlanRequest, run: PlannedRun, limits: MemoryLimits,
-               every: int = 1) -> list[PlacementSolver]:
-    """Batch shapes that may fit; none much larger than those that help or fit.
+def _candidate_solvers(hardware: Hardware, request: PlanRequest, run: PlannedRun,
+                       limits: MemoryLimits, every: int = 1) -> list[PlacementSolver]:
+    """Return placement solvers of batch shapes that may fit, until larger ones stop helping.
 
-    `every` third, say, of the sizes and counts is looked at.
+    Only each `every`-th batch size and count is tried.
     """
     found: list[PlacementSolver] = []
-    sizes = _Growth()
+    sizes = _EarlyStop()
     for size in request.sizes()[::every]:
-        counts = _Growth()
+        counts = _EarlyStop()
         for count in request.counts(size)[::every]:
-            placing = _placing(hardware, _shaped(request, run, size, count), limits)
-            if placing.seconds == math.inf:
+            shaped = _with_batch_shape(request, run, size, count)
+            solver = _solve_placement(hardware, shaped, limits)
+            if solver.seconds == math.inf:
                 break
-            found.append(placing)
-            if not counts.helps(placing.seconds_per_sequence):
+            found.append(solver)
+            if not counts.update(solver.amortized_seconds):
                 break
-        if not sizes.helps(counts.least):
+        if not sizes.update(counts.least):
             break
     return found
 
 
-def _placing(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> PlacementSolver:
-    """The placements of a run. Where none fits, a mixture goes with fewer slots than it would have:
-    in a larger block an expert comes once for more sequences."""
-    placing, experts = PlacementSolver(hardware, run, limits), run.model.experts
-    if placing.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
-        return placing
-    slots, found = experts.slots(run.sequences, run.num_experts), [placing]
+def _solve_placement(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> PlacementSolver:
+    """Return a placement solver of a run.
+
+    If nothing fits, a mixture is tried with fewer expert slots: in a larger block, a load of an
+    expert is shared by more sequences.
+    """
+    solver, experts = PlacementSolver(hardware, run, limits), run.model.experts
+    if solver.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
+        return solver
+    slots, found = experts.slots(run.sequences, run.num_experts), [solver]
     while slots > FEWEST_SLOTS:
         slots = max(slots // 2, FEWEST_SLOTS)
         fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
@@ -233,31 +254,30 @@ def _placing(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> Place
     return min(found, key=lambda each: each.seconds)
 
 
-class _Growth:
-    """True to go on growing a size: not when it no longer fits or helps."""
+class _EarlyStop:
+    """Early stopping of a search over growing batch shapes."""
 
     def __init__(self) -> None:
         self.least = math.inf
         self._idle = 0
 
-    def helps(self, seconds: float) -> bool:
-        """Note the next size's seconds per sequence."""
-        self._idle = 0 if seconds * _WORTH < self.least else self._idle + 1
+    def update(self, seconds: float) -> bool:
+        """Record the amortized seconds of the next size; return whether to try a larger one."""
+        self._idle = 0 if seconds * _MIN_GAIN < self.least else self._idle + 1
         self.least = min(self.least, seconds)
         return seconds < math.inf and self._idle < _PATIENCE
 
 
-def _shaped(request: PlanRequest, run: PlannedRun, size: int, count: int) -> PlannedRun:
-    """The run with these batch sizes; those that were given stay in the policy as they are."""
+def _with_batch_shape(request: PlanRequest, run: PlannedRun, size: int, count: int) -> PlannedRun:
+    """Return the run with a batch shape; the policy keeps batch sizes that were given."""
     policy = replace(run.policy, gpu_batch_size=request.gpu_batch_size or size,
                      num_gpu_batches=request.num_gpu_batches or count)
     load = replace(run.workload, gpu_batch_size=size, num_gpu_batches=count)
     return replace(run, policy=policy, workload=load, groups=min(request.groups, count))
 
 
-def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:
-    """The run without attention on the CPU if nothing of the cache is there, and without reads of
-    what is chosen if nothing of it is where that is done."""
+def _drop_unused_features(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None:
+    """Return the run without host attention and selective fetch where the cache needs neither."""
     if run is None:
         return None
     policy, asked = run.policy, request.policy
@@ -270,19 +290,19 @@ def _stripped(run: PlannedRun | None, request: PlanRequest) -> PlannedRun | None
 
 
 _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
-    # A file's own codes count as 16 bits: nothing is rounded.
+    # Weights in a checkpoint's own quantization count as 16 bits: they lose nothing.
     ("keeps more bits", lambda run: -(run.weights.bits + run.cache.bits)),
     ("attends where all else is computed", lambda run: run.policy.cpu_cache_compute),
     ("has a smaller block",
      lambda run: run.workload.gpu_batch_size * run.workload.num_gpu_batches),
-    # What a batch takes beside products and bytes is predicted too low for a cache on disk.
+    # The model underestimates the per-batch overhead of a cache on disk.
     ("cuts a block into fewer batches", lambda run: run.workload.num_gpu_batches),
 )
-"""Order of preference among rates that tie, the most important first; less is better."""
+"""Tie-breakers among throughputs within `TIE_RATIO`, most important first; the lower value wins."""
 
 
-def _ranked(choices: list[Choice]) -> list[Choice]:
-    """The best first: of those as good as the fastest the one that `_TIES` prefer."""
+def _rank_choices(choices: list[Choice]) -> list[Choice]:
+    """Sort by throughput, and put the tie that `_TIES` prefers first."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
     alike = [c for c in choices
              if c.tokens_per_second >= TIE_RATIO * choices[0].tokens_per_second]
@@ -291,55 +311,54 @@ def _ranked(choices: list[Choice]) -> list[Choice]:
 
 
 def tie_break_reason(choice: Choice, other: Choice) -> str | None:
-    """Why a choice is preferred to one that is faster and ties; None if it is not faster."""
+    """Return why `choice` is preferred to a faster `other`; None if `other` is not faster."""
     if other.tokens_per_second <= choice.tokens_per_second:
         return None
     return next(words for words, of in _TIES if of(choice.run) < of(other.run))
 
 
-def _refuse(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> NoReturn:
-    """Raise `UserError` with what the smallest run would take."""
+def _raise_nothing_fits(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> NoReturn:
+    """Raise `UserError` with the memory that the smallest run would take."""
     *_, run = _options(hardware, request)
     size = request.sizes()[0]
-    run = _shaped(request, run, size, request.counts(size)[0])
+    run = _with_batch_shape(request, run, size, request.counts(size)[0])
     away = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
     MemoryPlan(replace(run, policy=away)).check(limits)
     raise UserError("no policy was found that fits: give --percent and batch sizes")
 
 
-# The roofline of a run: the least time by the rates that were measured on a machine. No torch.
-
-
-_SIDE = 1 << 15  # of a matrix so large that the ends of its groups do not count
+_SIDE = 1 << 15  # rows and columns of a matrix for which padding is negligible
 
 
 def bytes_per_weight(bits: int, mxfp4: bool = False) -> float:
-    """Bytes of a number of a large matrix at rest, with those of its group's scale; 4 bits may be
-    those of MXFP4."""
+    """Return the bytes of an element of a large matrix at rest, with its part of the group scales.
+
+    With `mxfp4`, 4 bits are MXFP4.
+    """
     shape = (_SIDE, _SIDE)
     options = WeightOptions(bits, mxfp4=frozenset({shape} if mxfp4 and bits == 4 else ()))
     return options.matrix_bytes(shape, 2) / _SIDE**2
 
 
 def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
-    """A machine that does everything at the best rates of this one.
+    """Return a machine that runs everything at the best rates of `hardware`.
 
-    Memory is read as fast as in any measured product or attention, products and attention have the
-    FLOP/s of the fastest of them, nothing else takes time, and transfers do not disturb compute.
-    Links keep their rates. What recall chooses costs no more than what is read in order. With
-    `mxfp4` no product of 4 bits reads more than one in MXFP4 does.
+    Memory is read at the bandwidth of the fastest matmul or attention, and matmuls and attention
+    run at the highest measured FLOP/s. Nothing else takes time, and transfers do not interfere with
+    compute. Links keep their rates. Recall reads selected tokens at the sequential rate. With
+    `mxfp4`, a 4-bit matmul reads no more bytes than one in MXFP4.
     """
     compute = hardware.compute
-    timed, rounded = _timed(compute.linear), _timed(compute.rounded_linear)
+    timed, rounded = _matmul_points(compute.linear), _matmul_points(compute.rounded_linear)
     host = hardware.host_attention
     bandwidth = max(*(bytes_per_weight(bits) / seconds for bits, _, seconds in timed + rounded),
                     *compute.decode_attention.values())
     flops = max(*(2 * rows / seconds for _, rows, seconds in timed),
                 *compute.prefill_attention.values())
     read = {bits: bytes_per_weight(bits, mxfp4) / bandwidth for bits in WEIGHT_BITS}
-    linear = {bits: _least(read[bits], flops) for bits in WEIGHT_BITS}
+    linear = {bits: _roofline_table(read[bits], flops) for bits in WEIGHT_BITS}
     whole = max((2 * rows / seconds for _, rows, seconds in rounded), default=flops)
-    rounded_linear = {bits: _least(read[bits], whole) for bits in compute.rounded_linear}
+    rounded_linear = {bits: _roofline_table(read[bits], whole) for bits in compute.rounded_linear}
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
@@ -352,29 +371,32 @@ def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
             dict.fromkeys(host.decode_attention, max(host.decode_attention.values())), 0.0))
 
 
-def _timed(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int, int, float]]:
-    """(bits, rows, seconds of a weight) of every product."""
+def _matmul_points(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int, int, float]]:
+    """Return (bits, rows, seconds per weight element) of every measured matmul."""
     return [(bits, rows, seconds / BILLION) for bits, by_rows in tables.items()
             for rows, seconds in by_rows.items()]
 
 
-def _least(read: float, flops: float) -> dict[int | float, float]:
-    """Seconds of products with a billion weights, each of which takes `read` to read: up to so many
-    rows those of reading, beyond of their FLOPs."""
+def _roofline_table(read: float, flops: float) -> dict[int | float, float]:
+    """Return the seconds of matmuls with a billion weights, by rows.
+
+    They are constant while memory-bound, at `read` seconds per weight, and proportional to rows
+    while compute-bound.
+    """
     turn = max(1.0, flops * read / 2)
     return {1: BILLION * max(read, 2 / flops), turn: BILLION * 2 * turn / flops}
 
 
 def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) -> Choice:
-    """The least seconds of a run with its placements and batches, all of its transfers overlapped.
+    """Return the roofline of a run with its placements and batch sizes, fully overlapped.
 
     Parameters
     ----------
     hardware : Hardware
-        As it was measured, in the run's dtype.
+        Measured in the run's dtype.
     run : PlannedRun
     prompts : int or None
-        See `search.predict`.
+        As in `predict`.
     """
     best = ideal_hardware(hardware, mxfp4=bool(run.weights.mxfp4))
     return predict(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

@@ -26,9 +26,8 @@ from subprocesses import environment
 
 import flexgen_h2o
 from flexgen_h2o.cli import parser, planner
-from flexgen_h2o.cli import planner as recall_proposal
 from flexgen_h2o.cli.launch import workload
-from flexgen_h2o.cli.plan_text import flags, plan_text
+from flexgen_h2o.cli.plan_text import plan_text, policy_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml, parse_size
 from flexgen_h2o.commands import generate
@@ -43,7 +42,7 @@ from flexgen_h2o.models.registry import published
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware, save_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
-from flexgen_h2o.planning.search import TIE_RATIO, PlanRequest, _ranked, predict, search
+from flexgen_h2o.planning.search import TIE_RATIO, PlanRequest, _rank_choices, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GB = 10**9
@@ -144,7 +143,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
     rates = [choice.tokens_per_second for choice in choices]
     assert rates[0] >= TIE_RATIO * max(rates) and rates[1:] == sorted(rates[1:], reverse=True)
     said_why(hardware, choices)
-    assert len({(flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
+    assert len({(policy_flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
 
 
 @settings(max_examples=15)
@@ -288,7 +287,7 @@ def test_of_equal_blocks_the_one_of_the_fewest_batches_wins():
     one, four = (find(slow, gpu_batch_size=24 // count, num_gpu_batches=count)[0]
                  for count in (1, 4))
     assert one.tokens_per_second < four.tokens_per_second < one.tokens_per_second / TIE_RATIO
-    assert _ranked([four, one]) == [one, four]
+    assert _rank_choices([four, one]) == [one, four]
     assert said_why(slow, [one, four]) == {"cuts a block into fewer batches"}
 
 
@@ -353,18 +352,18 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
     host, overlap, pin = switches
     run = planned(*percent, batch=batch, bits=bits, cpu_cache_compute=host, overlap=overlap,
                   pin_weight=pin, prefill_chunk=chunk)
-    config = parser.parse_args(shlex.split(flags(run)))
+    config = parser.parse_args(shlex.split(policy_flags(run)))
     assert config.policy() == run.policy
     assert (config.resolved_weight_bits, config.resolved_cache_bits) == bits
     mixed = replace(run, cache=CacheOptions(key_bits=8, value_bits=4))
-    assert parser.parse_args(shlex.split(flags(mixed))).cache() == mixed.cache
+    assert parser.parse_args(shlex.split(policy_flags(mixed))).cache() == mixed.cache
 
 
 def test_the_plan_says_what_binds_and_what_is_next_best():
     choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32)
     lines = plan_text(GPU, choices, limits_of(GPU)).splitlines()
     assert "opt-30b on a GPU, 512 + 32 tokens" in lines[0]
-    assert lines[1].endswith(flags(choices[0].run))
+    assert lines[1].endswith(policy_flags(choices[0].run))
     assert f"{choices[0].tokens_per_second:.4g} tokens/s" in lines[2]
     for line, phase in zip(lines[3:5], ("prefill", "step"), strict=True):
         found = getattr(choices[0].estimate, phase)
@@ -427,8 +426,8 @@ def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
 
 def test_the_quality_that_is_told_is_that_of_the_docs():
     page = (Path(flexgen_h2o.__file__).parents[1] / "docs" / "h2o.md").read_text(encoding="utf-8")
-    share = 200 * recall_proposal.HEAVY_RATIO
-    assert f"| {share:g} % | {recall_proposal.PERPLEXITY} |" in page
+    share = 200 * planner.RECALL_RATIO
+    assert f"| {share:g} % | {planner.RECALL_PERPLEXITY} |" in page
 
 
 def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):

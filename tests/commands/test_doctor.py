@@ -12,7 +12,7 @@ from kernel_internals import load_library
 from planning_cases import CPU
 
 from flexgen_h2o.commands import doctor
-from flexgen_h2o.commands.doctor import facts, sections
+from flexgen_h2o.commands.doctor import facts
 from flexgen_h2o.commands.doctor.facts import (
     DiskFacts,
     Gpu,
@@ -81,10 +81,10 @@ def test_a_machine_where_nothing_works_is_told_about_all_the_same(capsys, tmp_pa
     found, slow = diagnosis(capsys, tmp_path / "file" / "below")
     assert found["versions"]["torch"] == "not installed"
     assert found["kernels"]["C++"] == "none: the C++ kernels were not built"
-    assert found["memory"] == {"cannot be looked at": "RuntimeError: no /proc here"}
+    assert found["memory"] == {"cannot be inspected": "RuntimeError: no /proc here"}
     assert "is a file" in found["disk"]["cannot be used"]
     assert [line.split(":")[0] for line in slow if "(load" not in line] == [
-        "plain PyTorch does attention, eviction and quantized products on the CPU",
+        "plain PyTorch runs attention, eviction and quantized matmuls on the CPU",
         "the CPU computes", "nothing can be kept on disk"]
 
     def unreadable(path):
@@ -102,7 +102,7 @@ def test_an_instruction_set_that_is_not_there_and_one_that_is_forced(capsys, tmp
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "neon")
     found, slow = diagnosis(capsys, tmp_path)
     assert "FLEXGEN_H2O_ISA=neon: this machine has portable" in found["kernels"]["instruction set"]
-    assert any("FLEXGEN_H2O_ISA=neon sets" in line for line in slow)
+    assert any("FLEXGEN_H2O_ISA=neon forces" in line for line in slow)
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
     monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: CPU)
     found, slow = diagnosis(capsys, tmp_path)
@@ -139,7 +139,7 @@ def test_a_gpu_is_told_by_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (15 * GB, 16 * GB))
     found = facts.gpus()
     assert found.found == (Gpu("T4", 16 * GB, 15 * GB),)
-    assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in sections.gpus(found).rows
+    assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in doctor.gpus(found).rows
 
 
 def test_a_folder_has_the_file_system_of_the_nearest_mount(tmp_path, monkeypatch):
@@ -161,38 +161,38 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
 
 
 @pytest.mark.parametrize("section, slow", [
-    (sections.processor(QUICK), ()),
-    (sections.processor(ProcessorFacts("EPYC", 8, 4, 1.5, 4, 0.1)),
+    (doctor.processor(QUICK), ()),
+    (doctor.processor(ProcessorFacts("EPYC", 8, 4, 1.5, 4, 0.1)),
      ("4 threads on 1.5 CPUs wait for each other: set OMP_NUM_THREADS=1",)),
-    (sections.processor(ProcessorFacts("EPYC", 8, 8, None, 1, 5.0)),
+    (doctor.processor(ProcessorFacts("EPYC", 8, 8, None, 1, 5.0)),
      ("only 1 of 8 CPUs are used", "other processes use the CPUs (load 5)")),
-    (sections.environment({}), ()),
-    (sections.environment({"FLEXGEN_H2O_ISA": ""}), ()),
-    (sections.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
+    (doctor.environment({}), ()),
+    (doctor.environment({"FLEXGEN_H2O_ISA": ""}), ()),
+    (doctor.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
      ("FLEXGEN_H2O_KERNELS=reference: plain PyTorch", "OMP_WAIT_POLICY is set")),
-    (sections.kernels(AVX512), ("avx512 has no products of bfloat16",)),
-    (sections.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, True)), ()),
-    (sections.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, False)),
+    (doctor.kernels(AVX512), ("avx512 has no bfloat16 matmuls",)),
+    (doctor.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, True)), ()),
+    (doctor.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, False)),
      ("Triton is not installed",)),
-    (sections.gpus(GpuFacts((), None, True, True)),
+    (doctor.gpus(GpuFacts((), None, True, True)),
      ("the CPU computes: this PyTorch is built without CUDA, although there is an NVIDIA driver",)),
-    (sections.gpus(GpuFacts((), "12.4", False, True)), ("the CPU computes: PyTorch finds none",)),
-    (sections.memory(MemoryFacts(64 * GB, 60 * GB, None, None)), ()),
-    (sections.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)),
+    (doctor.gpus(GpuFacts((), "12.4", False, True)), ("the CPU computes: PyTorch finds none",)),
+    (doctor.memory(MemoryFacts(64 * GB, 60 * GB, None, None)), ()),
+    (doctor.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)),
      ("3.0 GB of host memory are free",)),
-    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 2.5e9, 1e9)), ()),
-    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+    (doctor.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 2.5e9, 1e9)), ()),
+    (doctor.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)),
      ("the disk reads 0.1 GB/s: weights of 10 GB on it take 100 s a step",)),
-    (sections.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 9e9, 1e9, direct=False)),
+    (doctor.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 9e9, 1e9, direct=False)),
      ("the file system refuses O_DIRECT",)),
-    (sections.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)),
-     ("/d is host memory (tmpfs): what is put on disk takes memory",)),
+    (doctor.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)),
+     ("/d is host memory (tmpfs): the disk tier takes memory",)),
 ])
 def test_what_would_be_slow_and_why(section, slow):
     assert len(section.slow) == len(slow)
     assert all(line.startswith(start) for line, start in zip(section.slow, slow, strict=True))
     assert section.text().count("\n") == len(section.rows)
-    lines = [*sections.verdict([section])]
+    lines = [*doctor.verdict([section])]
     assert lines == (["slow here", *(f"  - {line}" for line in section.slow)] if slow
                      else ["nothing here is known to be slow"])
 
@@ -200,6 +200,6 @@ def test_what_would_be_slow_and_why(section, slow):
 @pytest.mark.parametrize("rate, kind", [
     (0.1, "hard disk"), (0.5, "SATA"), (1.2, "slow NVMe"), (3, "an NVMe")])
 def test_a_disk_has_a_class_by_its_speed(rate, kind):
-    (row,) = [text for name, text in sections.disk(DiskFacts("/d", "", 1, 1, rate * GB, 1.0)).rows
+    (row,) = [text for name, text in doctor.disk(DiskFacts("/d", "", 1, 1, rate * GB, 1.0)).rows
               if name == "reads"]
     assert kind in row and "past the page cache" in row

@@ -86,7 +86,7 @@ def test_every_figure_of_a_gpu(tmp_path):
 
 def test_the_fastest_implementation_is_kept(monkeypatch, isa):
     """Of every product that can be done in several ways, by operation, bits and rows."""
-    def seconds(clock, work, *, hopeless=None):
+    def seconds(clock, work, *, give_up=None):
         places = sum(IMPLEMENTATIONS[operation].index(
             dispatch.choice(operation, rows, torch.bfloat16, bits))
             for operation, bits, rows in cases)
@@ -204,9 +204,9 @@ def test_a_slow_call_is_not_made_often(monkeypatch):
     clock = Timer(Device(), seconds=1.0)
     assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * FEWEST
     began = time.now
-    assert clock.seconds(time.work(9.0, 5.0, 4.0), hopeless=4.0) == 4.0
+    assert clock.seconds(time.work(9.0, 5.0, 4.0), give_up=4.0) == 4.0
     assert time.now - began == 18
-    assert clock.seconds(time.work(9.0, 5.0, 3.0), hopeless=4.0) == 3.0
+    assert clock.seconds(time.work(9.0, 5.0, 3.0), give_up=4.0) == 3.0
 
 
 def test_rates_of_links_move_random_bytes(tmp_path):

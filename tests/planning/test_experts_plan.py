@@ -14,8 +14,8 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
-from flexgen_h2o.planning.cache_cost import RESOURCES, TERMS
 from flexgen_h2o.planning.cost import estimate, layer_step_costs
+from flexgen_h2o.planning.cost_accumulator import RESOURCES, TERMS
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
 from flexgen_h2o.planning.planned_run import ExpertUse

@@ -350,10 +350,10 @@ def test_a_cache_that_is_recalled_from_disk_has_records_and_a_hot_set():
     assert found["cache"] == (0, 0, 8 * 32 * 68 * 8 * 4096), "68 rows of 8 tokens, 8 KV heads"
     chosen = 2 * 54  # of 543 tokens
     numbers = 8 * 4 * (2 * 543 + 2 * chosen)
-    assert found["fast set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
-    assert "fast set" not in rows(cache_plan(0, 0, 0, 0, h2o=h2o))
+    assert found["hot set"] == (0, 8 * 32 * (4096 * (2 * chosen + 16) + numbers), 0)
+    assert "hot set" not in rows(cache_plan(0, 0, 0, 0, h2o=h2o))
     half = rows(cache_plan(0, 0, 0, 0, fetch_chosen=True, fast_set=0.5, h2o=h2o))
-    assert half["fast set"] == (
+    assert half["hot set"] == (
         0, 8 * 32 * (4096 * (271 + 16) + 8 * 4 * (2 * 543 + 271)), 0), "half of 543 tokens"
 
 
@@ -362,9 +362,9 @@ def test_a_gpu_holds_a_hot_set_of_what_is_recalled_from_host_memory():
     found = rows(cache_plan(100, 0, 25, 75, fetch_chosen=True, **placed))
     slots = 2 * 2 * 54  # twice what is chosen of 543 tokens
     numbers = 8 * 4 * (2 * 543 + 2 * slots)
-    assert found["fast set"] == (6 * 32 * (4096 * (slots + 1) + numbers), 0, 0)
+    assert found["hot set"] == (6 * 32 * (4096 * (slots + 1) + numbers), 0, 0)
     assert found["cache"] == rows(cache_plan(100, 0, 25, 75, **placed))["cache"]
-    assert "fast set" not in rows(cache_plan(100, 0, 25, 75, **placed))
+    assert "hot set" not in rows(cache_plan(100, 0, 25, 75, **placed))
 
 
 def test_staging_is_of_the_largest_layer():

@@ -15,8 +15,7 @@ from planning_cases import FREE
 
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout
 from flexgen_h2o.kernels.reference.recall import runs_of
-from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
-from flexgen_h2o.planning.recall_cost import (
+from flexgen_h2o.planning.cache_cost import (
     RecalledTokens,
     disk_read_ratio,
     fit_recall_rates,
@@ -24,6 +23,7 @@ from flexgen_h2o.planning.recall_cost import (
     read_shares,
     recall_seconds,
 )
+from flexgen_h2o.planning.hardware import HostAttentionRates, RecallRates
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 EARLIER = Path(__file__).with_name("data") / "recall_attention.csv"

@@ -1,4 +1,4 @@
-"""Facts about this machine, for `sections` to put into words. Torch is loaded where it is asked."""
+"""Facts about this machine, for the report of `doctor`. Torch is imported inside functions."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from flexgen_h2o.metrics.provenance import cpu_model, package_version, source_co
 LIBRARIES = ("torch", "transformers", "huggingface_hub", "safetensors", "gguf", "numpy", "scipy",
              "triton")
 SAMPLE = 256 << 20
-"""Bytes of the file with which a disk is measured."""
+"""Bytes of the file that measures a disk."""
 
 VARIABLES = ("FLEXGEN_H2O_ISA", "FLEXGEN_H2O_KERNELS", "FLEXGEN_H2O_NATIVE", "FLEXGEN_H2O_CACHE",
              "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES")
-"""Variables of the environment that change what runs, or how."""
+"""Environment variables that select kernels, devices, threads or folders."""
 
 ROWS = (*range(1, 65), 128, 256, 512, 1024, 2048, 4096)
-"""Rows at which the choice of an implementation is looked up."""
+"""Row counts for which the choice of an implementation is reported."""
 
 _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> dict[str, str]:
-    """Version of the package, with its commit, of Python, and of each library; empty: none."""
+    """Return the versions of this package, of Python and of libraries; empty if not installed."""
     commit = source_commit()
     return {"flexgen_h2o": f"{VERSION} ({commit})" if commit else VERSION,
             "python": platform.python_version(), "system": platform.platform(),
@@ -42,16 +42,25 @@ def versions() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """The `VARIABLES` that are set."""
+    """Return the `VARIABLES` that are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 @dataclass(frozen=True)
 class ProcessorFacts:
-    """The CPUs of the machine, and those that this process may use.
+    """CPUs of the machine and of this process.
 
-    `quota` is CPUs' worth of time that the cgroup allows, None without a limit; `load` the mean
-    number of processes that wanted a CPU in the last minute.
+    Attributes
+    ----------
+    name : str
+    cpus, usable : int
+        CPUs of the machine, and those that this process may use.
+    quota : float or None
+        CPU time that the cgroup allows, in CPUs; None without a limit.
+    threads : int
+        Threads that compute.
+    load : float
+        Load average of the last minute.
     """
 
     name: str
@@ -63,7 +72,7 @@ class ProcessorFacts:
 
 
 def processor() -> ProcessorFacts:
-    """The facts of the processor."""
+    """Return the facts of the processor."""
     import torch
 
     return ProcessorFacts(cpu_model(), os.cpu_count() or 1, len(os.sched_getaffinity(0)),
@@ -71,7 +80,7 @@ def processor() -> ProcessorFacts:
 
 
 def cpu_quota(path: Path = _CPU_MAX) -> float | None:
-    """CPUs' worth of time that the cgroup (v2) of this process allows; None without a limit."""
+    """Return the CPUs' worth of time that the cgroup (v2) allows; None without a limit."""
     try:
         quota, period = path.read_text().split()
         return int(quota) / int(period)
@@ -81,23 +90,23 @@ def cpu_quota(path: Path = _CPU_MAX) -> float | None:
 
 @dataclass(frozen=True)
 class KernelFacts:
-    """The kernels of the CPU.
+    """The C++ kernels of the CPU.
 
     Attributes
     ----------
     missing : str or None
-        Why there are no C++ kernels.
+        Why there are none.
     available : tuple of str
-        Instruction sets that `FLEXGEN_H2O_ISA` may name here.
+        Values of `FLEXGEN_H2O_ISA` that this machine supports.
     chosen : str
-        The one that is used.
+        The instruction set in use.
     refused : str or None
-        Why what `FLEXGEN_H2O_ISA` names cannot be used.
+        Why the instruction set of `FLEXGEN_H2O_ISA` cannot be used.
     build : str
     choices : mapping of operation to str
-        Which implementation multiplies or attends, by rows.
+        Implementations by rows, from the dispatch table.
     measured : mapping of str to str, or None
-        The same as measured on this machine, by operation and bits; None if it was not.
+        The same from this machine's autotune table, by operation and bits; None if not measured.
     """
 
     missing: str | None
@@ -110,7 +119,7 @@ class KernelFacts:
 
 
 def kernels(offload_dir: str) -> KernelFacts:
-    """The facts of the CPU's kernels; `offload_dir` is what the machine was measured with."""
+    """Return the facts of the CPU's kernels; `offload_dir` selects the calibration."""
     from flexgen_h2o.kernels.cpu import library as cpu_library
 
     if (missing := cpu_library.missing()) is not None:
@@ -124,15 +133,14 @@ def kernels(offload_dir: str) -> KernelFacts:
 
 
 def by_rows(choose: Callable[[int], str], rows: Sequence[int] = ROWS) -> str:
-    """Which implementation is chosen for how many rows, such as ``skinny up to 16, then pytorch``.
-    """
+    """Return the implementations by rows as text, such as ``skinny up to 16, then pytorch``."""
     parts = [(name, max(group)) for name, group in groupby(rows, choose)]
     ends = [f"{name} up to {last}" for name, last in parts[:-1]]
     return ", ".join([*ends, f"then {parts[-1][0]}"] if ends else [parts[-1][0]])
 
 
 def _choices() -> dict[str, str]:
-    """The implementations that the table of dispatch has for each operation, in bfloat16."""
+    """Return the dispatch table's implementations of each operation, in bfloat16."""
     import torch
 
     from flexgen_h2o.kernels import dispatch
@@ -143,7 +151,7 @@ def _choices() -> dict[str, str]:
 
 
 def measured_choices(offload_dir: str) -> dict[str, str] | None:
-    """The fastest implementations here, where there is a choice; None for a CPU not measured."""
+    """Return the fastest measured implementations; None if this CPU was not measured."""
     import torch
 
     from flexgen_h2o.kernels import dispatch
@@ -163,7 +171,7 @@ def measured_choices(offload_dir: str) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: its name, and bytes of its memory."""
+    """A GPU: its name and bytes of its memory."""
 
     name: str
     total: int
@@ -172,7 +180,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs that PyTorch can use, and why there may be none."""
+    """The GPUs that PyTorch can use, and why there may be none.
+
+    `built_for` is PyTorch's version of CUDA, None without CUDA.
+    """
 
     found: tuple[Gpu, ...]
     built_for: str | None
@@ -181,7 +192,7 @@ class GpuFacts:
 
 
 def gpus() -> GpuFacts:
-    """The facts of the GPUs. `built_for` is PyTorch's version of CUDA, None without."""
+    """Return the facts of the GPUs."""
     import torch
 
     found = []
@@ -195,7 +206,7 @@ def gpus() -> GpuFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Bytes of host memory, and of the cgroup that bounds it; None: no limit."""
+    """Bytes of host memory, and of the cgroup's limit (None without one)."""
 
     total: int
     free: int
@@ -204,7 +215,7 @@ class MemoryFacts:
 
 
 def memory() -> MemoryFacts:
-    """The facts of host memory."""
+    """Return the facts of host memory."""
     import psutil
 
     from flexgen_h2o.storage.free_memory import cgroup_free, cgroup_limit
@@ -215,10 +226,21 @@ def memory() -> MemoryFacts:
 
 @dataclass(frozen=True)
 class DiskFacts:
-    """The disk of a folder: bytes, and bytes per second of aligned reads and writes.
+    """The disk of a folder.
 
-    `system` is the kind of file system. `direct` is False where it refuses O_DIRECT, so that the
-    rates are the page cache's; `problem` says why nothing was measured.
+    Attributes
+    ----------
+    folder : str
+    system : str
+        Kind of the file system.
+    total, free : int
+        Bytes.
+    read, write : float
+        Bytes per second of aligned reads and writes.
+    direct : bool
+        False if the file system refuses O_DIRECT: then the rates are those of the page cache.
+    problem : str or None
+        Why nothing was measured.
     """
 
     folder: str
@@ -232,21 +254,21 @@ class DiskFacts:
 
 
 def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
-    """The facts of the disk that runs write to, measured with a file that is gone afterwards."""
+    """Measure the disk that runs write to, with a temporary file of `nbytes`."""
     from flexgen_h2o.storage.disk import RunFolder
     from flexgen_h2o.storage.free_memory import nearest_folder
     from flexgen_h2o.storage.links import disk_read_rate, disk_write_rate
 
     found = DiskFacts(offload_dir)
     try:
-        folder = nearest_folder(offload_dir)  # no folder is made that would stay
+        folder = nearest_folder(offload_dir)  # make no folder that would stay
         space = shutil.disk_usage(folder)
         found = DiskFacts(str(folder), file_system(folder), space.total, space.free)
         if space.free < 2 * nbytes:
             return replace(found, problem="the disk is full")
         with contextlib.closing(RunFolder(folder)) as run:
             file = run.file("doctor.bin", nbytes)
-            # Written first: what is read must be no hole in the file.
+            # Write first: a read must not hit a hole in the file.
             write = disk_write_rate(file, nbytes=nbytes)
             return replace(found, read=disk_read_rate(file, nbytes=nbytes), write=write,
                            direct=_takes_direct(file))
@@ -255,7 +277,7 @@ def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
 
 
 def file_system(folder: Path) -> str:
-    """The kind of the file system that a folder is on; empty where the system does not say."""
+    """Return the kind of file system of a folder; empty if unknown."""
     import psutil
 
     mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
@@ -264,7 +286,7 @@ def file_system(folder: Path) -> str:
 
 
 def _takes_direct(file: Path) -> bool:
-    """True if a file can be opened past the page cache."""
+    """Return whether a file can be opened with O_DIRECT."""
     try:
         os.close(os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0)))
     except OSError:
