@@ -47,7 +47,7 @@ DYNAMIC = {
 
 TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
                   "conversation", "llm"}
-TORCH = {"h2o.attention_weights", "h2o.eviction", "h2o.key_smoothing",
+TORCH = {"h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.calibrate",
          "distributed.control_messages", "distributed.pipeline"}

@@ -12,8 +12,7 @@ import torch
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
-from flexgen_h2o.h2o.attention_weights import attention_weights
-from flexgen_h2o.h2o.eviction import Cut, EvictionState
+from flexgen_h2o.h2o.eviction import Cut, EvictionState, attention_weights
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated

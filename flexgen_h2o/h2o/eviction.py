@@ -1,7 +1,7 @@
 """H2O eviction (arXiv 2306.14048, algorithm 1): which tokens stay cached. No storage.
 
 Attention accumulates the *attention score* of every cached key. A new key starts at 0, and each
-query does ``scores = scores * decay + weights``, for its own key, too.
+query does ``scores = scores * decay + attention_weights``, for its own key, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.budget import budget, cached
@@ -253,3 +254,33 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
         full = size is not None and h2o.evicts_generated_at(layer) and before >= size.total
         rows[prompt, count] = before, count, size.recent if size else 0, int(full)
     return torch.tensor([rows[pair] for pair in pairs], dtype=torch.int32).T.contiguous()
+
+
+def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
+                      form: AttentionForm, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Return the attention weights of queries over keys.
+
+    Parameters
+    ----------
+    products : float32 Tensor [..., heads, queries, keys]
+        Dot products of queries and keys.
+    hidden : bool Tensor that broadcasts to `products`
+        True for keys that a query does not see, also because of the form's window.
+    dim : int
+        head_dim.
+    form : AttentionForm
+    sinks : Tensor that broadcasts to [..., heads, queries, 1], or None
+        Attention sinks: logits that take a share of each query's weights.
+
+    Returns
+    -------
+    float32 Tensor like products
+    """
+    logits = products * form.scale_of(dim)
+    if form.softcap:
+        logits = (logits / form.softcap).tanh() * form.softcap
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if not form.sinks:
+        return logits.softmax(-1)
+    sinks = sinks.float().expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, sinks), dim=-1).softmax(-1)[..., :-1]

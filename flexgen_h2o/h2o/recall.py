@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.cache_layout import IndexLayout
-from flexgen_h2o.h2o.attention_weights import attention_weights
+from flexgen_h2o.h2o.eviction import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max
 QUERY_LEVELS = 127

@@ -16,9 +16,9 @@ from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.limits import EMPTY
-from flexgen_h2o.h2o.attention_weights import attention_weights
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.budget import Budget, budget, recalled
+from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.h2o.policies import PolicyState, policy_named
 from flexgen_h2o.h2o.recall import index_weights, indexed_keys, select_tokens

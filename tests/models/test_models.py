@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from flexgen_h2o.h2o.attention_weights import attention_weights
+from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.integrations.transformers.enable import CACHE_NAME
 from flexgen_h2o.kernels import torch_ops
 from flexgen_h2o.kernels.rotary import apply_rope_
