@@ -99,10 +99,10 @@ def check_experts(config: ModelConfig, policy: Policy) -> None:
     counts = [config.experts.count if config.has_experts(layer) else 0
               for layer in range(config.num_layers)]
     choices = policy.expert_choices
-    found = [len(layer) for layer in choices.counts]
-    if (found, choices.per_token) != (counts, config.experts.per_token):
+    counted = [len(layer) for layer in choices.counts]
+    if (counted, choices.per_token) != (counts, config.experts.per_token):
         raise UserError(f"--expert-counts {choices.source} is of another model: "
-                        f"{_experts_text(found, choices.per_token)}, and {config.name} has "
+                        f"{_experts_text(counted, choices.per_token)}, and {config.name} has "
                         f"{_experts_text(counts, config.experts.per_token)}")
 
 

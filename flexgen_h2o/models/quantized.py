@@ -185,7 +185,7 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
     try:
         return SafetensorsCheckpoint(folder)
     except UserError as error:
-        raise UserError(f"the weight cache is damaged: remove {folder}, and it is made anew "
+        raise UserError(f"the weight cache is damaged: remove {folder}, and it is built again "
                         f"({error})") from error
 
 

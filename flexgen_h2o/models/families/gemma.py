@@ -1,5 +1,7 @@
-"""Gemma 2 (arXiv 2408.00118) and the text of Gemma 3 (arXiv 2503.19786): windows in some layers,
-norms before and after, soft caps, scaled embeddings."""
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
+
+Windows in some layers, norms before and after attention and MLP, soft caps, scaled embeddings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Gemma(Decoder):
         "gemma3_text": _GEMMA3,
         "gemma3": _GEMMA3,
     }
-    # Checkpoints with a vision part call what is in front of the layers in two ways.
+    # Checkpoints with a vision model have one of two prefixes.
     prefixes = (("model.", ""), ("model.", "language_model.model."),
                 ("model.", "model.language_model."), ("lm_head.", "language_model.lm_head."))
 
@@ -42,12 +44,12 @@ class Gemma(Decoder):
         common = f.decoder("gemma", rope, activation="hidden_activation")
         return ModelConfig(
             **common,
-            norm_offset=1.0,  # weights are kept less one
+            norm_offset=1.0,  # weights are stored minus one
             attention_bias=f.flag("attention_bias"),
             out_bias=f.flag("attention_bias"),
             qk_norm=local_rope is not None,
             embed_scale=common["hidden_size"] ** 0.5,
-            # transformers' Gemma 3 has the key of a cap on attention, too, and does not read it
+            # Gemma 3 also has attn_logit_softcapping, which transformers ignores.
             logit_softcap=f.number_or("final_logit_softcapping", 0.0),
             local_rope=local_rope,
             local_layers=local if local_rope is not None else (),

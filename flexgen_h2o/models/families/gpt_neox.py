@@ -1,4 +1,4 @@
-"""GPT-NeoX (arXiv 2204.06745) and Pythia: partial rotation, attention and MLP side by side."""
+"""GPT-NeoX (arXiv 2204.06745) and Pythia: partial rotation, parallel residual."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class GptNeoX(Decoder):
             "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 2,
         },
     }
-    # Checkpoints saved from the bare model lack "gpt_neox."; transformers 5 calls the output matrix
-    # lm_head in memory, yet still saves it under the old name.
+    # Checkpoints saved from the bare model lack "gpt_neox."; transformers 5 names the output matrix
+    # lm_head in memory, but saves it as embed_out.
     prefixes = (("gpt_neox.", ""), ("embed_out.", "lm_head."))
 
     def read(self, f: Fields) -> ModelConfig:
-        # transformers 4 wrote both keys; rotary_emb_base is the one that counted.
+        # transformers 4 wrote both keys and used rotary_emb_base.
         theta = first(f.values.get("rotary_emb_base"), f.values.get("rope_theta"),
                       f.raw("rotary_emb_base"))
         bias = f.flag("attention_bias")

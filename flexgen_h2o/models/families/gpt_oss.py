@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): attention with learned sinks, windows in every second layer, and
-experts with biases and a clamped gate."""
+"""gpt-oss (arXiv 2508.10925): learned attention sinks, a window in every second layer, experts with
+biases and a clamped gate."""
 
 from __future__ import annotations
 

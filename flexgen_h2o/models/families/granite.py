@@ -1,5 +1,5 @@
-"""Granite 3 (arXiv 2408.13359's architecture): LLaMA with factors on embeddings, residuals,
-attention and logits."""
+"""Granite 3 (architecture of arXiv 2408.13359): LLaMA with scaled embeddings, residuals, attention
+and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LLaMA 1, 2, 3 (arXiv 2302.13971) and what shares their architecture: Mistral, SmolLM2."""
+"""LLaMA 1, 2, 3 (arXiv 2302.13971), and Mistral and SmolLM2, which share the architecture."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Llama(Decoder):
     }
 
     def read(self, f: Fields) -> ModelConfig:
-        mistral = f.values["model_type"] == "mistral"  # differs in its window, and never has a bias
+        mistral = f.values["model_type"] == "mistral"  # has a window, and never a bias
         bias = not mistral and f.flag("attention_bias")
         common = f.decoder("llama", read_rope(f))
         return ModelConfig(
@@ -35,7 +35,7 @@ class Llama(Decoder):
             attention_bias=bias,
             out_bias=bias,
             mlp_bias=not mistral and f.flag("mlp_bias"),
-            # With layer_types transformers makes a Ministral of it.
+            # A Mistral with layer_types is a Ministral in transformers.
             attention=f.forms(f.local_layers(lambda layer: True)) if mistral else (),
         )
 

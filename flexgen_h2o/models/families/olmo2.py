@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and of all queries and all keys."""
+"""OLMo 2 (arXiv 2501.00656): norms after attention and MLP, and over all query and key heads."""
 
 from __future__ import annotations
 

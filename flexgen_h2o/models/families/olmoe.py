@@ -1,4 +1,4 @@
-"""OLMoE (arXiv 2409.02060): many small experts; norms over all queries, and over all keys."""
+"""OLMoE (arXiv 2409.02060): many small experts, and norms over all query and all key heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT, 125M to 175B (arXiv 2205.01068): learned positions; OPT-350m with norms after each part."""
+"""OPT, 125M to 175B (arXiv 2205.01068): learned positions; OPT-350m has post-norms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from flexgen_h2o.models.layers import Operations
 
-# transformers looks position p up at row p + 2: fairseq kept two rows for padding.
+# Position p is row p + 2: fairseq reserved two rows for padding.
 POSITION_OFFSET = 2
 
 

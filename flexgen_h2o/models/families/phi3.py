@@ -22,7 +22,7 @@ class Phi3(Decoder):
     def read(self, f: Fields) -> ModelConfig:
         given = dict(f.mapping("rope_scaling") or f.mapping("rope_parameters"))
         kind = given.get("rope_type") or given.get("type")
-        if kind in ("su", "yarn"):  # older names of the same
+        if kind in ("su", "yarn"):  # older names of LongRoPE
             given["rope_type"] = "longrope"
         rope = read_rope(f, given=given, partial=True)
         common = f.decoder("phi3", rope)

@@ -1,5 +1,7 @@
-"""Qwen2 and Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388), Seed-OSS: LLaMA with biases of
-queries, keys and values, or with norms of queries and keys."""
+"""Qwen2 and Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388) and Seed-OSS.
+
+LLaMA with biases of queries, keys and values, or with norms of queries and keys.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ class Qwen(Decoder):
         rope, kind = read_rope(f), f.values["model_type"]
         windows = f.flag("use_sliding_window")
         local = f.local_layers(lambda layer: windows and layer >= f.value(int, "max_window_layers"))
-        # Biases that config.json doesn't choose are not chosen by a key of that name either.
+        # Qwen2 has no key for its biases: it ignores an attention_bias.
         bias = kind == "qwen2" or f.flag("attention_bias")
         common = f.decoder("qwen", rope)
         return ModelConfig(

@@ -1,4 +1,4 @@
-"""Qwen3-MoE (arXiv 2505.09388): many small experts, and norms over each head's query and key."""
+"""Qwen3-MoE (arXiv 2505.09388): many small experts, and norms of query and key heads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""StableLM 3B and StableLM 2 (arXiv 2402.17834): layer norms, and a part of each head rotates.
+"""StableLM 3B and StableLM 2 (arXiv 2402.17834): layer norms, partial rotation.
 
-StableLM 2 12B norms each query and key head by weights of its own, and its MLP reads what attention
-reads.
+StableLM 2 12B has separate norms for each query and key head, and a parallel residual.
 """
 
 from __future__ import annotations

@@ -112,13 +112,13 @@ def _vector(meta: Metadata, name: str) -> list[float]:
     """Return the numbers of a small float32 tensor; an empty list if the file has none."""
     if name not in meta.tensors:
         return []
-    found = meta.tensors[name]
-    if found.kind.name != "F32" or len(found.shape) != 1 or found.nbytes > 1 << 16:
+    tensor = meta.tensors[name]
+    if tensor.kind.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 1 << 16:
         raise UserError(f"{meta.source}: its rope factors {name} are not a short float32 vector")
     try:
         with open(meta.source, "rb") as file:
-            file.seek(found.offset)
-            numbers = struct.unpack(f"<{found.shape[0]}f", file.read(found.nbytes))
+            file.seek(tensor.offset)
+            numbers = struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.nbytes))
     except (OSError, struct.error) as error:
         raise UserError(f"cannot read {meta.source}: {error}") from error
     if not all(math.isfinite(number) and number > 0 for number in numbers):

@@ -95,9 +95,9 @@ def gguf_file(path: Path) -> Path | None:
         return path if _is_gguf(path) else None
     if not os.path.isdir(path) or any(any(path.glob(each)) for each in _OTHER_WEIGHTS):
         return None
-    found = [file for file in sorted(path.glob("*")) if os.path.isfile(file) and _is_gguf(file)
+    files = [file for file in sorted(path.glob("*")) if os.path.isfile(file) and _is_gguf(file)
              and not file.name.startswith("mmproj")]  # an image encoder
-    first = [file for file in found
+    first = [file for file in files
              if (match := _SPLIT.fullmatch(file.name)) is None or int(match[2]) == 1]
     if len(first) > 1:
         raise UserError(f"{path} holds several GGUF files: give one of them, such as {first[0]}")
