@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -196,14 +197,18 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
 
 @functools.cache
 def _digest(function: JITFunction) -> str:
-    """A digest of a kernel's source, that of the functions it calls and the constants it reads.
+    """Return a digest of a kernel's code, the functions that it calls and the constants it reads.
 
-    Triton's own key counts the lines above it, too, and is another in another version.
+    Triton's own key depends on the lines above it and on Triton's version. Comments and docstrings
+    do not count.
     """
     parts: dict[str, str] = {}
 
     def visit(one: JITFunction) -> None:
-        parts[one.fn.__qualname__] = one.src
+        code = ast.parse(one.src).body[0]
+        if ast.get_docstring(code) is not None:
+            del code.body[0]
+        parts[one.fn.__qualname__] = ast.unparse(code)
         for name in one.fn.__code__.co_names:
             value = one.fn.__globals__.get(name)
             if isinstance(value, JITFunction) and value.fn.__qualname__ not in parts:
