@@ -15,7 +15,7 @@ from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.triton import matrix as triton_matrix
-from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
+from flexgen_h2o.kernels.triton import tensor_cores
 
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""
@@ -70,7 +70,7 @@ def strided(*shape, dtype=torch.float32):
 @pytest.fixture(params=[True, False], ids=["ahead", "in turn"])
 def ahead(request, monkeypatch):
     """Both ways in which the kernels of matrix units load codes."""
-    for kernel in (triton_matrix_units._narrow, triton_matrix_units._wide):
+    for kernel in (tensor_cores._narrow, tensor_cores._wide):
         for config in kernel.configs:
             monkeypatch.setitem(config.kwargs, "AHEAD", request.param)
 
@@ -118,7 +118,7 @@ def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
     """Blocks of several tiles and their splits, in each order in which compilers take inputs."""
     for gpu, adjacent, wide in ((None, 2, True), (None, 4, False), (A100, 2, False),
                                 (A100, 4, True)):
-        monkeypatch.setattr(triton_matrix_units, "ADJACENT", adjacent)
+        monkeypatch.setattr(tensor_cores, "ADJACENT", adjacent)
         shape = (150, 3 * group) if wide else (20, 5 * group - 9)
         with assume_gpu(gpu):
             check_linear(rows, shape, (bits, group), bias=wide, add=not wide, dtype=dtype)
@@ -127,12 +127,12 @@ def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
 @pytest.mark.parametrize("processors", [40, 108, 132])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
 def test_splits_have_all_groups_and_fill_a_device(monkeypatch, rows, processors):
-    monkeypatch.setattr(triton_matrix_units, "interpreted", lambda: False)
+    monkeypatch.setattr(tensor_cores, "interpreted", lambda: False)
     side = 8 if rows <= 8 else 1
     for outputs in (512, 4096, 5120, 11008, 14336, 16384, 65536):
         for inputs in (512, 4096, 11008, 16384):
             groups, tiles = inputs // 64, -(-outputs // (32 if rows <= 8 else 128))
-            split = triton_matrix_units._split(groups, tiles, rows, processors)
+            split = tensor_cores._split(groups, tiles, rows, processors)
             assert split % side == 0 and split > 0
             programs = tiles * -(-groups // split)
             at_once = (8 if rows <= 8 else 4 if rows <= 32 else 2) * processors
@@ -143,11 +143,11 @@ def test_splits_have_all_groups_and_fill_a_device(monkeypatch, rows, processors)
 def test_inputs_are_copied_only_if_odd():
     layout = MatrixLayout(16, 128, 4)
     x = torch.randn(4, 144).half()
-    assert triton_matrix_units._whole(x[:, :128], layout).data_ptr() == x.data_ptr()
+    assert tensor_cores._whole(x[:, :128], layout).data_ptr() == x.data_ptr()
     for odd in (x[:, 1:129], torch.randn(3, 130).half()[:, :128]):
-        assert torch.equal(triton_matrix_units._whole(odd, layout), odd)
-        assert triton_matrix_units._whole(odd, layout).stride() == (128, 1)
-    filled = triton_matrix_units._whole(x[:, :100], MatrixLayout(16, 100, 4))
+        assert torch.equal(tensor_cores._whole(odd, layout), odd)
+        assert tensor_cores._whole(odd, layout).stride() == (128, 1)
+    filled = tensor_cores._whole(x[:, :100], MatrixLayout(16, 100, 4))
     assert torch.equal(filled, torch.cat([x[:, :100], x.new_zeros(4, 28)], 1))
 
 

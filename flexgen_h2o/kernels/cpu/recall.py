@@ -1,4 +1,4 @@
-"""Recall's CPU kernels behind the C ABI: see `native`, whose rules hold here too."""
+"""The CPU kernels of recall: checks of arguments and calls of the C++ library, as in `native`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from flexgen_h2o.kernels.cpu.native import (
 )
 
 READERS = 32
-"""Threads that read small parts of a file, where the kernel is not asked for many at once."""
+"""Threads that read a file where io_submit(2) does not apply (cpu/fetch.cpp)."""
 
 
 def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[int, int]
                   ) -> dict[str, int]:
-    """Fields of an index [sequences, kv_heads, tiles, tile_bytes], whose tiles lie together."""
+    """Return struct fields of an index [sequences, kv_heads, tiles, tile_bytes]."""
     check_tensors(name, torch.uint8, index=(index, (*heads, index.shape[2], layout.tile_bytes)))
     check(index.stride()[2:] == (layout.tile_bytes, 1), name, "tiles of an index must lie together")
     return {"head_dim": layout.length, "bits": layout.bits, "groups": layout.groups,
@@ -68,7 +68,10 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
                 most: int, log_weights: Tensor | None = None,
                 form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                 capture: CapturedCalls | None = None) -> Tensor:
-    """See `reference_recall.choose_keys`; out is int32 [sequences, kv_heads, most], contiguous."""
+    """Run `reference.recall.choose_keys`.
+
+    `out` is int32 [sequences, kv_heads, most], contiguous; it is allocated if None.
+    """
     name = "choose_keys"
     dtype, sequences = check_attention(name, q, k, k), len(q)
     check(len(k) == sequences and q.shape[2] == layout.length, name,
@@ -104,7 +107,10 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
                     form: FormArguments = DEFAULT_ARGUMENTS,
                     out: Tensor | None = None, capture: CapturedCalls | None = None
                     ) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`; out is [sequences, heads, head_dim], contiguous."""
+    """Run `reference.recall.attend_recalled`.
+
+    `out` is [sequences, heads, head_dim], contiguous; it is allocated if None.
+    """
     name = "attend_recalled"
     dtype, sequences = check_attention(name, q, k, v), len(q)
     check(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
@@ -136,17 +142,18 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
     name = "take_slots"
     sequences, kv_heads, most = chosen.shape
     heads, (_, tokens), (_, num_slots) = sequences * kv_heads, slot_of.shape, token_of.shape
-    told = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
+    tensors = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
             "slot_of": (slot_of, (heads, tokens)), "token_of": (token_of, (heads, num_slots)),
             "log_weights": (log_weights, (heads, tokens))}
-    check_tensors(name, torch.int32, **told)
-    check_contiguous(name, **{key: tensor for key, (tensor, _) in told.items()})
+    check_tensors(name, torch.int32, **tensors)
+    check_contiguous(name, **{key: tensor for key, (tensor, _) in tensors.items()})
     check(newest > 0, name, f"{newest} newest tokens")
     slots = torch.empty_like(chosen)
     missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
     counts = chosen.new_empty(2, dtype=torch.int64)
     call(name, "TakeSlots", slots=slots.data_ptr(), missing=missing.data_ptr(),
-         counts=counts.data_ptr(), **{key: tensor.data_ptr() for key, (tensor, _) in told.items()},
+         counts=counts.data_ptr(),
+         **{key: tensor.data_ptr() for key, (tensor, _) in tensors.items()},
          sequences=sequences, kv_heads=kv_heads, most=most, tokens=tokens, num_slots=num_slots,
          newest=newest)
     count, held = counts.tolist()
@@ -155,7 +162,7 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
 
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
                  layout: PageLayout, landing: Tensor) -> tuple[int, int]:
-    """See `reference_recall.fetch_tokens`; reads are under way side by side."""
+    """Run `reference.recall.fetch_tokens`, with concurrent reads."""
     name = "fetch_tokens"
     count, num_slots = missing.shape[1], slots.shape[-3]
     check_tensors(name, torch.int64, missing=(missing, (3, count)))

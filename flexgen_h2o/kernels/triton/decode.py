@@ -1,11 +1,10 @@
-"""Decode attention on a GPU: a launch that reads the cache, and those that write to it.
+"""Decode attention on a GPU: a launch that reads the cache, and launches that write to it.
 
-The first is split over the slots, so that a batch of one fills the device too; each program reads
-its slots' keys and values once for all query heads of a KV head, and leaves logits and a partial
-softmax. (Compressed caches whose heads are not multiplied together go by `triton_codes`.)
-`triton_finish` has what follows.
-
-All logits are to base 2 (`tl.exp2` is the device's own instruction).
+The first launch splits the slots among programs, as Flash-Decoding does, so that a batch of one
+fills the device. Each program reads the keys and values of its slots once for all query heads of a
+KV head, and writes logits and a partial softmax. Quantized caches whose heads are not multiplied
+together are read by `decode_quantized`; `finish` has the other launches. Logits are to base 2, as
+`tl.exp2` is one instruction.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from flexgen_h2o.kernels.arguments import (
     FormArguments,
 )
 from flexgen_h2o.kernels.dispatch import gpu_of
-from flexgen_h2o.kernels.triton.codes import EXACT, LOG2_E, LOWEST, read_codes, reads_codes
 from flexgen_h2o.kernels.triton.common import (
     FEWEST,
     ceil_div,
     configs,
     interpreted,
-    load_halves,
-    load_rotated,
     multiprocessors,
     one_layout,
     power_of_2,
@@ -41,7 +37,15 @@ from flexgen_h2o.kernels.triton.common import (
     soft_capped,
     unit_stride,
 )
+from flexgen_h2o.kernels.triton.decode_quantized import (
+    EXACT,
+    LOG2_E,
+    LOWEST,
+    read_codes,
+    reads_codes,
+)
 from flexgen_h2o.kernels.triton.finish import PartialAttention, finish
+from flexgen_h2o.kernels.triton.groups import load_halves, load_rotated
 
 MOST_SPLITS = 128
 NO_EVICTION = EvictionArguments()
@@ -50,10 +54,10 @@ NO_EVICTION = EvictionArguments()
 @triton.jit
 def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
             HEADS: tl.constexpr, CAPPED: tl.constexpr):
-    """Logits of a block of slots, [slots] of one query head or [heads, slots] of several; none of
-    slots that are not `seen`.
+    """Return the logits of a block of slots: [slots] for one query head, else [heads, slots].
 
-    They are stored at `kept`, a row of n for each head, unless it is None.
+    Slots that are not `seen` are masked. Logits are stored at `kept`, in rows of n for each head,
+    unless it is None.
     """
     if HEADS == 1:
         products = (k_low.to(tl.float32) * q_low.to(tl.float32)
@@ -79,11 +83,11 @@ def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, se
 
 @triton.jit
 def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
-    """One step of the online softmax: maximum, sum and the two halves of the output.
+    """Return maximum, sum and both halves of the output after a step of the online softmax.
 
-    Of one query head, every lane of slots has a softmax of its own, put together at the end. The
-    loop then has no exchange between threads but each logit's sum, so loads stay in flight. A
-    group of heads goes through the matrix units, with one softmax a head.
+    With one query head, each lane of slots has its own softmax, and these are combined at the end.
+    Then threads exchange nothing in the loop except for the sum of each logit, so loads stay in
+    flight. A group of heads uses tensor cores, with one softmax per head.
     """
     if HEADS == 1:
         new = tl.maximum(most, logit)
@@ -102,8 +106,10 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
 
 
 def _fitting(tuned, named_args, **constants):
-    """The configs that do not spill: what is rotated has sines and partners in registers, too, and
-    what is chosen its places (benchmarks/results/gpu_static.csv holds the rest to it)."""
+    """Return the configs that do not spill, as benchmarks/results/gpu_static.csv checks.
+
+    Rotation needs registers for sines and partner elements, and chosen slots for their indices.
+    """
     if not constants["ROTARY"] and named_args["chosen"] is None:
         return tuned
     of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
@@ -124,12 +130,12 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
           BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
           WIDTH: tl.constexpr, ROTARY: tl.constexpr, UNIT: tl.constexpr, LONG: tl.constexpr,
           BLOCK: tl.constexpr):
-    """Logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., head, split].
+    """Write logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., split].
 
-    One program a split of the slots of one sequence's KV head, for HEADS query heads; SHARERS
-    programs side by side have all of its group. Where there are `chosen` slots, [.., n] of each KV
-    head, these are meant by the first ones. The strides of slots come in UNITs. LONG only tells the
-    tuner. All that is written is scratch, so that the tuner may run it again.
+    One program per split of the slots of one KV head, for HEADS query heads; SHARERS adjacent
+    programs cover its group. With `chosen`, [.., n] per KV head, slot i is chosen[i]. Strides of
+    slots are in UNITs. LONG is a key for the autotuner, which may run the kernel repeatedly since
+    only scratch memory is written.
     """
     pair, sharer = tl.program_id(0) // SHARERS, tl.program_id(0) % SHARERS
     sequence = (pair // kv_heads).to(tl.int64)
@@ -144,7 +150,7 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
     rows = q + sequence * q_row + ((head * SHARERS + sharer) * HEADS + g) * q_head
     q_low, q_high = load_rotated(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
                                  LENGTH, LENGTH, 16, WIDTH)
-    mine = tl.program_id(0).to(tl.int64) * HEADS + g  # of parts and stats
+    mine = tl.program_id(0).to(tl.int64) * HEADS + g  # row of parts and stats
     kept = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
     slots += (sequence * s_row + head * s_head) * UNIT
     most = tl.full((BLOCK if HEADS == 1 else TALL,), LOWEST, tl.float32)
@@ -200,7 +206,7 @@ def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constex
 
 
 def _split(n: int, programs: int, device: torch.device) -> int:
-    """Slots of one split: so many splits that the device is busy for several rounds."""
+    """Return the slots per split, for enough splits to fill the device several times."""
     least, wanted = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
     splits = min(max(1, wanted // programs), MOST_SPLITS)
     return max(least, ceil_div(ceil_div(n, splits), least) * least)
@@ -209,7 +215,7 @@ def _split(n: int, programs: int, device: torch.device) -> int:
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                      layout: CacheLayout | None, eviction: EvictionArguments,
                      form: FormArguments = DEFAULT_ARGUMENTS) -> tuple[Tensor, Tensor]:
-    """See `reference.decode_attention`; it never waits for the device."""
+    """Run `reference.attention.decode_attention`; it never waits for the device."""
     with one_layout(eviction) as eviction:
         return attend_slots(q, k, v, slots=slots, metadata=metadata, layout=layout, form=form,
                             eviction=eviction)
@@ -219,11 +225,18 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
                  layout: CacheLayout | None, form: FormArguments,
                  eviction: EvictionArguments = NO_EVICTION, chosen: Tensor | None = None,
                  places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention over cached slots, or `chosen` ones alone.
+    """Compute attention over all cached slots or chosen ones, and cache the new tokens.
 
-    Of the arguments that `decode_attention` has not: `eviction` has scores, positions and ranks of
-    one layout (`one_layout`). `chosen` are int32 [sequences, kv_heads, most], of which metadata's
-    first row says how many count, and `places` int32 [sequences] the slots that new tokens take.
+    Arguments beside those of `decode_attention`:
+
+    Parameters
+    ----------
+    eviction : EvictionArguments
+        Scores, positions and ranks have equal strides (`one_layout`).
+    chosen : int32 Tensor [sequences, kv_heads, most], optional
+        Slots to attend to; the first row of `metadata` is their number.
+    places : int32 Tensor [sequences], optional
+        The slots of the new tokens. None: as `decode_attention` assigns them.
     """
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
     n = slots.shape[3] if chosen is None else chosen.shape[2]
@@ -243,8 +256,8 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     unit, strides = slots_in_units(slots, layout)
     shape = {"UNIT": unit, "LENGTH": length, **record_shape(length, layout),
              "CAPPED": form.softcap > 0, "WINDOWED": eviction.window > 0}
-    # A group goes to `tl.dot` together, or head by head: then the cache is read once for each, but
-    # at the same time, and so mostly from the second-level cache.
+    # A group's heads run together in `tl.dot`, or one by one. Then every head reads the cache, but
+    # at the same time, and mostly from L2.
     together = group > 1 and dispatch.gpu_choice(
         "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
     heads, least = (group, FEWEST) if together else (1, 1)

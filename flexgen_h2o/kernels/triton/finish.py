@@ -1,8 +1,9 @@
-"""The last launches of decode attention on a GPU, after `triton_decode` has read the cache.
+"""The last launches of decode attention on a GPU, after `decode` has read the cache.
 
-One puts the parts of the softmax together, adds the new token, scores, evicts and writes: not
-before every read of the cache is done, since launches on one stream follow each other. Where its
-programs are few and each would have many slots to score, a launch before it scores these in parts.
+One launch combines the partial softmaxes, attends to the new token, updates scores, evicts, and
+writes the new token to its slot. Launches on a stream are ordered, so every read of the cache is
+done by then. If it has few programs with many slots each, another launch before it scores slots in
+parts.
 """
 
 from __future__ import annotations
@@ -16,41 +17,40 @@ from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments
-from flexgen_h2o.kernels.triton.codes import LOG2_E, LOWEST
 from flexgen_h2o.kernels.triton.common import (
     EMPTY,
     ceil_div,
     interpreted,
-    load_rotated,
     multiprocessors,
     power_of_2,
     record_shape,
     slots_in_units,
     soft_capped,
-    store_records,
 )
+from flexgen_h2o.kernels.triton.decode_quantized import LOG2_E, LOWEST
+from flexgen_h2o.kernels.triton.groups import load_rotated, store_records
 
 FINISH_ELEMENTS = 8192
-"""Elements that a program of the last launch handles at a time."""
+"""Elements per iteration of a program of `_finish`."""
 SCORE_LOGITS = 1024
-"""Logits that a program of `_score_part` handles at a time."""
+"""Logits per iteration of a program of `_score_part`."""
 
 
 class PartialAttention(NamedTuple):
-    """The result of reading the cache: a softmax of each split of its `n` slots.
+    """Partial attention over the cache: a softmax for each split of its slots.
 
     Attributes
     ----------
     logits : Tensor or None
-        float32 [sequences, heads, n], of base 2; where there is an eviction state.
+        float32 [sequences, heads, n], to base 2; None without an eviction state.
     parts : Tensor
-        float32 [sequences, heads, splits, length]: sums of values by their weights.
+        float32 [sequences, heads, splits, length]: weighted sums of values.
     stats : Tensor
         float32 [2, sequences, heads, splits]: maximum of the logits, and sum of weights.
     n, split : int
-        Slots of the cache, and of one split.
+        Slots of the cache, and slots per split.
     scale : float
-        Of logits, to base 2 unless they are capped.
+        Factor of logits, to base 2 unless they are soft-capped.
     """
 
     logits: Tensor | None
@@ -65,7 +65,7 @@ class PartialAttention(NamedTuple):
 def _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, cap,
                 HEADS: tl.constexpr, CAPPED: tl.constexpr, TALL: tl.constexpr,
                 LENGTH: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
-    """The new token's logits, [TALL]: of each query head of its group, by its own key `k`."""
+    """Return the logits of a group's query heads with the new token's key: [TALL]."""
     g = tl.arange(0, TALL)
     one = tl.arange(0, 1)
     q_low, q_high = load_rotated(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
@@ -104,7 +104,7 @@ def _denominators(stats, mine, own, sink_logits, head, count, splits, everyone,
 @triton.jit
 def _combine(parts, stats, v, out, mine, live, own, most, total, count, splits,
              LENGTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Put the splits and the new token together: the output of each head."""
+    """Combine the splits and the new token to the output of each head."""
     lane = tl.arange(0, triton.next_power_of_2(LENGTH))
     value = tl.load(v + lane, mask=lane < LENGTH, other=0).to(tl.float32)
     result = tl.exp2(own - most)[:, None] * value[None, :]
@@ -124,10 +124,10 @@ def _combine(parts, stats, v, out, mine, live, own, most, total, count, splits,
 @triton.jit
 def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, recent, n, decay,
            sinks, window, MEAN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr):
-    """Add what each slot from `first` to `last` received to its attention score; the lowest score
-    that may go, the token's position and its slot.
+    """Add attention weights to the scores of slots first to last, and find the best victim.
 
-    Each lane remembers the best victim of its own slots: one comparison among threads at the end.
+    Returns its score, position and slot. Each lane keeps the best victim of its own slots; threads
+    compare them once at the end.
     """
     lane = tl.arange(0, BLOCK)
     best = tl.full((BLOCK,), float("inf"), tl.float32)
@@ -145,7 +145,7 @@ def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, rec
         may = live & (position >= sinks) & (position < tokens - recent)
         if MEAN:
             score = tl.div_rn(score, tl.maximum(tokens - position, 1).to(tl.float32))
-        if WINDOWED:  # what the next token does not see goes first
+        if WINDOWED:  # tokens outside of the next window are evicted first
             score = tl.where(position > tokens - window, score, float("-inf"))
         may = may & ((score < best) | ((score == best) & (position < oldest)))
         best = tl.where(may, score, best)
@@ -156,8 +156,7 @@ def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, rec
 
 @triton.jit
 def _lowest(scores, positions, slots):
-    """The lowest of some scores, among equal ones of the oldest token: its score, position and
-    slot."""
+    """Return score, position and slot of the lowest score; of equal scores, the oldest token."""
     score = tl.min(scores, axis=0)
     position = tl.min(tl.where(scores == score, positions, EMPTY), axis=0)
     mine = (scores == score) & (positions == position)
@@ -171,8 +170,11 @@ def _score_part(q, q_row, q_head, k, k_row, k_head, metadata, scores, positions,
                 WINDOWED: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr,
                 WIDTH: tl.constexpr, ROTARY: tl.constexpr, MEAN: tl.constexpr,
                 SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """`_score` of one `part` of the slots of one sequence's KV head: the lowest score of each part,
-    [.., head, part], and victims [2, .., head, part], of int32: its token's position and slot."""
+    """Compute `_score` of one part of the slots of one KV head.
+
+    Writes the lowest score of each part to lowest [.., head, part], and the position and slot of
+    its token to victims, int32 [2, .., head, part].
+    """
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     sequences = tl.num_programs(0) // kv_heads
@@ -202,7 +204,7 @@ def _score_part(q, q_row, q_head, k, k_row, k_head, metadata, scores, positions,
 
 @triton.jit
 def _lowest_part(lowest, victims, count, score_parts, PARTS: tl.constexpr):
-    """The slot to evict from one KV head's `count` parts, as `_score_part` has left them."""
+    """Return the slot to evict, the best of the `count` parts that `_score_part` wrote."""
     part = tl.arange(0, PARTS)
     live = part < count
     place = tl.program_id(0).to(tl.int64) * score_parts + part
@@ -215,15 +217,14 @@ def _lowest_part(lowest, victims, count, score_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
-    """Write the new token into the eviction state of one head, in `place`; see
-    `reference._note`."""
-    # Other threads have just stored this attention score, and read this position.
+    """Add the new token in slot `place` to the eviction state of one head."""
+    # Wait for threads that store this score, and read this position.
     tl.debug_barrier()
     tl.store(scores + place, own)
     tl.store(positions + place, tokens - 1)
     if ranks is not None:
         gone = tl.load(ranks + place)
-        tl.debug_barrier()  # every thread has read it: now it may change
+        tl.debug_barrier()  # every thread has read it before it changes
         lane = tl.arange(0, BLOCK)
         for start in range(0, cached * full, BLOCK):
             slot = start + lane
@@ -243,9 +244,11 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
             VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr,
             ROTARY: tl.constexpr, UNIT: tl.constexpr, MEAN: tl.constexpr, SPLITS: tl.constexpr,
             PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Output, eviction state and slot of one sequence's KV head: all that changes in place changes
-    here, or its scores in `_score_part` before (then there are `lowest` ones and their victims).
-    Without an eviction state the new token takes the slot that it is `given`, or the next."""
+    """Write the output of one KV head, update its eviction state, and cache the new token.
+
+    All in-place updates are here, but scores are updated by `_score_part` if `lowest` and `victims`
+    are given. Without an eviction state the new token takes slot `given`, or the next one.
+    """
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     sequences = tl.num_programs(0) // kv_heads
@@ -294,11 +297,11 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
 
 
 def _score_slots(n: int, programs: int, device: torch.device) -> int:
-    """Slots whose scores a program of their own adds up; n if the last launch does it.
+    """Return the slots per program of `_score_part`; n if `_finish` computes the scores.
 
-    It does where its programs keep the device busy, or have few slots. An H100 takes 0.22 ms with
-    parts and 0.29 without for a step of 32 heads with 32,768 slots each, 0.087 and 0.112 for 8 KV
-    heads of 4 query heads; with 8,192 slots the launch takes what the parts save.
+    `_finish` does if its programs fill the device, or have few slots. With 32,768 slots an H100
+    takes 0.22 ms with parts and 0.29 without for 32 heads, 0.087 and 0.112 for 8 KV heads of 4
+    query heads. With 8,192 slots the launch costs what the parts save.
     """
     least, wanted = (16, 8) if interpreted() else (1024, 4 * multiprocessors(device))
     if programs >= wanted // 4 or n < 16 * least:
@@ -309,9 +312,9 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
            metadata: Tensor, layout: CacheLayout | None, form: FormArguments,
            eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and taken slots of `reference.decode_attention`, from what was read.
+    """Return the output and taken slots of `decode_attention`, given the partial attention.
 
-    `places` and the layout of the eviction state are as in `triton_decode.attend_slots`.
+    Arguments are those of `decode.attend_slots`.
     """
     scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction[:9]
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], read.n
@@ -327,10 +330,10 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
                "WIDTH": power_of_2(length // 2), "CAPPED": form.softcap > 0,
                "WINDOWED": window > 0, "ROTARY": 0 if ranks is None else 2 * cos.shape[-1],
                "SPLITS": power_of_2(splits)}
-    # As few warps as will do, and few logits a thread: 2048 programs of 1024 slots each take 0.011
-    # ms on an H200 with 1 warp and 256 slots at a time; with all at once 0.015 ms with 2 warps, and
-    # 0.058 and 0.102 ms with 4 and 8. Long caches of few heads, whose programs are few, have up to
-    # 16; groups have more than single heads, since some spill otherwise.
+    # Few warps and few logits per thread: 2,048 programs of 1,024 slots each take 0.011 ms on an
+    # H200 with 1 warp and 256 slots per iteration; with all slots at once 0.015 ms with 2 warps,
+    # 0.058 with 4 and 0.102 with 8. Long caches with few heads have few programs, and up to 16
+    # warps. Groups get more warps than single heads, since some spill otherwise.
     most = power_of_2(n)
     warps = max(1, min(16, tall * most // (1024 if group == 1 else 512)))
     block = max(16, min(most, max(256, tall * most // 4) // tall, FINISH_ELEMENTS // tall))

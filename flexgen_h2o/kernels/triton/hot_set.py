@@ -1,9 +1,9 @@
-"""A hot set of recalled tokens in a GPU's memory: who gets its slots, and what is copied to them.
+"""The hot set of recalled tokens in GPU memory: assigning its slots, and copying tokens to them.
 
-The rest of the tokens lies in page-locked host memory, which the copy reads where it is. What is
-missing is known on the device alone, and nothing waits for the host to hear of it. Of tokens that
-are not chosen now those of the least weights give up their slots; how light these are is found by
-bisection, as of prompts (`triton_select`), without a sort.
+The other tokens are in page-locked host memory, which the copy reads directly. Which tokens are
+missing is known on the device only, and there is no synchronization with the host. Missing tokens
+replace those of the lowest weight that are not chosen; the highest weight to replace is found by
+bisection, as in `select`, without a sort.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flexgen_h2o.kernels.triton.common import ceil_div, interpreted, power_of_2
 
 @triton.jit
 def _note_missing(chosen, slot_of, marks, missing, most, CHUNK: tl.constexpr):
-    """Mark the slots of chosen tokens, and list those that have none, in their order; how many."""
+    """Mark the slots of chosen tokens, list tokens without a slot, and return their number."""
     count = 0
     for start in range(0, most, CHUNK):
         number = start + tl.arange(0, CHUNK)
@@ -33,7 +33,7 @@ def _note_missing(chosen, slot_of, marks, missing, most, CHUNK: tl.constexpr):
 
 @triton.jit
 def _at_most(keys, bound, slots, CHUNK: tl.constexpr):
-    """Number of keys that are at most `bound`."""
+    """Return the number of keys that are at most `bound`."""
     found = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
@@ -44,8 +44,10 @@ def _at_most(keys, bound, slots, CHUNK: tl.constexpr):
 
 @triton.jit
 def _lowest(keys, slots, count, CHUNK: tl.constexpr):
-    """The least bound that `count` keys do not exceed, and how many are below it. Keys are not
-    negative; bisection, as of `triton_select`."""
+    """Return the lowest bound that `count` keys do not exceed, and the number of keys below it.
+
+    Keys are not negative. Found by bisection.
+    """
     low, high = tl.full((), -1, tl.int64), tl.full((), 2**31 - 1, tl.int64)
     while high - low > 1:  # fewer than `count` are at most `low`, and `count` at most `high`
         middle = (low + high) >> 1
@@ -57,7 +59,7 @@ def _lowest(keys, slots, count, CHUNK: tl.constexpr):
 @triton.jit
 def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places, counts, tokens,
            slots, most, CHUNK: tl.constexpr):
-    """Slots of what one KV head has chosen; what is missing gets those of the least weights."""
+    """Compute `reference.recall.claim_slots` of one KV head."""
     pair = tl.program_id(0).to(tl.int64)
     chosen += pair * most
     taken += pair * most
@@ -111,8 +113,7 @@ def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places,
 @triton.jit
 def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins, places, counts,
           kv_heads, most, KINDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Copy ROWS of one KV head's keys and values to their places; strides in elements. With one
-    kind a row holds both."""
+    """Copy ROWS keys and values of one KV head. With one kind, a row holds both."""
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // kv_heads, pair % kv_heads
     number = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -132,7 +133,7 @@ def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins,
 
 def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference_recall.claim_slots`; it never waits for the device."""
+    """Run `reference.recall.claim_slots`, without synchronization."""
     most, slots = chosen.shape[2], token_of.shape[1]
     chosen = chosen.contiguous()
     taken, missing = torch.empty_like(chosen), chosen.new_empty((2, *chosen.shape))
@@ -146,7 +147,7 @@ def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weight
 
 
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:
-    """See `reference_recall.copy_tokens`; either side may be in page-locked host memory."""
+    """Run `reference.recall.copy_tokens`; either side may be in page-locked host memory."""
     nbytes = source.shape[-1] * source.element_size()
     dtype = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
                  if nbytes % dtype.itemsize == 0)

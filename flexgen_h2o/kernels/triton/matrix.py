@@ -1,15 +1,14 @@
-"""Products with quantized matrices on a GPU, and their rows; see `MatrixLayout` for the bytes.
+"""Matmuls with quantized weights on a GPU, and dequantization of rows; see `MatrixLayout`.
 
-Few rows: each byte of the matrix is read once, and weights exist in registers alone. The inputs
-are split among programs, so that a small matrix fills the device too; parts are summed in a fixed
-order by a second launch. Matrix units multiply them where Triton has any (`triton_matrix_units`),
-else fused multiply-adds, a few rows only. Scales and zero points come after the sums over codes,
-which are exact integers: ``x @ weight.T`` of a group is ``scale * (x @ codes.T) + zero * sum(x)``,
-in float32.
+Few rows of x: each byte of the weight is read once, and dequantized values exist in registers only.
+Inputs are split among programs (split-K), so that a small weight fills the device; a second launch
+sums the parts in a fixed order. `tensor_cores` multiplies where Triton uses them; otherwise fused
+multiply-adds do, for a few rows only. Scales and zero points are applied to sums over quantized
+values, which are exact integers: in float32, ``x @ weight.T`` of a group is ``scale * (x @ q.T) +
+zero * sum(x)``.
 
-Many rows: weights are unpacked, a slice of outputs at a time, and multiplied by cuBLAS. How few and
-how many is `dispatch.GPU_TABLE`'s to say. MXFP4 and 12 bits have kernels of their own for both
-(`triton_floats`).
+Many rows: slices of the weight are dequantized and multiplied by cuBLAS. `dispatch.GPU_TABLE` has
+the limits. `matrix_floats` has both kernels for MXFP4 and 12-bit weights.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch
 from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
-from flexgen_h2o.kernels.triton import floats as triton_floats
-from flexgen_h2o.kernels.triton import matrix_units as triton_matrix_units
+from flexgen_h2o.kernels.triton import matrix_floats, tensor_cores
 from flexgen_h2o.kernels.triton.common import (
     ceil_div,
     configs,
@@ -37,21 +35,21 @@ from flexgen_h2o.kernels.triton.common import (
 
 LANES = tl.constexpr(MATRIX_TILE)
 
-_MOST_VECTORS = 8  # rows of a product by vectors: as `dispatch.GPU_TABLE` without matrix units
+_MOST_VECTORS = 8  # rows of `_skinny`, as in `dispatch.GPU_TABLE` without tensor cores
 
 MAGIC = 0x4B000000
-"""The float32 2 ** 23: its lowest bits count ones."""
+"""2 ** 23 in float32, to whose low bits integers are ORed."""
 
 
 @triton.jit
 def _place(word, WORDS: tl.constexpr):
-    """Offsets of the codes of words of a tile, counted over all its groups; in units of 4 bytes."""
+    """Return the offsets of a tile's words, counted over all its groups, in units of 4 bytes."""
     return word // WORDS * (LANES + LANES * WORDS) + LANES + word % WORDS * LANES
 
 
 @triton.jit
 def _words(codes, word, mask, WORDS: tl.constexpr, BITS: tl.constexpr):
-    """Load words of codes. With 6 bits, `word` counts those of 8 bits, which are made of them."""
+    """Load words of quantized values; with 6 bits, `word` counts words expanded to 8 bits."""
     if BITS == 6:
         unit, part = word // 4 * 3, word % 4
         first = tl.load(codes + _place(unit, WORDS)[:, None], mask=mask, other=0)
@@ -66,16 +64,16 @@ def _words(codes, word, mask, WORDS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _header(group, WORDS: tl.constexpr):
-    """Return the offsets of groups' scales, in units of 2 bytes; zero points follow them."""
+    """Return the offsets of groups' scales, in units of 2 bytes. Zero points follow the scales."""
     return group * (2 * LANES + 2 * LANES * WORDS)
 
 
 @triton.jit
 def _exact(words, mask, magic):
-    """float32 of the masked bits, integers below 2 ** 23; faster than a conversion.
+    """Convert masked bits, integers below 2 ** 23, to float32, faster than by a conversion.
 
-    `magic` is `MAGIC`, but as an argument of the kernel: the GPU masks and ORs in one instruction
-    if only one of the two is a literal, and the compiler does not see to it.
+    `magic` is `MAGIC` as an argument of the kernel: mask and OR are one instruction only if not
+    both operands are constants.
     """
     return ((words & mask) | magic).to(tl.float32, bitcast=True) - 8388608.0
 
@@ -83,9 +81,9 @@ def _exact(words, mask, magic):
 @triton.jit
 def _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j: tl.constexpr,
           BITS: tl.constexpr):
-    """Add the products of the j-th code of each word to dots, and its inputs to sums.
+    """Add the products of the j-th value of each word to dots, and its inputs to sums.
 
-    The code stays where it lies in its half of the word, and the input is divided in its place.
+    Values are not shifted within their half of the word; the input is divided instead.
     """
     FROM: tl.constexpr = BITS * (j // 2)
     code = _exact(words >> (16 * (j % 2)), (2**BITS - 1) << FROM, magic)
@@ -100,7 +98,7 @@ def _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j: tl.co
 
 
 def _fitting(tuned, named_args, **constants):
-    """The configs whose sums of all rows fit into registers, and products beside them."""
+    """Return the configs whose accumulators and products of all rows fit into registers."""
     return [one for one in tuned
             if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 2048 * one.num_warps]
 
@@ -113,13 +111,13 @@ def _fitting(tuned, named_args, **constants):
 @triton.jit
 def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
             WORDS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """parts [splits, rows, outputs] of a product; one program a tile and a split of its words.
+    """Write parts [splits, rows, outputs] of a matmul; one program per tile and split of its words.
 
-    A thread adds up what it reads, and threads exchange nothing before the end, so that loads
-    stay in flight.
+    Threads accumulate what they read, and exchange nothing before the end, so that loads stay in
+    flight.
     """
     tile = tl.program_id(0).to(tl.int64)
-    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # bits of a value in a word
     FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, groups * FULL)
@@ -153,7 +151,7 @@ def _skinny(x, x_row, data, parts, rows, outputs, inputs, groups, split, magic,
 @triton.jit
 def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
                BLOCK: tl.constexpr):
-    """Sum parts, bias and, if wanted, out itself; one program BLOCK outputs of a row."""
+    """Sum parts, bias and, with ADD, out itself; one program per BLOCK outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = n < outputs
@@ -173,11 +171,11 @@ def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
 @triton.jit
 def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WORDS: tl.constexpr,
             BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Outputs to rows of out; one program a tile of rows and BLOCK words of each.
+    """Dequantize outputs to rows of out; one program per tile of rows and BLOCK words of each.
 
-    Outputs are `chosen`, or else those from `first` on, a multiple of the tile.
+    Outputs are `chosen`, or those from `first` on, which is a multiple of the tile.
     """
-    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # of a code in a word
+    WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # bits of a value in a word
     FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
     PER: tl.constexpr = 32 // WIDTH
     lane = tl.arange(0, LANES)
@@ -201,7 +199,7 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
     j = tl.arange(0, PER)
     shift = WIDTH * (j // 2) + 16 * (j % 2)
     code = _exact(words[:, None, :] >> shift[None, :, None], 2**WIDTH - 1, magic)
-    weight = zero[:, None, :] + scale[:, None, :] * code  # an exact product, one rounding
+    weight = zero[:, None, :] + scale[:, None, :] * code  # the product is exact: one rounding
     k = word[:, None] * PER + j[None, :]
     tl.store(out + (row * out_row)[None, None, :] + k[:, :, None],
              weight.to(out.dtype.element_ty),
@@ -218,7 +216,7 @@ def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Te
 def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
                chosen: Tensor | None = None) -> None:
     if len(out) and not layout.has_zeros:
-        triton_floats.unpack(out, data, layout, first=first, chosen=chosen)
+        matrix_floats.unpack(out, data, layout, first=first, chosen=chosen)
     elif len(out):
         block = 8 if interpreted() else 64
         grid = ceil_div(len(out), MATRIX_TILE), ceil_div(_words_of(layout), block)
@@ -245,8 +243,8 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     chosen = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
     if chosen == "vectors" or layout.bits == 6 and len(x) <= _MOST_VECTORS:
         parts = _parts(x, data, layout)
-    elif chosen == "matrix units" and triton_matrix_units.takes(layout):
-        parts = triton_matrix_units.product(x, data, layout, bias, target)
+    elif chosen == "matrix units" and tensor_cores.takes(layout):
+        parts = tensor_cores.product(x, data, layout, bias, target)
     else:
         _multiply_unpacked(x, data, layout, bias, out, add=add)
         return
@@ -257,13 +255,13 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
 
 
 def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
-    """float32 [splits, rows, outputs] that add up to the product of few rows."""
+    """Return parts of a matmul with few rows: float32 [splits, rows, outputs]."""
     rows, outputs = len(x), layout.outputs
-    total = _words_of(layout) if layout.has_zeros else triton_floats.units_of(layout)
+    total = _words_of(layout) if layout.has_zeros else matrix_floats.units_of(layout)
     split = _split(total, layout.tiles, 32 * multiprocessors(x.device))
     parts = x.new_empty((ceil_div(total, split), rows, outputs), dtype=torch.float32)
     if not layout.has_zeros:
-        triton_floats.multiply(x, data, layout, parts, split)
+        matrix_floats.multiply(x, data, layout, parts, split)
         return parts
     _skinny[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, rows, outputs, layout.inputs, layout.groups, split, MAGIC,
@@ -272,13 +270,12 @@ def _parts(x: Tensor, data: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _words_of(layout: MatrixLayout) -> int:
-    """Return the words of codes of one output, as `_words` counts them."""
+    """Return the words of one output, as `_words` counts them."""
     return layout.groups * layout.words * (8 if layout.bits == 6 else layout.bits) // layout.bits
 
 
 def _split(units: int, programs: int, wanted: int) -> int:
-    """Words, or units of several, of one split: so many splits that there are about as many
-    programs as wanted."""
+    """Return the words, or units of words, per split for about `wanted` programs."""
     least = 16 if interpreted() else 64
     splits = max(1, wanted // programs)
     return ceil_div(ceil_div(units, splits), least) * least
@@ -286,7 +283,7 @@ def _split(units: int, programs: int, wanted: int) -> int:
 
 def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
                        out: Tensor, *, add: bool) -> None:
-    """A product of many rows, through a buffer of `UNPACKED_BYTES` (but of one tile)."""
+    """Multiply many rows, through a buffer of `UNPACKED_BYTES` or at least one tile."""
     stride = ceil_div(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
     most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
     slices = ceil_div(layout.tiles, most)

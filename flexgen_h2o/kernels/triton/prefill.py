@@ -1,10 +1,11 @@
-"""Causal attention of packed prompts on a GPU, with the attention score that each key receives.
+"""Causal attention of packed prompts on a GPU, with the attention score of each key.
 
-A flash forward saves the maximum of each row's softmax and 1 / its sum (apart: the logarithm of the
-sum would drown in a large maximum); a second pass goes by blocks of keys, recomputes the
-probabilities of all queries that see them and sums the columns in registers. That is half of the
-forward's work again, with no atomics (so the sums are the same every time), and no memory but two
-floats per row and head. All logits are to base 2 (`tl.exp2` is the device's own instruction).
+The forward pass of FlashAttention (arXiv 2307.08691, section 3.1) saves each row's maximum logit
+and the inverse of its softmax sum; their logarithm would lose the sum beside a large maximum. A
+second pass runs by blocks of keys: it recomputes the probabilities of all queries that see them,
+and sums the columns in registers. It costs half of the forward's work, needs two floats per row
+and head, and no atomics, so the sums are deterministic. Logits are to base 2, as `tl.exp2` is one
+instruction.
 """
 
 from __future__ import annotations
@@ -34,38 +35,40 @@ from flexgen_h2o.kernels.triton.common import (
 )
 
 LOWEST = tl.constexpr(-3.0e38)
-"""Below every logit, and finite: the difference of two is never NaN."""
+"""A finite number below every logit, so that differences are never NaN."""
 
 LONG = 512
-"""Prompts from here on are tuned apart from shorter ones."""
-
+"""Tokens from which on prompts are autotuned separately."""
 
 MOST_SUMS = {4: 4 * 32 * 80, 8: 8 * 32 * 96}
-"""Of a program of so many warps, in float32: 80 or 96 of the 255 registers of each thread. Blocks
-with more spill (benchmarks/results/gpu_static.csv holds the rest to none)."""
+"""Accumulators of a program by its warps, in float32: 80 or 96 of the 255 registers of a thread.
+Larger blocks spill; benchmarks/results/gpu_static.csv checks that none does."""
 MOST_SUMS_HOPPER = 8 * 32 * 160
-"""The same with 8 warps where matrix units read their operands from shared memory: sm_90."""
+"""The same for 8 warps on sm_90, whose tensor cores read their operands from shared memory."""
 
 
 def _fitting(tuned, named_args, **constants):
-    """The configs whose sums fit into registers: logits, and as many results as a head is wide.
+    """Return the configs whose accumulators, logits and output, fit into registers.
 
-    Heads of more than 128 elements have blocks of their own: with what fits others an H200 takes
-    0.32 ms for 16 heads of 256 and 2,048 tokens, and 0.13 with 128 rows and 64 keys.
+    Heads of more than 128 elements have configs of their own: for 16 heads of 256 and 2,048 tokens
+    an H200 takes 0.13 ms with blocks of 128 rows and 64 keys, and 0.32 with the others.
     """
     wide, gpu = constants["WIDTH"] > 128, gpu_of(named_args["q"].device)
     hopper = wide and constants["DIM"] == constants["WIDTH"] and (
         gpu is not None and gpu.architecture >= 90)
     most = MOST_SUMS | ({8: MOST_SUMS_HOPPER} if hopper else {})
-    # Three blocks of keys and values of so many elements do not fit into shared memory.
+    # Three stages of keys and values of wide heads do not fit into shared memory.
     return [one for one in tuned if (one.num_stages == 2 if wide else one not in _WIDE)
             and one.kwargs["BLOCK_M"] * (one.kwargs["BLOCK_N"] + constants["WIDTH"])
             <= most[one.num_warps]]
 
 
 def _fitting_columns(tuned, named_args, **constants):
-    """The configs that do not spill. Heads that fill their tiles have no masks in registers: of
-    these, small ones may have wider blocks or a deeper pipeline."""
+    """Return the configs that do not spill.
+
+    Heads that fill their tiles need no masks in registers, so small ones may have wider blocks or
+    more stages.
+    """
     most = 2 * 32 if constants["WIDTH"] > 128 else {64: 2 * 128, 128: 3 * 64}.get(
         constants["DIM"], 2 * 64)
     return [one for one in tuned if one.num_stages * one.kwargs["BLOCK_N"] <= most]
@@ -86,7 +89,7 @@ _COLUMNS = configs(
 
 @triton.jit
 def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Rows [rows, WIDTH] of x; 0 past the row `last`, unless WHOLE says that there are none."""
+    """Load rows [rows, WIDTH] of x, 0 from row `last` on. WHOLE: all rows are before it."""
     lane = tl.arange(0, WIDTH)[None, :]
     place = x + row.to(tl.int64)[:, None] * stride + lane
     if WHOLE and DIM == WIDTH:
@@ -102,8 +105,11 @@ def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: t
 def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
             inner, cap, window, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
             CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Online softmax over the keys first to last; MASKED: some of them lie in a row's future, or
-    with WINDOWED before its window. CAPPED: logits are scaled by `inner`, and capped."""
+    """Update the online softmax with keys first to last.
+
+    MASKED applies the causal mask, WINDOWED the window, CAPPED the soft cap on logits that are
+    scaled by `inner`.
+    """
     for start in range(first, last, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         keys = _tile(k, key, k_stride, last, DIM, WIDTH, not MASKED)
@@ -114,7 +120,7 @@ def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, l
             logits = tl.where(key[None, :] <= position[:, None], logits, float("-inf"))
         if WINDOWED:
             logits = tl.where(key[None, :] > position[:, None] - window, logits, float("-inf"))
-        # Scaled after the maximum: then scaling and subtraction are one instruction.
+        # Scaling after the maximum makes scaling and subtraction one instruction.
         new = tl.maximum(most, tl.max(logits, axis=1) * scale)
         shrink = tl.exp2(most - new)
         p = tl.exp2(logits * scale - new[:, None])
@@ -132,10 +138,10 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
              scale, inner, cap, window, sinks, GROUP: tl.constexpr, DIM: tl.constexpr,
              WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output, and stats [2, heads, rows] unless they are None, of BLOCK_M rows of one head: their
-    maximum, and 1 / their sum.
+    """Compute the output of BLOCK_M rows of one head, and stats [2, heads, rows] unless None.
 
-    Row r of n stands at position tokens - n + r. The last rows see the most keys: they go first.
+    Stats are the maximum and the inverse of the sum of each row's softmax. Row r of n has position
+    tokens - n + r. The last rows, which see the most keys, are launched first.
     """
     sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
     q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
@@ -151,7 +157,7 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
                  False)
     most = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    if sinks is not None:  # as if each were the first key, with a value of zeros
+    if sinks is not None:  # a first key with this logit, and a value of zeros
         most = tl.maximum(most, tl.load(sinks + head) * 1.4426950408889634)
         total += 1.0
     result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
@@ -159,7 +165,7 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
     if WINDOWED:
         seen = tl.maximum(tokens - n + first_row + 1 - window, 0) // BLOCK_N * BLOCK_N
     else:
-        # Every row sees the keys up to `seen`; the blocks after it need a mask.
+        # Every row sees the keys up to `seen`. Later blocks need a mask.
         seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
         most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
                                       seen, scale, inner, cap, window, DIM, WIDTH, False, CAPPED,
@@ -183,18 +189,17 @@ def _columns(keys, q, q_stride, most, inverse, weights, position, before, n, fir
              inner, cap, window, received, DIM: tl.constexpr, WIDTH: tl.constexpr,
              MASKED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              BLOCK_M: tl.constexpr):
-    """Add what the rows first to last give to the keys at `position`: [rows, keys].
+    """Add the probabilities that rows first to last give to the keys at `position`: [rows, keys].
 
-    Rows of queries are added into one tile, so that nothing is summed across threads before the
-    end. All that a block needs is loaded before its product, and without masks: the loads are then
-    under way together.
+    Blocks of rows are accumulated in one tile, so sums over threads come only at the end. A block's
+    loads are before its matmul and without masks, so that they are in flight together.
     """
     for start in range(first, last, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        held = tl.minimum(row, n - 1)  # past the last row its copy, with a factor of 0
+        held = tl.minimum(row, n - 1)  # rows past the end repeat the last one, with a factor of 0
         tile = _tile(q, held, q_stride, n, DIM, WIDTH, True)
         highest = tl.load(most + held)
-        # A row's sum and its weight are one factor.
+        # The inverse of a row's sum and its decay are one factor.
         factor = tl.load(inverse + held)
         logits = tl.dot(tile, tl.trans(keys))
         if weights is not None:
@@ -219,9 +224,9 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
                  rows, scale, inner, cap, window, GROUP: tl.constexpr, DIM: tl.constexpr,
                  WIDTH: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
                  LONG: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The attention score of BLOCK_N keys of one KV head, from all heads of its group.
+    """Compute the attention score of BLOCK_N keys of one KV head, over all heads of its group.
 
-    The first keys are seen by the most rows, and go first.
+    The first keys, which the most rows see, are launched first.
     """
     sequence, head = tl.program_id(2), tl.program_id(1).to(tl.int64)
     q_start, n = tl.load(sequences + 4 * sequence), tl.load(sequences + 4 * sequence + 1)
@@ -233,7 +238,7 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
     keys = _tile(k + k_start.to(tl.int64) * k_row + head * k_head, position, k_row, tokens, DIM,
                  WIDTH, False)
     before = tokens - n
-    # The first row that sees any of the keys, and the first that sees them all.
+    # The first row that sees any of the keys, and the first row that sees all of them.
     first = tl.maximum(first_key - before, 0)
     every = tl.maximum(first_key + BLOCK_N - 1 - before, 0)
     every = tl.minimum(first + tl.cdiv(every - first, BLOCK_M) * BLOCK_M, n)
@@ -261,7 +266,7 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
 
 @functools.lru_cache(maxsize=4)
 def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
-    """decay ** 0 to decay ** count in float32; None for a decay of 1."""
+    """Return decay ** 0 to decay ** count in float32; None for a decay of 1."""
     if decay == 1:
         return None
     return (decay ** torch.arange(count + 1, dtype=torch.float64, device=device)).float()
@@ -270,7 +275,7 @@ def _powers(decay: float, count: int, device: torch.device) -> Tensor | None:
 def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
                       key_lengths: Sequence[int], scores: Tensor | None, decay: float,
                       form: FormArguments = DEFAULT_ARGUMENTS) -> Tensor:
-    """See `reference.prefill_attention`; memory linear in the tokens, and no atomics."""
+    """Run `reference.attention.prefill_attention`, in memory linear in the tokens."""
     if dispatch.gpu_choice("scored_prefill", 1, q.dtype, gpu_of(q.device)) == "matmul":
         return torch_ops.blockwise_prefill_attention(q, k, v, lengths, key_lengths, scores, decay,
                                                      form)

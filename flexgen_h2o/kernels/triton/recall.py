@@ -1,12 +1,10 @@
-"""Recall on a GPU: the index, the choice by it, and attention over what was chosen.
+"""Recall on a GPU: the key index, the choice of tokens, and attention over them.
 
-A choice is four launches: queries in codes, logits of all tokens by the index, the weights that a
-group of query heads gives to each, and a selection by bisection as of prompts (`triton_select`),
-without a sort.
-Attention is that of `triton_decode` over the chosen slots alone. These may lie in page-locked host
-memory: then only what is chosen crosses to the device, as it is read.
-
-All logits are to base 2 (`tl.exp2` is the device's own instruction).
+`choose_keys` has four launches: quantize queries, compute logits of all tokens from the index, sum
+the attention weights over a group's query heads, and select tokens by bisection as `select` does,
+without a sort. Attention over the chosen slots is that of `decode`. Slots may be in page-locked
+host memory: then only chosen ones are transferred, as they are read. Logits are to base 2, as
+`tl.exp2` is one instruction.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from flexgen_h2o.kernels.triton.common import (
     device_ints,
     in_units,
     interpreted,
-    load_elements,
     power_of_2,
     soft_capped,
     unit_stride,
 )
+from flexgen_h2o.kernels.triton.groups import load_elements
 from flexgen_h2o.kernels.triton.select import launch_shape, store_staying, threshold
 
 INDEX_TILE = tl.constexpr(limits.INDEX_TILE)
@@ -40,16 +38,16 @@ MEAN_SHIFT = tl.constexpr(limits.MEAN_SHIFT)
 LEVELS = tl.constexpr(float(QUERY_LEVELS))
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2 ** 23: adding it to a small float32 leaves no bits for a fraction."""
+"""1.5 * 2 ** 23. Adding it to a small float32 and subtracting it rounds to an integer."""
 MOST_HEADS = 4
-"""Query heads of a program of `_logits`: the sums of more do not stay in registers."""
+"""Query heads per program of `_logits`; the accumulators of more do not fit into registers."""
 
 
 @triton.jit
 def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.constexpr,
            RECORD: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
            INDEX_BITS: tl.constexpr, ROWS: tl.constexpr):
-    """Index ROWS keys of one sequence's KV head; they are records of BITS in groups of RECORD."""
+    """Index ROWS keys of one KV head, which have BITS bits in groups of RECORD elements."""
     PER: tl.constexpr = 8 // INDEX_BITS
     GROUPS: tl.constexpr = LENGTH // GROUP
     MANY: tl.constexpr = triton.next_power_of_2(GROUPS)
@@ -79,7 +77,7 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
     levels = tl.full(low.shape, 2**INDEX_BITS - 1, tl.float32)
     scale = tl.div_rn(high - zero.to(tl.float32), levels)
     scale = tl.minimum(tl.maximum(scale, 0.0), 65504.0).to(tl.float16)
-    # A constant group has codes 0.
+    # All values of a constant group quantize to 0.
     steps = tl.maximum(scale.to(tl.float32), 5.9604644775390625e-08)[:, :, None]
     steps = tl.broadcast_to(steps, (ROWS, MANY, WIDE))
     packed = tl.zeros((ROWS, MANY, WIDE), tl.int32)
@@ -103,8 +101,10 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
 
 @triton.jit
 def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: tl.constexpr):
-    """Codes [head, element] of one head's query, and steps [2, head, group]: what a code stands
-    for, and the sum of the codes (`h2o.recall.rounded_queries`)."""
+    """Quantize one head's query to codes [head, element] and steps [2, head, group].
+
+    Steps are the scale and the sum of the quantized values, see `h2o.recall`.
+    """
     GROUPS: tl.constexpr = LENGTH // GROUP
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     mine = sequence * tl.num_programs(1) + head
@@ -128,7 +128,7 @@ def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: 
 
 @triton.jit
 def _two_halves(word):
-    """Two float16 that lie in an integer, as float32: the one in the lower bits first."""
+    """Return the two float16 of a word, as float32; the one in the lower bits first."""
     low = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True)
     high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     return low.to(tl.float32), high.to(tl.float32)
@@ -138,12 +138,12 @@ def _two_halves(word):
 def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_heads, n, scale, cap,
             HEADS: tl.constexpr, PART: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr,
             GROUP: tl.constexpr, BITS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Logits [pair, head, token] of BLOCK tokens by the index for PART heads of a pair's, and the
-    maximum and the sum of their softmax in stats [2, pair, head, block].
+    """Compute logits [pair, head, token] of BLOCK tokens for PART query heads, from the index.
 
-    A word has a byte of four neighbouring tokens: masked, two codes that lie 16 bits apart, which
-    one multiplication by a code of the query meets. DEPTH such products add up within 16 bits to
-    either side of 0; what the lower sum borrows from the upper one is given back.
+    The maximum and the sum of their softmax go to stats [2, pair, head, block]. A word has one byte
+    of each of four adjacent tokens. Masked, it has two values 16 bits apart, and one multiplication
+    by a value of the query computes both products. DEPTH such products fit into 16 signed bits;
+    what the lower sum borrows from the upper one is added back.
     """
     PER: tl.constexpr = 8 // BITS
     GROUPS: tl.constexpr = LENGTH // GROUP
@@ -217,8 +217,10 @@ def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_head
 def _add_products(dots, words, query, first, HEADS: tl.constexpr, PART: tl.constexpr,
                   LENGTH: tl.constexpr, PER: tl.constexpr, SHIFT: tl.constexpr,
                   MASK: tl.constexpr, DEPTH: tl.constexpr):
-    """Sums of four tokens by head, with what the codes at SHIFT of all words add to them; of
-    `query` every PER-th element belongs to them."""
+    """Add the products of the values at SHIFT of all words to the sums of four tokens per head.
+
+    Every PER-th element of `query` belongs to these values.
+    """
     even, odd = (), ()
     for _ in tl.static_range(PART):
         even += (tl.zeros(words[0].shape, tl.int32),)
@@ -245,8 +247,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
            l_row, l_head, sink_logits, kv_heads, n, blocks, scale, cap, HEADS: tl.constexpr,
            TALL: tl.constexpr, CAPPED: tl.constexpr, LENGTH: tl.constexpr, BLOCKS: tl.constexpr,
            BLOCK: tl.constexpr):
-    """Weights [pair, token] of BLOCK tokens, summed over a group's query heads, and the running
-    means of their logarithms."""
+    """Compute weights [pair, token] of BLOCK tokens, summed over a group; update log_weights."""
     pair, block = tl.program_id(0), tl.program_id(1)
     sequence, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     cached = tl.load(metadata + sequence)
@@ -279,7 +280,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
                     mask=there[:, None] & (token < cached)[None, :], other=float("-inf"))
     weight = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
     tl.store(weights + pair.to(tl.int64) * n + token, weight, mask=token < cached)
-    if log_weights is not None:  # `reference_recall.note_weights`
+    if log_weights is not None:  # see `reference.recall.update_log_weights`
         log_weights += sequence * l_row + head * l_head + token
         bits = weight.to(tl.int32, bitcast=True)
         mean = tl.load(log_weights, mask=token < cached, other=0)
@@ -290,7 +291,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
 @triton.jit
 def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
             BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The tokens of most weight of one sequence's KV head, ascending, and -1 behind the last."""
+    """Write the tokens with the largest weights of one KV head, ascending, padded with -1."""
     pair = tl.program_id(0)
     sequence = pair // kv_heads
     cached = tl.load(metadata + sequence)
@@ -313,7 +314,7 @@ def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
                records: GroupLayout | None) -> None:
-    """See `reference_recall.index_keys`; the same bytes. Keys may be in page-locked host memory."""
+    """Run `reference.recall.index_keys`; keys may be in page-locked host memory."""
     keys = unit_stride(keys)
     _, kv_heads, _, _ = keys.shape
     counts = spans[2].tolist()
@@ -332,7 +333,8 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def _depth(layout: IndexLayout) -> int:
-    """Rows of a group whose products add up within 16 bits, and do not spill: equal parts of it."""
+    """Return the rows of a group, a divisor of them, whose products fit into 16 bits and registers.
+    """
     rows = layout.group // layout.per_byte
     most = min(2**15 // (QUERY_LEVELS * layout.levels), 32 // layout.per_byte)
     return next(depth for depth in range(min(rows, most), 0, -1) if rows % depth == 0)
@@ -340,7 +342,7 @@ def _depth(layout: IndexLayout) -> int:
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 most: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
-    """See `reference_recall.choose_keys`; it never waits for the device."""
+    """Run `reference.recall.choose_keys`, without synchronization."""
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
     n, pairs, group = index.shape[2] * limits.INDEX_TILE, sequences * kv_heads, heads // kv_heads
     chosen = torch.empty((sequences, kv_heads, most), dtype=torch.int32, device=q.device)
@@ -374,8 +376,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
                     metadata: Tensor, layout: CacheLayout | None, form: FormArguments
                     ) -> tuple[Tensor, Tensor]:
-    """See `reference_recall.attend_recalled`; slots may be in page-locked host memory, of which
-    those that are chosen are read."""
+    """Run `reference.recall.attend_recalled`; slots may be in page-locked host memory."""
     places, counts = metadata.contiguous()
     return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
                                       form=form, chosen=chosen.contiguous(), places=places)

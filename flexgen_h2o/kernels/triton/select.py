@@ -1,10 +1,10 @@
-"""Cutting prompts to their heavy hitters on a GPU, without a sort.
+"""Selection of a prompt's heavy hitters on a GPU, without a sort.
 
-Two launches. One program per sequence and KV head finds the lowest score that stays by bisection
-over the scores' bits, with the scores in registers, and writes the eviction state. It needs all
-scores of its head; the gather of keys and values, by far the most bytes, needs none of them and has
-a launch of its own, so that it fills the device whatever the number of heads. It takes the indices
-from the positions just written.
+There are two launches. In the first, one program per sequence and KV head finds the lowest score
+that stays by bisection over the bits of the scores, which it holds in registers, and writes the
+eviction state. It needs all scores of its head. The second gathers keys and values, which are most
+of the bytes, at the positions that the first one wrote; it needs no scores, so its grid can fill
+the device with any number of heads.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from flexgen_h2o.kernels.triton.common import (
     record_shape,
     slots_in_units,
     starts,
-    store_records,
     unit_stride,
 )
+from flexgen_h2o.kernels.triton.groups import store_records
 
 MOST_IN_REGISTERS = 32768
-"""Scores of one program of 16 warps: 64 of the 128 registers of each thread. With 32 warps, and 64
-registers for each thread, the sums over threads spill."""
+"""Scores that a program of 16 warps holds, in 64 of the 128 registers of each thread. With 32 warps
+and 64 registers per thread, the sums over threads spill."""
 
 
 @triton.jit
 def _keys(scores, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Integers in the order of the scores, for the tokens start to start + BLOCK.
+    """Return integers that are ordered like the scores of tokens start to start + BLOCK.
 
-    Tokens outside of first to last are no candidates: they get the lowest, which no finite
-    score has.
+    Tokens outside of first to last are not candidates: they get the lowest integer, which is below
+    those of all finite scores.
     """
     token = start + tl.arange(0, BLOCK)
     candidate = (token >= first) & (token < last)
@@ -52,14 +52,14 @@ def _keys(scores, stride, start, first, last, length, MEAN: tl.constexpr, BLOCK:
         score = tl.div_rn(score, tl.maximum(length - token, 1).to(tl.float32))
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 is equal to 0.0
     bits = score.to(tl.int32, bitcast=True)
-    # Floats are sign and magnitude: for the negative ones, flip the magnitude.
+    # Floats are sign and magnitude: flip the magnitude of negative ones.
     return tl.where(candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31))
 
 
 @triton.jit
 def _count(keys, bound, scores, stride, first, last, length, MEAN: tl.constexpr,
            WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """Number of keys that are at least `bound`."""
+    """Return the number of keys that are at least `bound`."""
     if WHOLE:
         found = (keys >= bound.to(tl.int32)).to(tl.int32)
     else:
@@ -73,14 +73,14 @@ def _count(keys, bound, scores, stride, first, last, length, MEAN: tl.constexpr,
 @triton.jit
 def threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
                WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest key that stays, how many keys are above it, and how many equal it.
+    """Return the lowest key that stays, the number of keys above it, and the number equal to it.
 
-    Bisection: at least `heavy` keys are no less than `low`, and fewer are no less than `high`. It
-    ends early once exactly `heavy` are no less than `low`, mostly after some 20 of 32 halvings.
+    Bisection with the invariant that at least `heavy` keys are >= low, and fewer are >= high. It
+    ends early once exactly `heavy` keys are >= low, usually after about 20 of 32 steps.
     """
     keys = _keys(scores, stride, 0, first, last, length, MEAN, BLOCK)
     low, high = tl.full((), -(2**31) + 1, tl.int64), tl.full((), 2**31 - 1, tl.int64)
-    if WHOLE:  # a few halvings less, for two looks at the registers
+    if WHOLE:  # saves some steps, for two passes over registers
         low = tl.min(tl.where(keys == -(2**31), 2**31 - 1, keys), axis=0).to(tl.int64)
         high = tl.max(keys, axis=0).to(tl.int64) + 1
     while high - low > 1:
@@ -96,17 +96,17 @@ def threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
 @triton.jit
 def store_staying(scores, stride, first, last, length, bound, equals, needed, positions,
                   kept_scores, MEAN: tl.constexpr, CHUNK: tl.constexpr):
-    """Write the tokens that stay, ascending, and their scores unless `kept_scores` is None.
+    """Write the tokens that stay in ascending order, and their scores unless `kept_scores` is None.
 
-    Those stay that are not first to last, those above `bound`, and of the `equals` that equal it
-    the `needed` newest.
+    These are the tokens outside of first to last, those with keys above `bound`, and the `needed`
+    newest of the `equals` tokens with keys equal to it.
     """
     taken, seen = 0, 0
     for start in range(0, length, CHUNK):
         token = start + tl.arange(0, CHUNK)
         keys = _keys(scores, stride, start, first, last, length, MEAN, CHUNK)
         equal = (keys == bound) & (token >= first) & (token < last)
-        # Of equal ones the newest stay: those that have all but `needed` of them before.
+        # Of equal keys the newest stay: those with at least equals - needed of them before.
         before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
         stays = (keys > bound) | (equal & (before > equals - needed))
         stays = (stays | (token < first) | (token >= last)) & (token < length)
@@ -123,8 +123,7 @@ def store_staying(scores, stride, first, last, length, bound, equals, needed, po
 def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
             sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
             CHUNK: tl.constexpr):
-    """The eviction state of one sequence's KV head: tokens that stay, ascending, and then empty
-    slots."""
+    """Write the eviction state of one KV head: the tokens that stay, then empty slots."""
     sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length, heavy = tl.load(cuts + 4 * sequence + 1), tl.load(cuts + 4 * sequence + 2)
     recent = tl.load(cuts + 4 * sequence + 3)
@@ -139,7 +138,7 @@ def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b
                                           BLOCK)
         needed = heavy - above
     elif kept == length:
-        first, last = length, length  # nothing to choose: all count as sinks
+        first, last = length, length  # all tokens stay, as sinks do
     store_staying(scores, m_row, first, last, length, bound, equals, needed, positions + state,
                   None if scores is None else kept_scores + state, MEAN, CHUNK)
     _fill(kept_scores, positions, ranks, state, kept, slots, scores is None, CHUNK)
@@ -148,7 +147,7 @@ def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b
 @triton.jit
 def _fill(kept_scores, positions, ranks, state, kept, slots, MASSLESS: tl.constexpr,
           CHUNK: tl.constexpr):
-    """Write what needs no choice: ranks, and the empty slots of the eviction state."""
+    """Write ranks, and the empty slots of the eviction state."""
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
         empty = (slot >= kept) & (slot < slots)
@@ -163,7 +162,7 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
             s_row, s_head, s_slot, sinks, LENGTH: tl.constexpr, GROUP: tl.constexpr,
             BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
             UNIT: tl.constexpr, ROWS: tl.constexpr):
-    """Copy, or quantize, ROWS of the keys and values that stay into their slots."""
+    """Copy or quantize ROWS keys and values that stay into their slots."""
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     length = tl.load(cuts + 4 * sequence + 1)
@@ -191,11 +190,11 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
 
 
 def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
-    """Constants of a program that chooses among `needed` scores, and writes up to `longest` tokens.
+    """Return constants of a program that selects among `needed` scores of up to `longest` tokens.
 
-    There are as few warps as hold the scores, since each halving waits for all of them: prompts of
-    2,048 tokens take an H200 0.052 ms with 4, and 0.069 with 16. With `mean` half as many are held,
-    as what divides them takes registers too.
+    It has the fewest warps that can hold the scores, since each step synchronizes all of them: with
+    prompts of 2,048 tokens an H200 takes 0.052 ms with 4 warps, 0.069 with 16. With `mean` it holds
+    half as many, since divisors take registers too.
     """
     if interpreted():
         whole, chunk, warps = needed <= 64, 32, 4
@@ -211,7 +210,10 @@ def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
                          slots: Tensor, layout: CacheLayout | None,
                          eviction: EvictionArguments) -> None:
-    """See `reference.select_heavy_hitters`; no sort."""
+    """Run `reference.attention.select_heavy_hitters`.
+
+    `cuts` has three integers per prompt: the fields of `Cut`.
+    """
     with one_layout(eviction) as eviction:
         _select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, layout=layout,
                               eviction=eviction)
@@ -227,7 +229,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     k, v = unit_stride(k), unit_stride(v)
     table = device_ints(tuple(zip(starts(lengths), lengths, heavy, recent, strict=True)),
                         k.device)
-    # Where no score decides, or none is needed, the scores need not fit in registers.
+    # Prompts whose selection does not depend on scores need no registers for them.
     needed = max((n for n, h, r in zip(lengths, heavy, recent, strict=True)
                   if 0 < h < n - r - sinks), default=1)
     shape = launch_shape(needed, max(lengths), mean=mean)

@@ -1,17 +1,16 @@
-"""Products of up to 64 rows with quantized matrices, on a GPU's matrix units.
+"""Matmuls of up to 64 rows with quantized weights, on a GPU's tensor cores.
 
-The weights are the units' left operand, and nothing of them goes through shared memory: outputs and
-inputs of a block may be taken in any order, and are in one in which what a thread loads at once (16
-bytes: a word each of `RUN` outputs) is what the units want of it in registers. For that, loads are
-[threads, what each reads]: so every compiler gives them to threads in the order of the rows.
+The weight is the left operand of `tl.dot`, and does not pass through shared memory. The order of a
+block's outputs and inputs is free, and chosen so that the 16 bytes that a thread loads at once (a
+word of each of `RUN` outputs) are those that the tensor cores need in its registers. Loads have the
+shape [threads, elements per thread], so that every compiler assigns rows to threads in order.
 
-A code becomes a number where it lies in its word, by OR-ing in the exponent of a power of two. By
-this offset numbers are too large, and the zero point takes it off: ``x @ weight.T`` of a group is
-``scale * (x @ numbers.T) + (zero - offset * scale) * sum(x)``, in float32. The sums of x are
-products with ones.
+A value becomes a float without a shift, by ORing in the exponent of a power of two. This offset
+makes numbers too large, which the zero point corrects: in float32, ``x @ weight.T`` of a group is
+``scale * (x @ numbers.T) + (zero - offset * scale) * sum(x)``. The sums of x are matmuls with ones.
 
-`tl.dot` sees a group's inputs in the order [fours of words, codes of a half word, 4 words, codes
-that a thread holds next to each other].
+`tl.dot` has a group's inputs in the order [word // 4, value of a half word, word % 4, adjacent
+values of a thread].
 """
 
 from __future__ import annotations
@@ -34,28 +33,28 @@ from flexgen_h2o.kernels.triton.common import (
 
 LANES = tl.constexpr(MATRIX_TILE)
 RUN = tl.constexpr(4)
-"""Neighbouring outputs whose words a thread loads at once."""
+"""Adjacent outputs whose words a thread loads at once."""
 NARROW = tl.constexpr(8)
-"""The most rows of `_narrow`: so many results of an output the units compute at least."""
+"""Maximum rows of `_narrow`, which is the smallest N of the tensor cores."""
 WARPS = tl.constexpr(4)
-"""Warps of a program of `_wide`: together they feed the units of sm_90."""
+"""Warps per program of `_wide`: a warp group of sm_90."""
 
 ADJACENT = 4 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 2
-"""Codes that a thread holds next to each other in an operand, as this compiler lays it out for one
-warp's units (its kWidth). With another number results are the same, but threads exchange codes."""
+"""Adjacent values of a thread in an operand, in this compiler's layout (its kWidth). With another
+number results are the same, but threads exchange values."""
 
 MAGIC = {torch.float16: 0x64006400, torch.bfloat16: 0x43004300}
-"""1024 in float16, 128 in bfloat16, in both halves of a word: the lowest bits count ones.
+"""1024 in float16, 128 in bfloat16, in both halves of a word, to whose low bits integers are ORed.
 
-Kernels get it as an argument: the GPU masks and ORs in one instruction if only one of the two is a
-literal, and the compiler does not see to it.
+It is an argument of kernels because mask and OR are one instruction only if not both operands are
+constants.
 """
 
 
 @triton.jit
 def _numbers(words, shift, magic, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Numbers of dtype for the codes in the lower and in the upper halves of shifted words."""
-    if dtype == tl.bfloat16 and BITS == 8:  # too short for an offset: by way of float32
+    """Return the values in the lower and the upper halves of shifted words, as floats of dtype."""
+    if dtype == tl.bfloat16 and BITS == 8:  # too few bits for an offset: convert from float32
         low = (((words >> shift) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
         high = (((words >> (shift + 16)) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True)
         return (low - 8388608.0).to(dtype), (high - 8388608.0).to(dtype)
@@ -67,7 +66,7 @@ def _numbers(words, shift, magic, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _floats(pairs):
-    """float32 [threads, RUN] of words [threads, RUN / 2] that are pairs of float16."""
+    """Convert words [threads, RUN / 2] of two float16 to float32 [threads, RUN]."""
     low = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return tl.reshape(tl.join(low, high), (pairs.shape[0], RUN))
@@ -84,14 +83,14 @@ def _factors(scale, zero, dtype: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _blocks(data, run, outputs, groups, WORDS: tl.constexpr):
-    """Addresses of the first blocks of runs of outputs; past the end those of the last tile."""
+    """Return addresses of the first blocks of runs of outputs; past the end, of the last tile."""
     tile = tl.minimum(run // (LANES // RUN), (outputs + LANES - 1) // LANES - 1).to(tl.int64)
     return data.to(tl.pointer_type(tl.int32)) + tile * groups * (LANES + LANES * WORDS)
 
 
 @triton.jit
 def _codes(data, run, word, outputs, groups, WORDS: tl.constexpr):
-    """Addresses [threads, RUN] of a word of each output of runs, in their first blocks."""
+    """Return addresses [threads, RUN] of a word of each output of runs, in their first blocks."""
     lane = (run % (LANES // RUN) * RUN)[:, None] + tl.arange(0, RUN)[None, :]
     return (_blocks(data, run, outputs, groups, WORDS)[:, None]
             + (LANES + (word * LANES)[:, None] + lane))
@@ -99,14 +98,14 @@ def _codes(data, run, word, outputs, groups, WORDS: tl.constexpr):
 
 @triton.jit
 def _header(data, run, outputs, groups, WORDS: tl.constexpr):
-    """Addresses [threads, RUN / 2] of the pairs of scales of runs, in their first blocks."""
+    """Return addresses [threads, RUN / 2] of pairs of scales of runs, in their first blocks."""
     pair = (run % (LANES // RUN) * (RUN // 2))[:, None] + tl.arange(0, RUN // 2)[None, :]
     return _blocks(data, run, outputs, groups, WORDS)[:, None] + pair
 
 
 @triton.jit
 def _load(codes, header, group, of_header, WORDS: tl.constexpr):
-    """Words, scales and zero points of groups, of each thread or of all; none reads them again."""
+    """Load words, scales and zero points of groups; each is read only once."""
     BLOCK: tl.constexpr = LANES + LANES * WORDS
     words = tl.load(codes + group * BLOCK, eviction_policy="evict_first")
     scale = tl.load(header + of_header * BLOCK, eviction_policy="evict_first")
@@ -117,7 +116,7 @@ def _load(codes, header, group, of_header, WORDS: tl.constexpr):
 @triton.jit
 def _load_side(codes, header, start, last, side, of_header, WORDS: tl.constexpr,
                EVEN: tl.constexpr):
-    """`_load` of the groups from start on, side by side; past the end the last one."""
+    """Load the groups from start on, one per side; past the end, the last one."""
     group, of_header = start + side, start + of_header
     if not EVEN:
         group, of_header = tl.minimum(group, last - 1), tl.minimum(of_header, last - 1)
@@ -126,8 +125,7 @@ def _load_side(codes, header, start, last, side, of_header, WORDS: tl.constexpr,
 
 @triton.jit
 def _store(result, bias, out, out_row, rows, outputs, n, column):
-    """result [outputs n, rows of x] to out, or to this split's part; with a bias, if there is any.
-    """
+    """Store result [outputs n, rows of x], plus bias, to out or to this split's part."""
     if bias is not None:
         result += tl.load(bias + n, mask=n < outputs, other=0).to(tl.float32)[:, None]
     out += tl.program_id(1).to(tl.int64) * rows * outputs
@@ -138,22 +136,22 @@ def _store(result, bias, out, out_row, rows, outputs, n, column):
 
 @triton.jit
 def _ones(A: tl.constexpr, B: tl.constexpr, K: tl.constexpr, dtype: tl.constexpr):
-    """[A, B, K], joined of two as the numbers are: so the compiler lays them out alike."""
+    """Return ones [A, B, K], joined of two halves so that their layout is that of the values."""
     half = tl.full((A, B, K // 2), 1.0, tl.float32).to(dtype)
     return tl.reshape(tl.join(half, half), (A, B, K))
 
 
 _SHAPES = ({"SIDE": 8, "AHEAD": False}, 8, 1), ({"SIDE": 4, "AHEAD": True}, 4, 1)
 _REGISTERS = {4: (64, 64), 8: (80, 72)}
-"""The most of a thread, by the bits of the weights, of each shape. Left to itself, ptxas takes
-fewer, and spills. With 64, 4 programs of 8 warps fit on a multiprocessor, or 8 of 4."""
+"""Registers per thread, by bits of the weights and config. By default ptxas uses fewer, and spills.
+With 64 registers, a multiprocessor holds 4 programs of 8 warps, or 8 of 4."""
 _NARROW_CONFIGS = configs({"SIDE": 2, "AHEAD": True}, *_SHAPES, *_SHAPES)
 for _config, _most in zip(_NARROW_CONFIGS, sum(_REGISTERS.values(), ()), strict=False):
     _config.maxnreg = _most
 
 
 def _with_registers(tuned, named_args, **constants):
-    """The configs with the registers that the bits need."""
+    """Return the configs with the registers of the weights' bits."""
     return [one for one in tuned if one.maxnreg in _REGISTERS[constants["BITS"]]]
 
 
@@ -163,11 +161,10 @@ def _with_registers(tuned, named_args, **constants):
 def _narrow(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, magic,
             WORDS: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr,
             ADJACENT: tl.constexpr, SIDE: tl.constexpr, AHEAD: tl.constexpr):
-    """A product of up to `NARROW` rows; one program 8 runs of outputs and a split of the groups.
+    """Multiply up to `NARROW` rows; one program per 8 runs of outputs and split of the groups.
 
-    SIDE groups side by side, one a warp. EVEN: no group or split is cut off. AHEAD: codes are
-    loaded a step before they are needed. out is [rows, outputs], or parts of it [splits, rows,
-    outputs].
+    A step has SIDE groups, one per warp. EVEN: groups are a multiple of the split. AHEAD: words are
+    loaded one step ahead. out is [rows, outputs], or parts [splits, rows, outputs].
     """
     M: tl.constexpr = 8 * RUN
     HIGH: tl.constexpr = WORDS // 4
@@ -179,10 +176,10 @@ def _narrow(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, ma
     thread = tl.arange(0, 32 * SIDE * HIGH)  # [HIGH, SIDE, 8, 4]
     side, word = thread // 32 % SIDE, thread // (32 * SIDE) * 4 + thread % 4
     codes = _codes(data, tl.program_id(0) * 8 + thread // 4 % 8, word, outputs, groups, WORDS)
-    one = tl.arange(0, 32 * SIDE)  # [SIDE, 8, 4]: four threads need the same
+    one = tl.arange(0, 32 * SIDE)  # [SIDE, 8, 4]: four threads share one
     of_header = one // 32
     header = _header(data, tl.program_id(0) * 8 + one // 4 % 8, outputs, groups, WORDS)
-    row = tl.minimum(thread // 4 % 8, rows - 1)  # past the end the last one
+    row = tl.minimum(thread // 4 % 8, rows - 1)  # past the end, the last one
     x += row.to(tl.int64)[:, None] * x_row
     k = (side * WORDS + word)[:, None] * PER + tl.arange(0, PER)[None, :]
     half = tl.arange(0, HALVES)[None, None, None, None, None, :]
@@ -228,14 +225,14 @@ def _narrow(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, ma
 
 @triton.jit
 def _spread_side(factor, SIDE: tl.constexpr):
-    """[SIDE, 8 * RUN, 8] of headers [SIDE * 8 * 4, RUN], for all rows of x."""
+    """Broadcast headers [SIDE * 8 * 4, RUN] over rows of x: [SIDE, 8 * RUN, 8]."""
     factor = tl.permute(tl.reshape(factor, (SIDE, 8, 4, RUN)), (0, 3, 1, 2))
     factor = tl.reshape(factor, (SIDE, RUN, 8, 4, 1))
     return tl.reshape(tl.broadcast_to(factor, (SIDE, RUN, 8, 4, 2)), (SIDE, 8 * RUN, 8))
 
 
 def _holding(tuned, named_args, **constants):
-    """The configs with registers left: of the most rows not those that load ahead."""
+    """Return the configs that fit into registers: with 64 rows, those without AHEAD."""
     return [one for one in tuned if constants["ROWS"] < 64 or not one.kwargs["AHEAD"]]
 
 
@@ -247,10 +244,10 @@ def _holding(tuned, named_args, **constants):
 def _wide(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, magic,
           WORDS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, ADJACENT: tl.constexpr,
           AHEAD: tl.constexpr):
-    """`_narrow` for up to ROWS rows: warps share the inputs, in shared memory.
+    """Do what `_narrow` does for up to ROWS rows: warps share the inputs, in shared memory.
 
-    One group at a time, 8 runs of outputs a warp. ADJACENT codes are held by a thread next to each
-    other: 2, as the units of sm_90 want it of a warp group, or 4.
+    A step has one group, with 8 runs of outputs per warp. ADJACENT values of a thread are adjacent:
+    2 for warp groups of sm_90, else 4.
     """
     M: tl.constexpr = 8 * RUN * WARPS
     CORE: tl.constexpr = 16 * WARPS
@@ -265,7 +262,7 @@ def _wide(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, magi
     codes = _codes(data, first_run + thread // 4 % (8 * WARPS),
                    thread // (32 * WARPS) * 4 + thread % 4, outputs, groups, WORDS)
     header = _header(data, first_run + tl.arange(0, 32 * WARPS) // 4, outputs, groups, WORDS)
-    row = tl.minimum(tl.arange(0, ROWS)[:, None], rows - 1)  # past the end the last one
+    row = tl.minimum(tl.arange(0, ROWS)[:, None], rows - 1)  # past the end, the last one
     k = tl.arange(0, K)[None, :]
     x += row.to(tl.int64) * x_row
     half = tl.arange(0, HALVES)[None, None, None, None, :]
@@ -306,7 +303,7 @@ def _wide(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, magi
 
 @triton.jit
 def _spread_warps(factor, ROWS: tl.constexpr):
-    """[8 * RUN * WARPS, ROWS] of headers [WARPS * 8 * 4, RUN], for all rows of x."""
+    """Broadcast headers [WARPS * 8 * 4, RUN] over rows of x: [8 * RUN * WARPS, ROWS]."""
     factor = tl.permute(tl.reshape(factor, (WARPS, 8, 4, RUN // 2, 2)), (3, 0, 4, 1, 2))
     factor = tl.reshape(factor, (RUN // 2, WARPS, 2, 8, 1, 4, 1))
     factor = tl.broadcast_to(factor, (RUN // 2, WARPS, 2, 8, ROWS // 8, 4, 2))
@@ -314,20 +311,28 @@ def _spread_warps(factor, ROWS: tl.constexpr):
 
 
 def takes(layout: MatrixLayout) -> bool:
-    """True if `product` has an order for a layout's groups: 4, 8 or 16 words."""
+    """Return True if `product` supports a layout: groups of 4, 8 or 16 words."""
     return layout.words in (4, 8, 16)
 
 
 def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
             out: Tensor | None) -> Tensor | None:
-    """x @ weight.T + bias to out, for 1 to 64 rows of 16 bits, whose last dimension is contiguous.
+    """Compute x @ weight.T + bias for 1 to 64 rows of 16-bit floats.
+
+    Parameters
+    ----------
+    x : Tensor [rows, inputs]
+        Contiguous in the last dimension.
+    data : uint8 Tensor [layout.nbytes]
+    layout : MatrixLayout
+    bias : Tensor [outputs] or None
+    out : Tensor [rows, outputs] or None
 
     Returns
     -------
     float32 Tensor [splits, rows, outputs] or None
-        Parts that are still to be added up, with the bias; None, if the result is in out. A small
-        matrix has parts, as it fills the device only if its inputs are split, and so does every one
-        without an `out`.
+        Parts to be summed, without the bias; None if the result is in out. There are parts without
+        `out`, and for small weights, which fill the device only if their inputs are split.
     """
     rows, outputs, narrow = len(x), layout.outputs, len(x) <= NARROW.value
     x = _whole(x, layout)
@@ -354,10 +359,10 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
 
 
 def _whole(x: Tensor, layout: MatrixLayout) -> Tensor:
-    """x with zeros up to whole groups, and in rows that are read 16 bytes at a time.
+    """Return x padded with zeros to whole groups, with rows aligned to 16 bytes.
 
-    Nearly always that is x. Else a copy of few rows costs less than masks, for which there are no
-    registers.
+    Usually that is x itself. A copy of few rows costs less than masks in the kernel, for which
+    there are no registers.
     """
     whole = layout.groups * layout.group
     if layout.inputs == whole and not (x.stride(0) % 16 or x.data_ptr() % 16):
@@ -368,10 +373,10 @@ def _whole(x: Tensor, layout: MatrixLayout) -> Tensor:
 
 
 def _split(groups: int, tiles: int, rows: int, processors: int) -> int:
-    """Groups of one split: so many splits that the device has as many programs as it runs at once.
+    """Return the groups per split, for as many programs as the device runs at once.
 
-    Of few rows these are 8 of 4 warps on a multiprocessor or 4 of 8, which tiles alone may nearly
-    be; of more rows 4, and of the most 2, as their sums take the more registers.
+    A multiprocessor holds 8 programs of 4 warps or 4 of 8 warps of `_narrow`; of `_wide` 4, or 2
+    with more than 32 rows, whose accumulators take more registers.
     """
     narrow = rows <= NARROW.value
     least = 1 if not narrow else 2 if interpreted() else 8  # a multiple of any SIDE

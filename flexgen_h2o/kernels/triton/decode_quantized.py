@@ -1,14 +1,14 @@
-"""Decode attention's reading of compressed caches: codes are multiplied as they lie in memory.
+"""Reading of quantized caches in decode attention, without dequantizing each element.
 
-`triton_decode._read` makes each element of its code, scale and zero point, and is bound by that
-arithmetic. Here a thread loads whole words of codes, masks codes out of them where they stand, and
-takes them for the integers that they are there, in float32: up to 65536 times too large, which the
-query's elements, and the results at the end, are divided by. Scales and zero points come after the
-sums: for a key ``sum(q * (zero + scale * code))`` is ``zero * sum(q) + scale * sum(q * code)``, and
-of values the probabilities are scaled. A vector must have one group, or one in each half.
+`decode._read` computes every element from its value, scale and zero point, and is bound by that
+arithmetic. Here a thread loads whole words of quantized values, masks values without shifting them,
+and uses them as float32 integers. They are up to 65536 times too large; the query's elements, and
+the results at the end, are divided by that factor. Scales and zero points are applied to sums: for
+a key, ``sum(q * (zero + scale * value))`` is ``zero * sum(q) + scale * sum(q * value)``, and for
+values the probabilities are scaled. A vector must have one group, or one per half.
 
-A batch of 64 with 32 heads of 128 and 1024 slots each takes 0.12 ms on an H200 with 4 bits, in
-place of 0.24, and 0.175 ms with 8 bits in place of 0.227.
+For a batch of 64 with 32 heads of 128 and 1,024 slots each, an H200 takes 0.12 ms with 4 bits
+(`_read`: 0.24), and 0.175 ms with 8 bits (0.227).
 """
 
 from __future__ import annotations
@@ -22,36 +22,39 @@ from flexgen_h2o.kernels.triton.common import configs, soft_capped
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.0e38)
-"""Below every logit, and finite: the difference of two is never NaN."""
+"""A finite number below every logit, so that differences are never NaN."""
 
 _SECOND = tl.constexpr(1 / 256)
 _THIRD = tl.constexpr(1 / 65536)
 _UPPER = tl.constexpr(1 / 16)
-"""What codes are divided by that are masked out of the second byte of a word, the third (where it
-is not moved down, with 4 bits), and the upper half of a byte."""
+"""Factors that correct values masked from the second byte of a word, the third byte (with 4 bits,
+where it is not shifted down), and the upper half of a byte."""
 
 EXACT = 0x4B000000
-"""2 ** 23 in float32: an integer below it, in its low bits, is added to it. An argument of the
-kernel, since a constant mask and a constant OR would be two instructions, not one."""
+"""2 ** 23 in float32, to whose low bits integers are ORed. It is an argument of the kernel because
+mask and OR are one instruction only if not both operands are constants."""
 
 
 def reads_codes(slots: Tensor, unit: int, length: int, layout: CacheLayout | None, rotary: int
                 ) -> bool:
-    """True if `read_codes` can read a cache whose strides are multiples of `unit` bytes."""
+    """Return True if `read_codes` supports a cache whose strides are multiples of `unit` bytes."""
     return (layout is not None and rotary == 0 and unit % 4 == 0 and slots.data_ptr() % 4 == 0
             and length % 8 == 0 and length <= 2 * min(layout.keys.group, layout.values.group))
 
 
 @triton.jit
 def _code(word, MASK: tl.constexpr, exact):
-    """The bits MASK of a word, where they stand, as an integer in float32."""
+    """Return the bits MASK of a word, without a shift, as a float32 integer."""
     return ((word & MASK) | exact).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _eight(low, high, exact, BITS: tl.constexpr):
-    """Codes of the elements 4 w to 4 w + 3 of both halves, of the words w of codes. Of 4 bits they
-    lie in one word; the third byte is moved down where its codes would reach 2 ** 23."""
+    """Return the values of elements 4 w to 4 w + 3 of both halves, given words w.
+
+    With 4 bits, one word has both halves. The third byte is shifted down where its values would
+    reach 2 ** 23.
+    """
     if BITS == 4:
         up = low >> 16
         codes = (_code(low, 0xF, exact), _code(low, 0xF00, exact), _code(low, 0xF0000, exact),
@@ -67,7 +70,7 @@ def _eight(low, high, exact, BITS: tl.constexpr):
 
 @triton.jit
 def _divided(x0, x1, x2, x3, x4, x5, x6, x7, BITS: tl.constexpr):
-    """Sums or factors of codes of `_eight`, for codes that are not too large."""
+    """Correct sums or factors of the values of `_eight`, which are too large."""
     if BITS == 4:
         x2, x4, x5, x6, x7 = x2 * _THIRD, x4 * _UPPER, x5 * _UPPER, x6 * _UPPER, x7 * _UPPER
     return x0, x1 * _SECOND, x2, x3 * _SECOND, x4, x5 * _SECOND, x6, x7 * _SECOND
@@ -75,7 +78,7 @@ def _divided(x0, x1, x2, x3, x4, x5, x6, x7, BITS: tl.constexpr):
 
 @triton.jit
 def _words(vectors, word, live, HALF: tl.constexpr, BITS: tl.constexpr):
-    """Words of codes [.., words] of both halves of vectors: with 4 bits the same."""
+    """Load words of values [.., words] of both halves of vectors; with 4 bits they are the same."""
     place = vectors.to(tl.pointer_type(tl.uint32))[:, :, None] + word[None, None, :]
     mask = live[:, :, None] & (word < HALF // 4)[None, None, :]
     low = tl.load(place, mask=mask, other=0)
@@ -87,14 +90,14 @@ def _words(vectors, word, live, HALF: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _pair(word):
-    """The two float16 of a word, in float32."""
+    """Return the two float16 of a word, as float32."""
     low = (word & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, (word >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def _scales(vectors, live, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Scales and zero points of the first half of vectors and of the second."""
+    """Load the scales of the first and second half of vectors, then the zero points."""
     pairs = (vectors + LENGTH * BITS // 8).to(tl.pointer_type(tl.uint32))
     if GROUP == LENGTH:
         s0, z0 = _pair(tl.load(pairs, mask=live, other=0))
@@ -107,7 +110,7 @@ def _scales(vectors, live, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.c
 
 @triton.jit
 def _query(query, word, scale, ELEMENT: tl.constexpr, HALF: tl.constexpr):
-    """[1, 1, words] float32: one element of each word's, times scale."""
+    """Load one query element per word, times scale: float32 [1, 1, words]."""
     x = tl.load(query + word * 4 + ELEMENT, mask=word < HALF // 4, other=0).to(tl.float32)
     return (x * scale)[None, None, :]
 
@@ -123,10 +126,10 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
                LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
                VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WORDS: tl.constexpr,
                UNIT: tl.constexpr, LONG: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr):
-    """The same as `triton_decode._read`, for one query head a program and without rotation.
+    """Do what `decode._read` does, for one query head per program and without rotation.
 
-    A program handles BLOCK times TURNS slots at once, so that many loads are under way, and has a
-    softmax for each of the BLOCK. WORDS: those of half a vector's elements, four each.
+    A program handles BLOCK * TURNS slots at once, so that many loads are in flight, with a softmax
+    for each of the BLOCK. A half vector has WORDS words of four elements.
     """
     HALF: tl.constexpr = LENGTH // 2
     pair = tl.program_id(0) // SHARERS

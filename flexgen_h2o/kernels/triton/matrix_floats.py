@@ -1,10 +1,9 @@
-"""Matrices whose elements are short floats, MXFP4 and 12 bits, on a GPU; see `MatrixLayout`.
+"""Matmuls with MXFP4 and 12-bit float weights on a GPU; see `MatrixLayout`.
 
-Both have eight inputs of an output in one unit, of one word or of three, and an exponent for each
-group. What a code stands for is made of its bits, and the group's power of two is multiplied in
-after that: for rows of the matrix an element at a time, for products once for the sums of a unit.
-
-Programs share nothing, as in `triton_matrix`, which has the same for codes that are integers.
+In both formats, a unit of one word (MXFP4) or three words (12 bits) has eight inputs of an output,
+and each group has an exponent. Values are built from their bits. The group's power of two is
+multiplied in afterwards: per element when dequantizing rows, once per sum of a unit in matmuls. The
+structure is that of `matrix`, which has the integer formats.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ PER = tl.constexpr(8)
 
 @triton.jit
 def _places(unit, WORDS: tl.constexpr, BITS: tl.constexpr):
-    """Offsets of the first words of units of a tile, counted over all its groups, and of their
-    groups' heads; in units of 4 bytes."""
+    """Return the offsets of units' first words and of their groups' heads, in units of 4 bytes.
+
+    Units of a tile are counted over all its groups.
+    """
     UNIT: tl.constexpr = 3 if BITS == 12 else 1
     head = unit // (WORDS // UNIT) * (LANES // 4 + LANES * WORDS)
     return head + LANES // 4 + unit % (WORDS // UNIT) * (UNIT * LANES), head
@@ -33,8 +34,7 @@ def _places(unit, WORDS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _load(words, mask, BITS: tl.constexpr):
-    """The four pairs of inputs of units whose first words these are: of MXFP4 one word in which all
-    four lie."""
+    """Load the four pairs of inputs of units, given their first words; MXFP4 has one word."""
     first = tl.load(words, mask=mask, other=0)
     if BITS == 12:
         second = tl.load(words + LANES, mask=mask, other=0)
@@ -49,11 +49,13 @@ def _load(words, mask, BITS: tl.constexpr):
 
 @triton.jit
 def _number(pairs, j: tl.constexpr, BITS: tl.constexpr):
-    """float32 of the j-th input of units, without the power of two of their group. Of MXFP4 it is
-    too small by 2 ** 14: the float16 whose bits the code's are, of which 1 is a denormal."""
+    """Return the j-th input of units as float32, without the power of two of their group.
+
+    MXFP4 is too small by 2 ** 14: its bits are those of a float16, in which 1 is subnormal.
+    """
     word = pairs[j // 2]
     if BITS == 12:
-        half = word << 16 if j % 2 == 0 else word  # the code in the upper half, whatever is below
+        half = word << 16 if j % 2 == 0 else word  # the value is in the upper half
         number = (half & -0x78010000 | 0x38000000).to(tl.float32, bitcast=True)
         number = tl.where((half & 0x07FF0000) != 0, number, 0.0)
     else:
@@ -66,14 +68,14 @@ def _number(pairs, j: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _scaled(numbers, power, BITS: tl.constexpr):
-    """Numbers, or sums of them, by the powers of two of their groups."""
+    """Multiply numbers, or sums of them, by the powers of two of their groups."""
     TOO_SMALL: tl.constexpr = 1.0 if BITS == 12 else 16384.0
     return numbers * TOO_SMALL * power
 
 
 @triton.jit
 def _powers(heads, mask, BITS: tl.constexpr):
-    """Powers of two of groups, of which MXFP4's lowest is below those of normal numbers."""
+    """Load the powers of two of groups; MXFP4's lowest is subnormal."""
     exponent = tl.load(heads, mask=mask, other=0).to(tl.int32)
     power = (exponent << 23).to(tl.float32, bitcast=True)
     if BITS != 12:
@@ -82,7 +84,7 @@ def _powers(heads, mask, BITS: tl.constexpr):
 
 
 def _fitting(tuned, named_args, **constants):
-    """The configs whose sums of all rows fit into registers, and products beside them."""
+    """Return the configs whose accumulators and products of all rows fit into registers."""
     return [one for one in tuned
             if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 1024 * one.num_warps]
 
@@ -90,7 +92,7 @@ def _fitting(tuned, named_args, **constants):
 _CONFIGS = configs({"BLOCK": 8}, ({"BLOCK": 8}, 2, 1), ({"BLOCK": 16}, 4, 1), ({"BLOCK": 32}, 4, 1),
                    ({"BLOCK": 64}, 4, 1))
 for _config in _CONFIGS[:2]:
-    _config.maxnreg = 128  # of a thread: left to itself, ptxas takes fewer for 8 rows, and spills
+    _config.maxnreg = 128  # per thread; by default ptxas uses fewer with 8 rows, and spills
 
 
 @triton.autotune(_CONFIGS, key=["WORDS", "BITS", "ROWS"],
@@ -99,7 +101,7 @@ for _config in _CONFIGS[:2]:
 def _multiply_floats(x, x_row, data, parts, rows, outputs, inputs, groups, units, split,
                      WORDS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr,
                      BLOCK: tl.constexpr):
-    """parts [splits, rows, outputs] of a product; one program a tile and a split of its units."""
+    """Write parts [splits, rows, outputs] of a matmul; one program per tile and split of units."""
     tile = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * split
     last = tl.minimum(first + split, units)
@@ -135,8 +137,10 @@ def _multiply_floats(x, x_row, data, parts, rows, outputs, inputs, groups, units
 
 
 def multiply(x: Tensor, data: Tensor, layout: MatrixLayout, parts: Tensor, split: int) -> None:
-    """Write float32 parts [splits, rows, outputs] that add up to a product with x [rows, inputs];
-    each is of `split` units."""
+    """Write parts of a matmul with x [rows, inputs]: float32 [splits, rows, outputs].
+
+    Each split has `split` units.
+    """
     _multiply_floats[(layout.tiles, len(parts))](
         x, x.stride(0), data, parts, len(x), layout.outputs, layout.inputs, layout.groups,
         units_of(layout), split, WORDS=layout.words, BITS=layout.bits,
@@ -146,9 +150,9 @@ def multiply(x: Tensor, data: Tensor, layout: MatrixLayout, parts: Tensor, split
 @triton.jit
 def _unpack_floats(data, chosen, first, out, out_row, count, inputs, groups, units,
                    WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Outputs to rows of out; one program a tile of rows and BLOCK units of each.
+    """Dequantize outputs to rows of out; one program per tile of rows and BLOCK units of each.
 
-    Outputs are `chosen`, or else those from `first` on, a multiple of the tile.
+    Outputs are `chosen`, or those from `first` on, which is a multiple of the tile.
     """
     lane = tl.arange(0, LANES)
     row = tl.program_id(0).to(tl.int64) * LANES + lane
@@ -177,7 +181,7 @@ def _unpack_floats(data, chosen, first, out, out_row, count, inputs, groups, uni
 
 def unpack(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int,
            chosen: Tensor | None) -> None:
-    """Write the outputs `chosen`, or else those from `first` on, to the rows of out."""
+    """Dequantize the outputs `chosen`, or those from `first` on, to the rows of out."""
     block = 8 if interpreted() else 64
     units = units_of(layout)
     grid = ceil_div(len(out), MATRIX_TILE), ceil_div(units, block)
@@ -186,5 +190,5 @@ def unpack(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int,
 
 
 def units_of(layout: MatrixLayout) -> int:
-    """Units of all groups of one output."""
+    """Return the number of units of one output."""
     return layout.groups * layout.group // PER.value
