@@ -1,4 +1,4 @@
-"""Results: a generated continuation, and the score of a given one."""
+"""Results: generated continuations, and scores of given ones."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenLogProb:
-    """The natural log-probability of a generated token, by the model's own logits.
+    """The natural log-probability of a generated token, by the model's logits before sampling.
 
-    `top` are the likeliest tokens at its place with theirs, the likeliest first, as many as
-    `SamplingParams.logprobs` says. Penalties, temperature and cuts of the sampling do not count.
+    Attributes
+    ----------
+    token_id : int
+    log_prob : float
+    top : tuple of (int, float)
+        The `SamplingParams.logprobs` likeliest tokens with their log-probabilities, likeliest
+        first.
     """
 
     token_id: int
@@ -22,14 +27,23 @@ class TokenLogProb:
 class Output:
     """The generated continuation of one prompt.
 
-    finish_reason is ``"stop"`` (an end token came, which is the last of token_ids and not in the
-    text, or a stop string, with which token_ids and text end, but for what its last token has after
-    it) or ``"length"``.
-    prompt and text are None where there is no text (token id prompts, no tokenizer).
-    log_probs has an entry for each of token_ids where `SamplingParams.logprobs` asks for it.
-    text is decoded after the prompt, without special tokens and without an incomplete character at
-    its end. Answers of `LLM.chat` have it also as content and reasoning_content, which is None for
-    an answer without reasoning.
+    Attributes
+    ----------
+    prompt : str or None
+        None if the prompt was token ids.
+    prompt_token_ids : list of int
+    token_ids : list of int
+        Generated tokens. The last may be an end token.
+    text : str or None
+        Decoded after the prompt, without special tokens and without an incomplete character at the
+        end. None without a tokenizer.
+    finish_reason : str
+        ``"stop"`` after an end token or a stop string, else ``"length"``. A stop string is part of
+        the text; characters of its last token may follow.
+    log_probs : list of TokenLogProb or None
+        Of each generated token, if `SamplingParams.logprobs` is set.
+    content, reasoning_content : str or None
+        The parts of an answer of `LLM.chat`.
     """
 
     prompt: str | None
@@ -46,8 +60,12 @@ class Output:
 class Scored:
     """The score of a given continuation.
 
-    `log_probs` are the natural log-probabilities of its tokens; `likeliest` says of each token
-    whether it is the likeliest at its place.
+    Attributes
+    ----------
+    log_probs : list of float
+        Natural log-probability of each token.
+    likeliest : list of bool
+        Whether each token has the highest probability.
     """
 
     log_probs: list[float]

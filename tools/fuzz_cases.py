@@ -25,7 +25,8 @@ from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
-from flexgen_h2o.engine.source import find_model, load_tokenizer
+from flexgen_h2o.engine.source import find_model
+from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint, open_checkpoint
 from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.conversion import convert_gguf

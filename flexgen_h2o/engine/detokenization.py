@@ -119,26 +119,23 @@ def _part_of_character(name: str | None) -> bytes | None:
     return bytes(map(values.__getitem__, name)) if values.keys() >= set(name) else None
 
 
-# Texts that end a generation, found as tokens come. No torch, and no tokenizer of its own.
-
-
 def until(text: str, stops: Sequence[str]) -> str:
-    """A text up to where the first of the stops begins."""
+    """Return a text up to the first occurrence of a stop string."""
     return text[: min((place for place in map(text.find, stops) if place >= 0),
                       default=len(text))]
 
 
 class StopStrings:
-    """Tells if generated tokens hold one of some texts, special tokens counted as text.
+    """Detects stop strings in generated tokens. Special tokens count as text.
 
-    Call it after each new token. It decodes a tail as long as the longest text.
+    Call it after each new token. It decodes only as many tokens as the longest string needs.
 
     Parameters
     ----------
     strings : sequence of str
-        None of them empty.
+        Not empty.
     token_bytes : callable
-        The bytes that a token adds to a text, such as `Detokenizer.token_bytes`.
+        Returns the bytes that a token adds to a text: `Detokenizer.token_bytes`.
     """
 
     def __init__(self, strings: Sequence[str], token_bytes: Callable[[int], bytes]):
@@ -147,7 +144,7 @@ class StopStrings:
         self._longest = max(map(len, self._strings))
 
     def __call__(self, tokens: Sequence[int]) -> bool:
-        """True if one is there now that was not before the last of `tokens`."""
+        """Return True if the last token completes a stop string."""
         before, place = b"", len(tokens) - 1
         while place and len(before) < self._longest:
             place -= 1
@@ -155,9 +152,6 @@ class StopStrings:
         begin = max(0, len(before) - self._longest + 1)
         tail = before[begin:] + self._token_bytes(tokens[-1])
         return any(string in tail for string in self._strings)
-
-
-# Reasoning parser: split answers of reasoning models into reasoning and content. No torch.
 
 
 _PAIRS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
@@ -172,8 +166,8 @@ _LAST = 32  # tokens at a prompt's end that are searched for an opening mark
 class ReasoningParser:
     """Splits answers of chat models into reasoning and content.
 
-    It knows ``<think>``, ``<seed:think>`` and ``[THINK]``, where the answer begins or the prompt
-    ends with one, and the channels of gpt-oss.
+    It supports ``<think>``, ``<seed:think>`` and ``[THINK]`` at the beginning of the answer or the
+    end of the prompt, and the channels of gpt-oss.
 
     Parameters
     ----------
@@ -192,13 +186,13 @@ class ReasoningParser:
         self._has_channels = _CHANNEL in added
 
     def split(self, output: Output) -> tuple[str, str | None]:
-        """Return content and reasoning of an answer; the latter is None if there is none."""
+        """Return content and reasoning of an answer. Reasoning may be None."""
         prompt = output.prompt_token_ids
         text = self.detokenizer.text(output.token_ids, prompt, self._keep)
         before = self.detokenizer.text(prompt[-_LAST:], prompt[:-_LAST], self._keep)
         if self._has_channels and _CHANNEL in text:
-            _, found, header = before.rpartition("<|start|>")
-            return _by_channels((header if found else "") + text)
+            _, start, header = before.rpartition("<|start|>")
+            return _by_channels((header if start else "") + text)
         for begin, end in _PAIRS:
             body = text.lstrip()
             if body.startswith(begin) or before.rstrip().endswith(begin):
@@ -209,8 +203,8 @@ class ReasoningParser:
 
 def _by_channels(text: str) -> tuple[str, str | None]:
     """Split the messages of a gpt-oss answer; ignore a header that is cut off."""
-    found = _MESSAGE.findall(text)
-    content, reasoning = ("\n".join(body for channel, body in found
+    messages = _MESSAGE.findall(text)
+    content, reasoning = ("\n".join(body for channel, body in messages
                                     if (channel == "analysis") == thought)
                           for thought in (False, True))
     return content, reasoning or None

@@ -1,4 +1,4 @@
-"""Progress bars: over bytes while loading, over layers and steps while a run computes."""
+"""Progress bars: bytes while loading, layers and steps while generating."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexgen_h2o.files.terminal import ProgressBar
 
 @contextmanager
 def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """A bar as a callback that takes (bytes done, bytes in all). off None: only on a terminal."""
+    """Show a bar. Yields a callback (bytes done, all bytes). off=None: only on a terminal."""
     with ProgressBar(desc=what, unit="B", unit_scale=True, disable=off) as bar:
 
         def show(done: int, total: int) -> None:
@@ -23,12 +23,12 @@ def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], No
 
 
 class RunBars:
-    """Bars for prefill (layers) and decode (steps), which grow as blocks come.
+    """Bars for prefill (layers) and decode (steps), whose totals grow with each block.
 
     Parameters
     ----------
     layer_steps : range
-        Those of a forward pass that are computed here.
+        Of a forward pass, on this rank.
     off : bool or None
         None: only on a terminal.
     """
@@ -39,20 +39,20 @@ class RunBars:
         self._decode = ProgressBar(total=0, desc="decode", unit="step", disable=off)
 
     def begin(self, block: Sequence[Batch]) -> None:
-        """Make room for a block, behind what the last one has done."""
+        """Add a block to the totals."""
         batch_layout = block[0].batch_layout
         passes = sum(batch_layout.prefill_passes for batch in block if batch.fresh)
         self._prefill.total = self._prefill.n + len(self._layer_steps) * passes
         self._decode.total = self._decode.n + batch_layout.new
 
     def show(self, block: Sequence[Batch], step: LayerStep) -> None:
-        """Count a finished compute of a block."""
+        """Count a finished compute step of a block."""
         if block[0].batch_layout.in_prefill(step.forward_pass):
             self._prefill.update()
         elif step.layer == self._layer_steps[-1] and step.batch == 0:
             self._decode.update()
 
     def close(self) -> None:
-        """Leave the bars as they are."""
+        """Close the bars; their last state stays visible."""
         self._prefill.close()
         self._decode.close()

@@ -1,4 +1,4 @@
-"""A loaded model, ready to run blocks in workspaces: what is loaded, run and measured."""
+"""Runner: load the weights of a model, run blocks of batches through it, measure them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from flexgen_h2o.storage.transfer import Transfers
 Block = Sequence[Batch]
 
 SAMPLED_TOKENS = 512
-"""Random tokens whose keys are measured before a cache quantizes keys."""
+"""Random tokens whose keys are measured before keys are quantized."""
 
 SAMPLED_POSITIONS = 4096
-"""Positions over which the keys of these tokens are spread, or the model's if it has fewer."""
+"""Positions of these tokens: from 0 to this, or to the model's last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,17 +114,28 @@ class EngineArgs:
 
 
 class Runner:
-    """A model's weights over the tiers, and what runs blocks of batches through it.
+    """The weights of a model on their tiers. Runs blocks of batches through them.
 
     Parameters
     ----------
     source : ModelSource
-        The model; its weights are read by `load`.
+        The model. `load` reads its weights.
     device : Device
     args : EngineArgs
-        Of the layers that it runs.
+        Their cache options are of this rank's layers.
     rank : RankContext, optional
-        Its place in a pipeline; without one it runs all layers.
+        This rank's part of a pipeline. Default: all layers.
+
+    Attributes
+    ----------
+    config, own : ModelConfig
+        Of the whole model, and of this rank's layers.
+    stage : Stage
+        This rank's layers.
+    loaded_bytes : int
+        Resident bytes of the process after loading.
+    load_seconds : float
+        Set by the LLM.
     """
 
     def __init__(self, source: ModelSource, device: Device, args: EngineArgs,
@@ -135,7 +146,7 @@ class Runner:
                             "switched off: install triton, or leave it out")
         self.source = source
         self.config = source.config
-        if self.config.experts is not None:  # all batches choose before any expert is needed
+        if self.config.experts is not None:  # all batches are routed before any expert is needed
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
         self.stage = Stage.whole(self.config.num_layers) if rank is None else rank.stage
@@ -151,8 +162,8 @@ class Runner:
         self._transfers: Transfers | None = None
         self._experts: ExpertSlots | None = None
         self._smoothing: tuple[LayerSmoothing, ...] = ()
-        self.loaded_bytes = 0  # resident, of the process, when the weights had come
-        self.load_seconds = 0.0  # until everything was ready: set by its opener
+        self.loaded_bytes = 0
+        self.load_seconds = 0.0
 
     @property
     def device(self) -> torch.device:
@@ -160,15 +171,15 @@ class Runner:
         return self._device.torch
 
     def in_chunks(self, chunk: int) -> Runner:
-        """The same model and weights, for runs that read prompts in chunks and evict after each."""
+        """Return a runner of the same weights that prefills in chunks, with eviction after each."""
         args, cache = self.args, self.args.cache
-        if cache.evicts and not cache.recalls:  # windows alone drop anything of what is recalled
+        if cache.evicts and not cache.recalls:  # with recall only sliding windows drop tokens
             cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
         policy = replace(args.policy, prefill_chunk=chunk)
         return self._with(replace(args, cache=cache, policy=policy))
 
     def in_batches(self, size: int) -> Runner:
-        """The same model and weights, for runs of `size` sequences together."""
+        """Return a runner of the same weights with another `gpu_batch_size`."""
         args = self.args
         return self._with(replace(args, policy=replace(args.policy, gpu_batch_size=size)))
 
@@ -178,7 +189,7 @@ class Runner:
         return other
 
     def load(self, opened: contextlib.ExitStack) -> None:
-        """Read the weights to where they live; `opened` gets what has to be closed."""
+        """Read the weights to their tiers. Resources that must be closed are pushed to `opened`."""
         limit_shape_caches()
         args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
@@ -190,7 +201,7 @@ class Runner:
         with byte_bar(doing, off=args.no_bars) as bar:
             checkpoint, names = source.open(on_disk=on_disk, seed=args.seed,
                                             weight_cache=args.weight_cache,
-                                            progress=self._noted(bar))
+                                            progress=self._reporting(bar))
         opened.callback(checkpoint.close)
         weights = source.weights.part(self.stage.first, self.stage.last)
         if args.policy.sep_layer:
@@ -208,7 +219,7 @@ class Runner:
             return folder
 
         with byte_bar("loading", off=args.no_bars) as bar:
-            self.weights.load(run_folder, self._noted(bar),
+            self.weights.load(run_folder, self._reporting(bar),
                               kept=source.kept(args.seed, args.weight_cache))
         self._load_experts()
         self._smoothing = self._key_smoothing()
@@ -221,7 +232,7 @@ class Runner:
         return policy.overlap if sharded and policy.weights.disk > 0 else None
 
     def _load_experts(self) -> None:
-        """Make the slots of a model's experts, if it has any."""
+        """Allocate the slots of experts, if the model has any."""
         policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, given=policy.expert_slots,
@@ -229,8 +240,7 @@ class Runner:
             host_computes=policy.cpu_expert_compute)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
-        """Return the constants by which each layer's keys are smoothed before they are quantized;
-        none where nothing quantizes keys."""
+        """Return constants that smooth each layer's keys before quantization; empty without it."""
         cache, source, own = self.args.cache, self.source, self.own
         if not cache.quantizes_keys:
             return ()
@@ -238,7 +248,7 @@ class Runner:
         if source.dummy:  # keys of random weights have no outliers
             constants = KeySmoothing.rotation(*shape, device)
             return (LayerSmoothing(constants, constants),) * own.num_layers
-        if self.rank is not None:  # ranks compute together, whatever each has kept
+        if self.rank is not None:  # all ranks must compute, whatever each one's cache has
             return self._sampled_keys()
         constants = source.kept_constants(
             lambda: torch.stack([layer.stacked() for layer in self._sampled_keys()]).cpu().numpy(),
@@ -257,8 +267,8 @@ class Runner:
         self._run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}), [])
         return tuple(sampler.layers[layer] for layer in range(own.num_layers))
 
-    def _noted(self, bar: ByteProgress) -> ByteProgress:
-        """A callback that shows progress, and tells the other ranks of it."""
+    def _reporting(self, bar: ByteProgress) -> ByteProgress:
+        """Return a callback that updates a bar and, in a pipeline, the heartbeat."""
         if self.rank is None:
             return bar
         monitor = self.rank.pipeline.monitor
@@ -274,7 +284,7 @@ class Runner:
         return sampled_memory(self._trace, self._device.used_bytes)
 
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
-        """A workspace for blocks up to `size`, with a cache as set or the given one."""
+        """Return a workspace for blocks up to `size`, optionally with another cache."""
         args = self.args
         return Workspace(self.own, self._cache_shape(), size, policy=args.policy,
                          h2o=args.cache.h2o, transfers=self._transfers,
@@ -283,17 +293,17 @@ class Runner:
 
     def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
               ) -> BlockQueue:
-        """The requests for blocks of the policy's batches: see `BlockQueue`."""
+        """Return a queue of requests for blocks of the policy's size: see `BlockQueue`."""
         policy, cache = self.args.policy, self.args.cache
-        self._note_lengths(requests, new)
+        self._set_rope_lengths(requests, new)
         queue = BlockQueue(requests, new, BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
             shares_prefix=shares and not cache.simulated))
         queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.own.num_layers)
         return queue
 
-    def _note_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
-        """Note by which length each request's text rotates."""
+    def _set_rope_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
+        """Set the rotation length of each request, if rotations depend on the text's length."""
         rope, h2o = self.config.rope, self.args.cache.h2o
         if rope is None or context(self.config, h2o) == self.config.plain_positions:
             return
@@ -303,18 +313,17 @@ class Runner:
 
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor],
               consumer: LogitsConsumer) -> RunStats:
-        """Run prompts one by one and whole, while `attend` computes the attention: `LLM.probe`."""
-        self._note_lengths(requests, 0)
+        """Run prompts one by one while `attend` computes the attention: see `LLM.probe`."""
+        self._set_rope_lengths(requests, 0)
         numbers: list[int] = []
         return self._run_prompts(requests, ProbedCache(attend, numbers), consumer, numbers)
 
     def _run_prompts(self, requests: Sequence[Request], cache: BlockCache, consumer: LogitsConsumer,
                      numbers: list[int]) -> RunStats:
-        """Run prompts one by one and whole with a cache of their own, which finds the key of each
-        in `numbers`."""
+        """Run prompts one by one with another cache. The key of each is appended to `numbers`."""
         queue = BlockQueue(requests, 0, BlockSize(1, 1))
         size = WorkspaceSize.of(queue, None, self.config.num_layers)
-        # Nothing follows a prompt here: the stand-in has no more than prompts need.
+        # No token follows a prompt: the cache has the size of prompts.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
             stats = self.new_stats()
             while queue.left:
@@ -324,16 +333,28 @@ class Runner:
             return stats
 
     def bars(self) -> RunBars:
-        """Bars that show the progress of runs; whoever has them closes them."""
+        """Return progress bars of a run. The caller closes them."""
         return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
                        off=self.args.no_bars)
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
             keeps: bool = False, bars: RunBars | None = None) -> RunStats:
-        """Run a block in a workspace, and say how it went: tokens are those of what has ended.
+        """Run a block in a workspace, and return its figures.
 
-        keeps: it goes on with what the workspace's cache holds, and leaves it there. bars: those
-        of the runs that this is one of.
+        Parameters
+        ----------
+        workspace : Workspace
+        block : sequence of Batch
+        consumer : LogitsConsumer
+        keeps : bool
+            Continue with the contents of the workspace's cache, and leave them.
+        bars : RunBars, optional
+            Default: new ones.
+
+        Returns
+        -------
+        RunStats
+            Tokens are those of finished requests.
         """
         self._links.reset()
         self._device.begin_run()
@@ -397,7 +418,7 @@ class Runner:
             start += seconds
 
     def new_stats(self, requests: Collection[Request] = ()) -> RunStats:
-        """The figures of the model and of the tokens that these requests have; no times yet."""
+        """Return the figures of the model and of the tokens of requests, without times."""
         return RunStats(
             model=self.args.model, num_parameters=self.config.num_parameters(),
             dtype=str(self.source.dtype).removeprefix("torch."),

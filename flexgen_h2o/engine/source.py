@@ -1,4 +1,4 @@
-"""From a model's name to an open checkpoint: configuration, dtype, names, tokenizer. No weights."""
+"""From a model's name to an open checkpoint: configuration, dtype, weight bits, tensor names."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.policy import DUMMY
 from flexgen_h2o.config.weight_layout import (
     AUTO,
@@ -30,13 +27,11 @@ from flexgen_h2o.config.weight_layout import (
 )
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.convert import (
-    TEXTS,
     Keep,
     build_once,
     cache_dir,
@@ -62,22 +57,18 @@ from flexgen_h2o.models.registry import (
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 from flexgen_h2o.storage.tiers import Device
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
 _log = logging.getLogger(__name__)
 
 ByteProgress = Callable[[int, int], None]
-_REMOTE_CODE = "trust_remote_code"  # in the error of transformers over a tokenizer of own code
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMPARED = 1 << 20  # elements of two tensors at a time
 LEAST_KEPT_SECONDS = 1.0
-"""Constants that take less to measure are measured by each run."""
+"""Constants that are measured in less time are not kept in the weight cache."""
 
 
 @dataclass
 class ModelSource:
-    """A model that can be loaded: its shape, and where its tensors and its tokenizer are.
+    """A model to load: its configuration, and the files of its tensors and its tokenizer.
 
     Attributes
     ----------
@@ -85,27 +76,27 @@ class ModelSource:
     weights : ModelWeights
     dtype : torch.dtype
     folder : Path or None
-        Configuration and tokenizer, and the weights unless `gguf` has them. None for dummy weights
-        of a published shape, which have no tokenizer either.
+        Of configuration and tokenizer, and of the weights unless `gguf` has them. None for random
+        weights of a published shape.
     dummy : bool
+        The weights are random.
     generation : GenerationDefaults
     gguf : GgufHeader or None
-        The GGUF file that the weights are read from. With 16 bits the folder has a converted copy
-        of them instead.
+        The GGUF file of the weights. With 16 bits the folder has a converted copy instead.
     bits : int or "auto"
-        Bits of a matrix's elements; "auto" only where `codes` has matrices.
+        Bits of weights; "auto" only if `codes` has matrices.
     activation_bits : int
-        Bits of what meets these in products.
+        Bits of activations in quantized matmuls.
     quantization : Quantization or None
-        How the folder's weights are stored.
+        The quantized format of the folder's weights.
     codes : WeightOptions
-        The options that keep the codes of `gguf`.
+        The options that keep the quantized values of `gguf`.
     on_gpu : bool
-        Whether a GPU computes.
+        A GPU computes.
     calibration : str
-        The key of the text by which weights are quantized; empty for none.
+        Hash of the calibration text; empty without calibration.
     measure : callable, optional
-        Returns the importance of each matrix's inputs in this text, by canonical name.
+        Returns the importance of each matrix's inputs, float32 [inputs], by canonical name.
     """
 
     config: ModelConfig
@@ -125,15 +116,14 @@ class ModelSource:
 
     @cached_property
     def form(self) -> WeightFormat:
-        """The tensors' storage options: in groups as the checkpoint's, where it has any of so many
-        bits."""
+        """Format of the loaded tensors. Groups are the checkpoint's if it has the same bits."""
         options = weight_options(self.codes, self.bits, self.config, self.quantization,
                                  on_gpu=self.on_gpu)
         options = replace(options, activation_bits=self.activation_bits)
         return WeightFormat(self.dtype, options, frozenset(self.config.exact_shapes))
 
     def writes_weights(self, weight_cache: str | os.PathLike | None) -> bool:
-        """True if no file keeps the weights in `form`: the disk tier writes what it holds."""
+        """Return True if no file has the weights in `form`, so that the disk tier writes them."""
         if self.bits == 16:
             return self.dummy
         return weight_cache is None
@@ -154,24 +144,24 @@ class ModelSource:
 
     def open(self, *, on_disk: bool, seed: int, weight_cache: str | os.PathLike | None,
              progress: ByteProgress) -> tuple[Checkpoint, dict[str, str]]:
-        """The checkpoint in `form`, and its own name for each tensor that the model needs.
+        """Open the checkpoint in `form`, and return it with its name for each canonical name.
 
-        Weights on disk are read straight from the checkpoint's bytes at every step; when these are
-        of another dtype a converted copy is made, once, and reused. Quantized weights come from
-        the weight cache; the codes of a GGUF file, which take a second to repack, from the file
-        unless they are on disk.
+        Weights on disk are read from the checkpoint's bytes at every step. If their dtype differs,
+        a converted copy is made once. Quantized weights come from the weight cache. The quantized
+        values of a GGUF file are repacked in a second, so they come from the file unless they are
+        on disk.
 
         Parameters
         ----------
         on_disk : bool
-            Whether any weights are placed on disk.
+            Some weights are placed on disk.
         seed : int
-            Of dummy weights.
+            Of random weights.
         weight_cache : str, path or None
-            Folder for quantized weights; "auto": in the user's cache; None: they are made anew.
-            Dummy weights are drawn when they are read: see `kept`.
+            Folder for quantized weights. "auto": a folder in the user's cache. None: quantize now.
+            Random weights are generated when they are read: see `kept`.
         progress : callable
-            Called with (bytes done, bytes in all) while a copy is made.
+            Called with (bytes done, all bytes) while a copy is made.
 
         Raises
         ------
@@ -206,31 +196,31 @@ class ModelSource:
         return checkpoint, names
 
     def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
-        """Return True if the weight cache has the weights in 8 or 4 bits."""
+        """Return True if the weight cache has the quantized weights."""
         return weight_cache is not None and kept_folder(
             self._files, tag(self.form, self.calibration), self._title,
             _weight_cache(weight_cache)).is_dir()
 
     @property
     def _files(self) -> list[Path]:
-        """The files that the weights come from."""
+        """The files of the weights."""
         return weight_files(self.folder) if self.gguf is None else list(self.gguf.files)
 
     @property
     def _title(self) -> str:
-        """The name that folders of the weight cache begin with."""
+        """The beginning of folder names in the weight cache."""
         return self.folder.name if self.gguf is None else self.gguf.source.stem
 
     def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
                        weight_cache: str | os.PathLike | None) -> np.ndarray:
-        """Return constants of the model that take a run of it to measure, from the weight cache if
-        they are there.
+        """Return constants that are measured by running the model, from the weight cache if it has
+        them.
 
         Parameters
         ----------
         measure : callable () -> array
         what : str
-            Their name, which stands for how they are measured, too.
+            Their name. It changes with the way they are measured.
         weight_cache : str, path or None
             As of `open`.
         """
@@ -240,12 +230,12 @@ class ModelSource:
         form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
         place = self._files, form, self._title
         keep = _weight_cache(weight_cache)
-        with suppress(OSError, ValueError):  # not there, or damaged
+        with suppress(OSError, ValueError):  # missing or damaged
             return np.load(kept_folder(*place, keep) / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
         constants = measure()
         if time.perf_counter() - began > LEAST_KEPT_SECONDS:
-            with suppress(UserError):  # a folder that cannot be written is no reason not to run
+            with suppress(UserError):  # an unwritable folder must not end the run
                 build_once(*place, lambda folder: np.save(
                     folder / "constants.npy", constants, allow_pickle=False), keep=keep)
         return constants
@@ -271,14 +261,14 @@ def _weight_cache(chosen: str | os.PathLike) -> Keep:
 
 
 def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:
-    """The checkpoint of a folder, or of a GGUF file that the folder describes."""
+    """Open the checkpoint of a folder, or of the GGUF file that the folder describes."""
     return open_checkpoint(folder) if gguf is None else GgufCheckpoint(gguf)
 
 
 def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: int | str,
                device: Device, progress: ByteProgress, activation_bits: int = 16,
                generation_config: bool = True) -> ModelSource:
-    """Find a model by name, download or convert it if need be, and read its configuration.
+    """Find a model by name, download or convert it if necessary, and read its configuration.
 
     Parameters
     ----------
@@ -287,21 +277,21 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     path : str or path, optional
         Folder or `.gguf` file of the weights; ``_DUMMY_`` for random weights of the shape.
     dtype : str
-        auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU, and on a GPU the
-        checkpoint's own if it has 16 bits and the GPU multiplies it, else float16.
+        auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU. On a GPU it is the
+        checkpoint's dtype if it has 16 bits and the GPU supports it, else float16.
     bits : int or "auto"
-        Of the weights: 16 (as `dtype` says), 12, 8 or 4; "auto" keeps the codes of a GGUF file, and
+        Of weights: 16 (`dtype`), 12, 8 or 4. "auto" keeps the quantized values of a GGUF file, and
         is 16 for other models.
     activation_bits : int
-        Of what meets quantized weights: 16 or 8.
+        Of activations in quantized matmuls: 16 or 8.
     generation_config : bool
-        Use the defaults of generation_config.json; False: its end tokens alone.
+        Use the defaults of generation_config.json. False: only its end tokens.
 
     Raises
     ------
     UserError
-        The model is unknown or not to be had, its architecture is not supported, or there are no
-        weights of so many bits, or no products.
+        The model is unknown or cannot be downloaded, its architecture is not supported, or bits are
+        out of range or not supported on the device.
     """
     path = None if path is None else os.fspath(path)
     dummy = path == DUMMY
@@ -336,7 +326,7 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
 
 
 def _check_adapter(folder: Path) -> None:
-    """Warn of a LoRA adapter beside a model, and refuse one without."""
+    """Warn of a LoRA adapter beside a model, and refuse an adapter without a model."""
     name = next((name for name in _ADAPTER if (folder / name).exists()), None)
     advice = "merge it into the model, as peft's merge_and_unload does, and give that folder"
     if name is not None and not (folder / "config.json").exists():
@@ -347,7 +337,7 @@ def _check_adapter(folder: Path) -> None:
 
 
 def _has_codes(gguf: GgufHeader) -> bool:
-    """True if a GGUF file has matrices of codes."""
+    """Return True if a GGUF file has quantized matrices."""
     return any(tensor.kind.bits != 16 and len(tensor.shape) > 1
                for tensor in gguf.tensors.values())
 
@@ -366,16 +356,20 @@ def _check_bits(bits: int | str, activation_bits: int, device: Device) -> None:
 
 
 def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, WeightOptions]:
-    """A model's tensors, of which the checkpoint has each in its shape, and no layers beyond; and
-    the options that keep its codes. The checkpoint is closed.
+    """Return a model's tensors, and the options that keep the checkpoint's quantized values.
 
-    Raises `UserError` where config.json does not belong to the checkpoint, before anything that
-    grows with its numbers is planned or made.
+    The checkpoint is closed.
+
+    Raises
+    ------
+    UserError
+        config.json does not belong to the checkpoint: a tensor is missing, of another shape, or of
+        a further layer. It is raised before memory is allocated by numbers of config.json.
     """
     kind = family(config)
     with plain:
         names = plain.names()
-        if config.num_layers > len(names):  # each has a tensor at least
+        if config.num_layers > len(names):  # each layer has at least one tensor
             raise UserError(f"{plain.source} has {len(names)} tensors, but config.json calls "
                             f"for {config.num_layers} layers; do the two belong together?")
         checkpoint = unstacked(plain, _views(config))
@@ -396,7 +390,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
 
 def _kept(config: ModelConfig, weights: ModelWeights,
           layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
-    """The options that give each matrix the layout of its own codes, or the run's dtype."""
+    """Return the options that keep each matrix's quantized layout, or else the run's dtype."""
     kept = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
         unify_layouts(kept, specs["gate"].name, specs["up"].name)
@@ -409,9 +403,9 @@ def _kept(config: ModelConfig, weights: ModelWeights,
 
 
 def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raise `UserError` where a tied checkpoint has an output matrix, too, of other values.
+    """Raise `UserError` if a tied checkpoint also has an output matrix with other values.
 
-    Releases of transformers differ in which one they take: 4 the token table, 5 the other.
+    transformers 4 uses the token table then, and transformers 5 the output matrix.
     """
     kind, names = family(config), checkpoint.names()
     specs = (kind.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
@@ -424,100 +418,34 @@ def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
 
 
 def _same(checkpoint: Checkpoint, *names: str) -> bool:
-    """True if two tensors are of the same shape and values, of which a few MB are held at once."""
+    """Return True if two tensors have equal shapes and values. Reads a few MB at a time."""
     shapes = [checkpoint.info(name).shape for name in names]
     size, parts = math.prod(shapes[0]), torch.empty(2, _COMPARED)
     for start in range(0, size if shapes[0] == shapes[1] else 0, _COMPARED):
-        some = parts[:, : size - start]
-        for name, part in zip(names, some, strict=True):
+        pair = parts[:, : size - start]
+        for name, part in zip(names, pair, strict=True):
             checkpoint.read_part(name, start, part)
-        if not torch.equal(*some):
+        if not torch.equal(*pair):
             return False
     return shapes[0] == shapes[1]
 
 
 def _views(config: ModelConfig) -> Mapping[str, Sequence[View]]:
-    """Places in larger tensors of a checkpoint of those that the model needs."""
+    """Return the parts of a checkpoint's tensors that are tensors of the model."""
     return family(config).views(config)
 
 
 def _specs(weights: ModelWeights) -> dict[str, TensorSpec]:
-    """All tensors by their canonical names."""
+    """Return all tensors by canonical name."""
     return {spec.name: spec for group in weights.groups() for spec in group.values()}
 
 
 def _dtype(name: str, config: ModelConfig, device: Device) -> torch.dtype:
     if name == "auto":
         gpu = gpu_of(device.torch)
-        own = config.dtype in ("float16", "bfloat16") and (
+        native = config.dtype in ("float16", "bfloat16") and (
             gpu is None or has_tensor_cores(gpu, torch.bfloat16))
-        name = "bfloat16" if gpu is None else config.dtype if own else "float16"
+        name = "bfloat16" if gpu is None else config.dtype if native else "float16"
     if name not in DTYPES:
         raise UserError(f"unknown dtype {name!r}: use auto, float16, bfloat16 or float32")
     return getattr(torch, name)
-
-
-def load_tokenizer(folder: Path | None):
-    """The tokenizer of a folder, or None where it has none (dummy weights)."""
-    if folder is None or not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
-        return None
-    for path in folder.iterdir():
-        if not path.is_dir():  # there is no saying which of them it reads
-            (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
-    if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
-        raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
-                        "tokenizer.json: pip install sentencepiece, which the extra "
-                        "flexgen-h2o[sentencepiece] brings")
-    try:
-        return _read_tokenizer(folder)
-    except BaseException as error:  # the libraries raise anything over a damaged file
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(error).split())
-        if _REMOTE_CODE in reason:
-            raise UserError(f"the tokenizer in {folder} is code of the model's own, which is not "
-                            "run: add a tokenizer.json, or give prompts as token ids in a folder "
-                            "without tokenizer files") from None
-        raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
-                        f"{reason[:200]}); get its files again") from error
-
-
-@retry_imports
-def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Read a folder's tokenizer, without running code that comes with it."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
-                                             config=_plain_config(folder))
-    except ValueError as error:
-        if _REMOTE_CODE not in str(error) or not (folder / "tokenizer.json").exists():
-            raise
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
-
-
-def _is_sentencepiece(folder: Path) -> bool:
-    """Return True if a folder's only tokenizer is a SentencePiece model."""
-    path = folder / "tokenizer.model"
-    if not path.exists() or (folder / "tokenizer.json").exists():
-        return False
-    with open(path, "rb") as file:
-        return file.read(1) == b"\n"  # a protocol buffer; tiktoken's file is text
-
-
-def _plain_config(folder: Path) -> PreTrainedConfig | None:
-    """A config of no family, with all of it that AutoTokenizer looks for. The families' own bring
-    torch._dynamo and all that compiles models, 160 MB that inference has no use for.
-
-    None where the tokenizer does not name its class, and the family's config does.
-    """
-    path = folder / "tokenizer_config.json"
-    if not path.exists() or "tokenizer_class" not in checkpoint_json(path):
-        return None
-    from transformers import PreTrainedConfig
-
-    config = PreTrainedConfig(name_or_path=str(folder))
-    for name in ("model_type", "model_name", "tokenizer_class"):
-        if name in (given := read_config(folder)):
-            setattr(config, name, given[name])
-    return config

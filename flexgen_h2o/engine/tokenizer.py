@@ -1,4 +1,4 @@
-"""Prompts in and texts out: what users give becomes checked token ids, and back. No weights."""
+"""Prompts to checked token ids, generated tokens to outputs, and loading of tokenizers."""
 
 from __future__ import annotations
 
@@ -7,30 +7,51 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
-from flexgen_h2o.engine.source import ModelSource, load_tokenizer
+from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
+from flexgen_h2o.models.convert import TEXTS
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
+from flexgen_h2o.models.registry import read_config
 from flexgen_h2o.outputs import Output
 
-_Each = TypeVar("_Each")
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+_Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
 
-_CHARACTERS = 8  # of a token, at the most that is usual
-_CUT = 128  # tokens that the cut at the end of a text's beginning may have made
+_REMOTE_CODE = "trust_remote_code"  # part of transformers' error
+_CHARACTERS = 8
+"""Characters of a token, at most, in ordinary text."""
+_CUT_TOKENS = 128
+"""Tokens that cutting a text in the middle may add."""
 
 
 class Prompts:
-    """The tokenizer of a model, loaded when it is first needed, and the checks of what it makes.
+    """Encodes and checks prompts, and decodes outputs, of one model.
 
-    All methods raise `UserError`, in one line that names the prompt or pair by its number.
+    The tokenizer is loaded on first use. All methods raise `UserError` that names the prompt or
+    pair by its number.
+
+    Parameters
+    ----------
+    source : ModelSource
+    name : str
+        Of the model, for errors.
+    h2o : H2OConfig or None
+        Decides about positions past the trained ones.
     """
 
     def __init__(self, source: ModelSource, name: str, h2o: H2OConfig | None):
@@ -46,71 +67,70 @@ class Prompts:
 
     @property
     def tokenizer(self):
-        """The transformers tokenizer, or None where the model has none."""
+        """The transformers tokenizer; None if the model has none."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._source.folder)
         return self._tokenizer
 
     @property
     def detokenizer(self) -> Detokenizer | None:
-        """The detokenizer, or None where the model has no tokenizer."""
+        """The detokenizer; None if the model has no tokenizer."""
         if self._detokenizer is None and self.tokenizer is not None:
             self._detokenizer = Detokenizer(self.tokenizer)
         return self._detokenizer
 
     @property
     def chat_end_tokens(self) -> tuple[int, ...]:
-        """The ids that end an answer of a chat: the model's end tokens and the tokenizer's."""
+        """The ids that end an answer of a chat: end tokens of the model and of the tokenizer."""
         ends = self._source.generation.end_tokens
-        own = self._missing_end
-        return ends if own is None else (*ends, own)
+        missing = self._missing_end
+        return ends if missing is None else (*ends, missing)
 
     @property
     def _missing_end(self) -> int | None:
-        """The id of the tokenizer's EOS where it is none of the model's end tokens."""
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        known = own is None or own in self._source.generation.end_tokens
-        return None if known or own >= self._config.vocab_size else own
+        """The tokenizer's EOS if it is not one of the model's end tokens."""
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        known = eos is None or eos in self._source.generation.end_tokens
+        return None if known or eos >= self._config.vocab_size else eos
 
     def encode(self, prompt: str | Sequence[int], key: int | str, *, continues: bool = False,
                limit: tuple[int | None, str] | None = None) -> list[int]:
-        """Token ids of prompt number `key`, of which there is at least one.
+        """Return the token ids of prompt number `key`, at least one.
 
         Parameters
         ----------
         continues : bool
-            It comes after other text, and gets no special tokens in front. Otherwise a text gets
-            those of the tokenizer, but no second BOS where it begins with one.
+            The prompt continues a text: no special tokens are put in front. Otherwise a text gets
+            those of the tokenizer, but no second BOS.
         limit : (int or None, str), optional
-            The most tokens that a text may have, if there is a limit, and what sets it. Default:
-            the model's positions. Only what is far above it is refused here, and soon.
+            The most tokens of a text, and the reason for errors. Default: the model's positions.
+            Only texts far above it are refused here, without tokenizing all of them.
         """
         if isinstance(prompt, str):
             ids = self._tokenize(prompt, f"prompt {key}", special=not continues, limit=limit)
         else:
             ids = _token_ids(prompt, f"prompt {key}")
-        # A tokenizer, too, may know more tokens than the model that it lies beside.
+        # A tokenizer may have more tokens than its model.
         self.check_tokens(f"prompt {key}", ids)
         if not ids:
             raise UserError(f"prompt {key} is empty: give it at least one token")
         return ids
 
     def check_tokens(self, name: str, ids: Iterable[int]) -> None:
-        """Refuse a token id that the model does not have; the message begins with `name`."""
+        """Raise `UserError`, which begins with `name`, for token ids that the model lacks."""
         wrong = next((token for token in ids if not 0 <= token < self._config.vocab_size), None)
         if wrong is not None:
             raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
                             f"{self._config.vocab_size}")
 
     def windows(self, text: str, what: str, *, count: int, length: int) -> list[list[int]]:
-        """Cut the beginning of a text into sequences of tokens, each with BOS in front where the
-        tokenizer puts it there.
+        """Cut the beginning of a text into token sequences, with BOS if the tokenizer adds it.
 
         Parameters
         ----------
         text : str
         what : str
-            How errors call it.
+            Its name in errors.
         count, length : int
             The most sequences, and the most tokens of each.
         """
@@ -127,15 +147,14 @@ class Prompts:
 
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
-        """Token ids of a prompt that leaves room for so many new tokens, with the tokenizer's
-        special tokens in front or without them: see `encode`."""
+        """Return the token ids of a prompt after which `new_tokens` fit: see `encode`."""
         ids = self.encode(prompt, key, continues=not special)
         check_length(self._config, self._h2o, prompt=f"prompt {key}", length=len(ids),
                      new_tokens=new_tokens)
         return ids
 
     def clamped(self, tokens: int, most: int) -> int:
-        """New tokens, up to `most`, that have positions after a prompt of so many tokens."""
+        """Return how many new tokens, up to `most`, have positions after `tokens` tokens."""
         return clamped_new_tokens(self._config, self._h2o, length=tokens, most=most)
 
     def _tokenize(self, text: str, what: str, *, special: bool = True,
@@ -147,7 +166,7 @@ class Prompts:
         ids = self._ids(text, special)
         bos = self.tokenizer.bos_token_id
         if special and bos is not None and ids[:2] == [bos, bos] == self._ids("", True)[:1] * 2:
-            ids = ids[1:]  # the text has one of its own
+            ids = ids[1:]  # the text begins with BOS
         return ids
 
     def _ids(self, text: str, special: bool) -> list[int]:
@@ -155,20 +174,19 @@ class Prompts:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _check_beginning(self, text: str, what: str, most: int | None, why: str) -> None:
-        """Refuse a text whose beginning alone has too many tokens: all takes seconds a megabyte."""
+        """Refuse a text whose beginning has too many tokens: a megabyte takes seconds."""
         if most is None:
             return
-        length = _CHARACTERS * (most + _CUT)
+        length = _CHARACTERS * (most + _CUT_TOKENS)
         while length < len(text):
             tokens = len(self._ids(text[:length], special=False))
-            if tokens > most + _CUT:
+            if tokens > most + _CUT_TOKENS:
                 raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
                                 f"than {why}")
-            length *= 4  # such as blanks, of which some tokenizers keep none
+            length *= 4  # for example blanks, which some tokenizers drop
 
     def check_longest(self, texts: Sequence[str], new_tokens: int = 1) -> None:
-        """Refuse the longest of these prompts if it is too long for so many new tokens, and all
-        that are no text."""
+        """Check that all prompts are text, and that `new_tokens` fit after the longest one."""
         texts = check_list("text", texts)
         for key, text in enumerate(texts):
             check_text(f"prompt {key}", text)
@@ -178,7 +196,7 @@ class Prompts:
             self.check_lengths([Request(key, ids)], new_tokens)
 
     def encode_pairs(self, pairs: Sequence[tuple]) -> tuple[list[Request], dict[int, list[int]]]:
-        """A request for each pair's context, and its continuation by key."""
+        """Return a request for the context of each pair, and continuations by request key."""
         requests, continuations = [], {}
         for key, pair in enumerate(check_list("pair", pairs)):
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
@@ -188,7 +206,7 @@ class Prompts:
         return requests, continuations
 
     def _encode_pair(self, context, continuation, key: int) -> tuple[list[int], list[int]]:
-        """Token ids of context and continuation of pair number `key`, at least one each."""
+        """Return the token ids of context and continuation of pair `key`, at least one each."""
         if isinstance(context, str) != isinstance(continuation, str):
             raise UserError(f"pair {key}: give context and continuation both as text or as tokens")
         if isinstance(context, str):
@@ -200,7 +218,7 @@ class Prompts:
             if start is None:
                 raise UserError(f"pair {key}: the context is empty, or one token with the "
                                 "continuation, and the model has no BOS token: give more context")
-            # Many tokenizers put it in front themselves.
+            # Many tokenizers add BOS themselves.
             head, tail = [start], tail[1:] if tail[:1] == [start] else tail
         if not tail:
             raise UserError(f"pair {key}: the continuation is empty")
@@ -210,9 +228,9 @@ class Prompts:
     def _split(self, context: str, continuation: str, what: str) -> tuple[list[int], list[int]]:
         """Tokenize a context and its continuation as one text.
 
-        White space at the context's end belongs to the continuation, as in lm-eval: most tokenizers
-        join it with the next word. So does any other text of the context that shares a token with
-        the continuation.
+        White space at the end of the context belongs to the continuation, as in lm-eval: most
+        tokenizers join it with the next word. So does other text of the context that shares a token
+        with the continuation.
         """
         if not continuation:
             return [], []
@@ -224,18 +242,24 @@ class Prompts:
 
     def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
                    on_token: Callable[[int], None] | None = None) -> GenerationSampler:
-        """A sink that continues texts by at most `steps` tokens if that is given.
+        """Return the sampler of requests.
 
-        `params` has the sampling parameters by the requests' keys. Requests whose parameters differ
-        in nothing but the seed are sampled together.
+        Parameters
+        ----------
+        params : mapping of int to SamplingParams
+            By request key. Requests that differ only in the seed are sampled together.
+        steps : int, optional
+            Generate at most so many tokens.
+        on_token : callable, optional
+            Called with each new token.
         """
-        alike: dict[SamplingParams, GenerationRules] = {}
+        shared: dict[SamplingParams, GenerationRules] = {}
         rules = {}
         for key, own in params.items():
-            kind = replace(own, seed=0)
-            if kind not in alike:
-                alike[kind] = self._rules(kind, steps or kind.max_new_tokens)
-            rules[key] = alike[kind]
+            unseeded = replace(own, seed=0)
+            if unseeded not in shared:
+                shared[unseeded] = self._rules(unseeded, steps or own.max_new_tokens)
+            rules[key] = shared[unseeded]
         return GenerationSampler(rules, on_token=on_token)
 
     def _rules(self, params: SamplingParams, steps: int) -> GenerationRules:
@@ -251,23 +275,32 @@ class Prompts:
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that end a text."""
-        own = params.eos_token_id is not None
-        ends = params.end_tokens if own else self._source.generation.end_tokens
+        given = params.eos_token_id is not None
+        ends = params.end_tokens if given else self._source.generation.end_tokens
         return (*ends, *params.stop_token_ids)
 
     def _warn_of_missing_end(self) -> None:
-        """Warn once where the tokenizer's EOS ends chats alone."""
-        own = self._missing_end
-        if own is not None and not self._warned:
+        """Warn once if the tokenizer's EOS ends only chats."""
+        missing = self._missing_end
+        if missing is not None and not self._warned:
             self._warned = True
             named = ", ".join(map(str, self._source.generation.end_tokens)) or "none"
             _log.warning("%s: the tokenizer's EOS, %s (%d), is none of the model's end tokens (%s) "
                          "and ends chats alone; give eos_token_id to choose", self._name,
-                         self.tokenizer.eos_token, own, named)
+                         self.tokenizer.eos_token, missing, named)
 
     def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
-        """Return the result of a request that has ended, for the prompt that was given and its
-        ids. Its text does not have the token that ended it."""
+        """Return the output of a finished request.
+
+        Parameters
+        ----------
+        given : str or sequence of int
+            The prompt of the user.
+        ids : list of int
+            Its token ids.
+        request : Request
+            Its end token is not part of the text.
+        """
         tokens, params = request.generated, request.params
         ended = request.finish_reason == "stop" and tokens[-1] in self._ends(params)
         text = self.detokenizer and self.detokenizer.text(
@@ -277,7 +310,7 @@ class Prompts:
                       request.finish_reason, request.log_probs or None)
 
     def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
-        """A finder of these stop strings in generated tokens; None for none."""
+        """Return the detector of stop strings; None without stop strings."""
         if not strings:
             return None
         if self.detokenizer is None:
@@ -287,8 +320,7 @@ class Prompts:
 
     def check_lengths(self, requests: Sequence[Request], new_tokens: int | Mapping[int, int]
                       ) -> None:
-        """Refuse what would run past the model's positions with so many new tokens, or with those
-        that a request has by its key."""
+        """Check that prompts and new tokens, of all or by request key, fit the positions."""
         longest: dict[int, Request] = {}  # by new tokens
         for request in requests:
             new = new_tokens if isinstance(new_tokens, int) else new_tokens[request.key]
@@ -299,27 +331,102 @@ class Prompts:
                          length=len(request.prompt), new_tokens=new)
 
 
-def check_list(what: str, values: Iterable[_Each]) -> list[_Each]:
-    """The prompts, pairs or texts that are given, as a list. `what` names one of them.
+def check_list(what: str, values: Iterable[_Item]) -> list[_Item]:
+    """Return the prompts, pairs or texts of a call as a list. `what` names one of them.
 
-    Raises `UserError` for what is no such thing, such as a text or None.
+    Raises
+    ------
+    UserError
+        `values` is a text, a mapping, or not iterable.
     """
     advice = f": put the one {what} in a list" if isinstance(values, str) else ""
     try:
-        found = None if isinstance(values, (str, bytes, Mapping)) else iter(values)
+        items = None if isinstance(values, (str, bytes, Mapping)) else iter(values)
     except TypeError:
-        found = None
-    if found is None:
+        items = None
+    if items is None:
         raise UserError(f"{what}s must be a list, got {shown(values)}{advice}")
-    return list(found)
+    return list(items)
 
 
 def _token_ids(tokens, what: str) -> list[int]:
-    """Token ids as plain ints, from any iterable of whole numbers (a tensor, an array)."""
+    """Return token ids as ints, from any iterable of integers (a tensor, an array)."""
     try:
         if isinstance(tokens, bytes):
-            raise TypeError("text that is not decoded")
+            raise TypeError("bytes")
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise UserError(f"{what} must be text or a sequence of whole token ids, "
                         f"got {shown(tokens)}") from None
+
+
+def load_tokenizer(folder: Path | None):
+    """Return the tokenizer of a folder; None if it has none (dummy weights).
+
+    Raises
+    ------
+    UserError
+        Its files are damaged, it needs code of the model, or sentencepiece is missing.
+    """
+    if folder is None or not any(folder.glob("tokenizer*")) and not any(folder.glob("vocab*")):
+        return None
+    for path in folder.iterdir():
+        if not path.is_dir():  # the libraries may read any of them
+            (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
+    if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
+        raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
+                        "tokenizer.json: pip install sentencepiece, which the extra "
+                        "flexgen-h2o[sentencepiece] brings")
+    try:
+        return _read_tokenizer(folder)
+    except BaseException as error:  # damaged files raise any type
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        if _REMOTE_CODE in reason:
+            raise UserError(f"the tokenizer in {folder} is code of the model's own, which is not "
+                            "run: add a tokenizer.json, or give prompts as token ids in a folder "
+                            "without tokenizer files") from None
+        raise UserError(f"the tokenizer in {folder} can't be read ({type(error).__name__}: "
+                        f"{reason[:200]}); get its files again") from error
+
+
+@retry_imports
+def _read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Read a folder's tokenizer, without running code that comes with it."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False,
+                                             config=_plain_config(folder))
+    except ValueError as error:
+        if _REMOTE_CODE not in str(error) or not (folder / "tokenizer.json").exists():
+            raise
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+
+
+def _is_sentencepiece(folder: Path) -> bool:
+    """Return True if a folder's only tokenizer is a SentencePiece model."""
+    path = folder / "tokenizer.model"
+    if not path.exists() or (folder / "tokenizer.json").exists():
+        return False
+    with open(path, "rb") as file:
+        return file.read(1) == b"\n"  # a protocol buffer; tiktoken's file is text
+
+
+def _plain_config(folder: Path) -> PreTrainedConfig | None:
+    """Return a plain config with what AutoTokenizer needs.
+
+    Configs of model families import torch._dynamo: 160 MB that inference does not need. None if
+    only the family's config names the class of the tokenizer.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.exists() or "tokenizer_class" not in checkpoint_json(path):
+        return None
+    from transformers import PreTrainedConfig
+
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if name in (given := read_config(folder)):
+            setattr(config, name, given[name])
+    return config

@@ -617,7 +617,7 @@ def test_a_fault_ends_a_job_in_a_line_and_the_same_command_goes_on(
 KILLER = """
 import os, random, signal, sys, torch
 from transformers import AutoTokenizer
-from flexgen_h2o.engine.source import load_tokenizer
+from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch.results import ResultsFile

@@ -11,7 +11,7 @@ from error_cases import refused
 from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
-from flexgen_h2o.engine.source import load_tokenizer
+from flexgen_h2o.engine.tokenizer import load_tokenizer
 
 TEXT = "w1 w2 ### w118"
 INFERENCE_HAS_NO_USE_FOR = ("torch._dynamo", "torch._inductor", "sympy", "triton", "accelerate",
@@ -96,7 +96,7 @@ def test_a_sentencepiece_model_alone_names_the_package(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    monkeypatch.setattr("flexgen_h2o.engine.source.find_spec", lambda name: None)
+    monkeypatch.setattr("flexgen_h2o.engine.tokenizer.find_spec", lambda name: None)
     refused(lambda: load_tokenizer(tmp_path), "SentencePiece", "flexgen-h2o[sentencepiece]")
 
 

@@ -11,7 +11,7 @@ import pytest
 from gguf import GGUFWriter
 from gguf_cases import make
 
-from flexgen_h2o.engine.source import load_tokenizer
+from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.gguf.conversion import describe_gguf, save_tokenizer
 from flexgen_h2o.models.gguf.header import read_header
 

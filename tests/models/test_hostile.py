@@ -25,7 +25,7 @@ from tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
-from flexgen_h2o.engine.source import load_tokenizer
+from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
