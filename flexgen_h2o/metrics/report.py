@@ -72,8 +72,8 @@ def stats_table(stats: RunStats) -> str:
     ]
     if stats.expert_touches:
         hits = stats.expert_hit_rate
-        rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be brought"
-                     if hits is None else f"{100 * hits:.1f} % were there when needed" + cut))
+        rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be loaded"
+                     if hits is None else f"{100 * hits:.1f} % hits" + cut))
     if stats.recall_hit_rate is not None:
         rows.append(("recall from disk", f"{100 * stats.recall_hit_rate:.1f} % in memory",
                      f"waited {stats.recall_wait_seconds:.3f} s for the others" + cut))

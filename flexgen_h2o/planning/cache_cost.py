@@ -130,7 +130,7 @@ def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, 
     """
     missing = missing_tokens(recall, tokens)
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
-    near = NEAR / layout.token_bytes  # tokens of a head that take so many bytes
+    near = NEAR / layout.token_bytes  # tokens of a head in `NEAR` bytes
     return missing * near / tokens.cached, layout.record_bytes / NEAR
 
 
@@ -225,10 +225,10 @@ class CacheCosts:
             cost.transfer("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
             # Sparse attention loads all keys and the selected values.
-            brought = whole * (1 + run.cache.attn_sparsity) / 2
+            loaded = whole * (1 + run.cache.attn_sparsity) / 2
             if run.recalls_in_place:
-                brought = self._sequences * self._selective_reads()[0]
-            cost.load("cache", brought, ("cpu",))
+                loaded = self._sequences * self._selective_reads()[0]
+            cost.load("cache", loaded, ("cpu",))
             cost.store("cache", new, ("cpu",))
         written = whole / WRITE_BACK_TOKENS
         fetching = (run.group_batches * hardware.fetch_seconds

@@ -58,7 +58,7 @@ def scratch_bytes(run: PlannedRun) -> int:
     # Chunks end between sequences: a longer sequence is a chunk of its own.
     chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
-    # Beside the layer's own scratch, attention makes its output and copies of what it reads.
+    # Attention also allocates its output and copies of its inputs.
     attention = rows * (2 * model.q_size + 2 * model.kv_size)
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
@@ -112,7 +112,7 @@ def _attention_scratch(run: PlannedRun) -> int:
     packed = -(-model.head_dim // 32) * 32
     lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
-    # A score of each token by task, or on a GPU a normaliser of each query head.
+    # A score of each token per task, or on a GPU a normalizer of each query head.
     prefill = 4 * (lanes + tasks * tokens)
     if not cache.plain or run.pass_rows < load.prompt_len:
         # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
@@ -134,7 +134,7 @@ def _sparse_attention_scratch(run: PlannedRun) -> int:
     # Selected values also as stored, and copied beside the new token's.
     record = kv_entry_bytes(cache, model, run.itemsize) // 2
     chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
-    # Logits, masked, with the new token's and as weights; what orders them has 64 bits, twice.
+    # Logits, masked, with the new token's, and as weights; sorting takes 64 bits twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
     tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
     return int(tokens * (weights + max(unpacked, chosen)))
@@ -258,7 +258,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     held = layer_slots(options, model, load)
     record = kv_entry_bytes(options, model, run.itemsize)
     placed = split(load.gpu_batch_size, run.policy.cache)
-    # A simulation has its full cache where it computes.
+    # A simulation keeps its full cache in compute memory.
     cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
     token = record * sum(held) * load.num_gpu_batches
     gpu, cpu, disk = (count * token for count in cached)
@@ -273,7 +273,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     here, host = _staging_bytes(run, cached, record=record, most=max(held),
                           staged_host=not run.attends_on_host)
     if run.attends_on_host:
-        # Queries, keys and values on their way down, and what comes up.
+        # Buffers for queries, keys and values sent to the host, and for its results.
         rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
         here, host = here + STARTED_BATCHES * rows, host + rows
     if run.gathers_prompts:
@@ -387,8 +387,8 @@ def _activation_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     staging = HIDDEN_BUFFERS * batch if away else 0
     yield MemoryRow("activation buffers", staging, staging if placement.disk > 0 else 0)
     if run.stage is not None or run.groups > 1:
-        # On their way: to the next rank those of a group, and two from the rank before. Groups
-        # without a stage are of a search for all ranks, which stands for those in the middle.
+        # A group's batches to the next rank, and two from the previous one. Groups without a
+        # stage belong to a search for all ranks, which plans for one in the middle.
         stage = run.stage
         sent = 0 if stage and stage.is_last_stage else math.ceil(load.num_gpu_batches / run.groups)
         received = 0 if stage and stage.is_first_stage else 2

@@ -273,8 +273,8 @@ class PlannedRun:
     def offloaded_experts(self) -> float:
         """Experts of all layers that have to be loaded into compute memory."""
         _, cpu, disk = self.weight_placements[1].fractions()
-        brought = self.has_gpu and not self.policy.cpu_expert_compute
-        return self.num_experts * (disk + (cpu if brought else 0))
+        loads_host = self.has_gpu and not self.policy.cpu_expert_compute
+        return self.num_experts * (disk + (cpu if loads_host else 0))
 
     @property
     def computes_experts_on_host(self) -> bool:

@@ -280,8 +280,8 @@ def _drop_unused_features(run: PlannedRun | None, request: PlanRequest) -> Plann
     """Return the run without host attention and selective fetch where the cache needs neither."""
     if run is None:
         return None
-    policy, asked = run.policy, request.policy
-    on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or asked.cpu_cache_compute)
+    policy, given = run.policy, request.policy
+    on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or given.cpu_cache_compute)
     fetches = policy.fetch_chosen and (
         not on_host and policy.cache.cpu > 0 if run.has_gpu else policy.cache.disk > 0)
     return replace(run, policy=replace(

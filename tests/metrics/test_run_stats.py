@@ -191,9 +191,9 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
                      expert_bytes=4 * 10**9)
     both = one.followed_by(one)
     assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9
-    assert "8.000 GB" in stats_table(both) and "25.0 % were there" in stats_table(both)
+    assert "8.000 GB" in stats_table(both) and "25.0 % hits" in stats_table(both)
     here = make_stats(expert_touches=9)
-    assert "none had to be brought" in stats_table(here)
+    assert "none had to be loaded" in stats_table(here)
     append_csv(tmp_path / "r.csv", one, RunConfig(expert_percent=(0, 50, 50), expert_slots=7))
     (row,) = read_csv(tmp_path / "r.csv")
     found = [row[name] for name in ("expert_percent", "expert_slots", "expert_touches",
