@@ -17,7 +17,7 @@ def perplexity(log_probs: Iterable[Sequence[float]]) -> float:
 
 
 def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, draws: int = 10_000,
-              seed: int = 0) -> tuple[float, float]:
+                       seed: int = 0) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of the mean difference per token, resampling articles.
 
     Parameters
@@ -38,7 +38,7 @@ def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, d
 
 
 def compare_to_full(log_probs: Sequence[Sequence[float]], full: Sequence[Sequence[float]]
-            ) -> dict[str, float]:
+                    ) -> dict[str, float]:
     """Compare log-probabilities of articles to those with the full cache; return figures by column.
 
     Nats are of the mean negative log-likelihood per token: more is worse.

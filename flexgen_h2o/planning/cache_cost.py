@@ -76,7 +76,8 @@ def seconds_per_byte(rates: ComputeRates | HostAttentionRates, cache: CacheOptio
 
 
 def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
-           times: Sequence[tuple[RecalledTokens, float]], *, index: IndexLayout) -> RecallRates:
+                     times: Sequence[tuple[RecalledTokens, float]], *, index: IndexLayout
+                     ) -> RecallRates:
     """Fit recall rates so that `recall_seconds` gives the measured times.
 
     Parameters
@@ -320,7 +321,7 @@ class CacheCosts:
         load, attended = run.workload, self._attended(layer)
         chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
         held = hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
-                          run.policy.fast_set)
+                         run.policy.fast_set)
         return None if chosen is None else RecalledTokens(
             min(chosen, attended), attended, run.model.num_kv_heads, self._record, held)
 

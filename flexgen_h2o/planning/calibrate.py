@@ -182,12 +182,12 @@ def _compute(rates: Rates, progress: Note) -> ComputeRates:
     progress("decoder layer and argmax")
     bound = rates.captured_layer_seconds()
     return ComputeRates(linear=linear, prefill_attention=_figures(prefill), decode_attention=decode,
-                   head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
-                   layer_seconds=_figure(rates.layer_seconds()),
-                   captured_layer_seconds=bound and _figure(bound),
-                   logit_seconds=_figure(rates.logit_seconds()),
-                   query_seconds=_figures(query_seconds), caching=_figures(rates.caching()),
-                   implementations=rates.implementations, rounded_linear=rounded)
+                        head_seconds=head_seconds, elementwise=_figure(rates.elementwise()),
+                        layer_seconds=_figure(rates.layer_seconds()),
+                        captured_layer_seconds=bound and _figure(bound),
+                        logit_seconds=_figure(rates.logit_seconds()),
+                        query_seconds=_figures(query_seconds), caching=_figures(rates.caching()),
+                        implementations=rates.implementations, rounded_linear=rounded)
 
 
 def _decode_attention(rates: Rates) -> tuple[dict[int, float], float]:

@@ -118,7 +118,7 @@ def placement_shares(run: PlannedRun) -> np.ndarray:
 
 
 def layer_step_costs(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
-                                                                 tuple[LayerStepCost, ...]]:
+                                                                   tuple[LayerStepCost, ...]]:
     """Return the layer steps of the prefill, and those of an average decode step."""
     costs = _LayerStepCosts(hardware, run)
     layers, passes = run.model.num_layers, run.passes

@@ -292,7 +292,7 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
     """
     file = validated(_Machine, read_yaml("hardware file", path), str(path))
     validated(each_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
-            f"{path}: links_gb_per_s")
+              f"{path}: links_gb_per_s")
     host = file.host_attention
     return Hardware(
         name=file.name,

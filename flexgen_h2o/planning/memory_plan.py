@@ -94,7 +94,7 @@ class MemoryPlan:
                       key=lambda row: -row[1])
         rows = [row for row in rows[:3] if row[1]]
         needs, free, *parts = format_bytes(self.total(tier), limits.free(tier),
-                                    *(nbytes for _, nbytes in rows))
+                                           *(nbytes for _, nbytes in rows))
         named = (f"{name} {part}" for (name, _), part in zip(rows, parts, strict=True))
         return f"needs {needs} ({', '.join(named)}), {free} free"
 
@@ -230,7 +230,7 @@ class MemoryCheck:
         self._stage, self._groups = stage, groups
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
-               loaded_bytes: int | None, show: bool = False) -> None:
+                   loaded_bytes: int | None, show: bool = False) -> None:
         """Check that a run fits, before anything is allocated for it.
 
         Parameters

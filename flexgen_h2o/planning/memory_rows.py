@@ -271,7 +271,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     if run.has_hot_set:
         yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, held, record))
     here, host = _staging_bytes(run, cached, record=record, most=max(held),
-                          staged_host=not run.attends_on_host)
+                                staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Buffers for queries, keys and values sent to the host, and for its results.
         rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
@@ -320,7 +320,7 @@ def _hot_set_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
 
 
 def _staging_bytes(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
-             staged_host: bool = True) -> tuple[int, int]:
+                   staged_host: bool = True) -> tuple[int, int]:
     """Return the bytes in compute and host memory to stage a cache on other tiers.
 
     `counts` are a batch's sequences on (gpu, cpu, disk), `most` the slots of the largest layer,
@@ -361,7 +361,7 @@ def _bookkeeping_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> M
     slot = model.num_kv_heads * (12 if rolls else 8)
     sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
     return MemoryRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
-                   on_host * sequence)
+                     on_host * sequence)
 
 
 def _index_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:

@@ -73,7 +73,7 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
 
 
 def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
-                   network: Network | None = None) -> Estimate:
+                      network: Network | None = None) -> Estimate:
     """Predict the times of a block of a pipelined run.
 
     A decode step takes as long as the busiest rank, and at least as long as a group takes through
@@ -99,7 +99,7 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
 
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
-                prompts: int | None, network: Network | None = None) -> PipelineChoice:
+                     prompts: int | None, network: Network | None = None) -> PipelineChoice:
     """Predict a run over `ranks` ranks.
 
     Layers are balanced by time, or by number if that does not fit.
@@ -123,7 +123,7 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
 
 
 def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits: MemoryLimits,
-                 network: Network | None = None) -> list[PipelineChoice]:
+                    network: Network | None = None) -> list[PipelineChoice]:
     """Search runs over `ranks` ranks, the fastest first.
 
     The policy is searched for one rank with the most layers, an embedding and a head.

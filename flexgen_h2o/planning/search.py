@@ -139,7 +139,7 @@ class Choice:
 
 
 def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
-          estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
+            estimate: Callable[[Hardware, PlannedRun], Estimate] = estimate) -> Choice:
     """Predict the seconds of a run for `prompts` prompts (None: one block).
 
     `estimate` predicts one block.
@@ -364,9 +364,10 @@ def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
         fetch_head_seconds=0.0,
         recall=replace(hardware.recall, index_work=1, apart=1),
         compute=ComputeRates(linear=linear, rounded_linear=rounded_linear,
-                        prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
-                        decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
-                        head_seconds=0.0, elementwise=0.0, layer_seconds=0.0, logit_seconds=0.0),
+                             prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
+                             decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
+                             head_seconds=0.0, elementwise=0.0, layer_seconds=0.0,
+                             logit_seconds=0.0),
         host_attention=host and HostAttentionRates(
             dict.fromkeys(host.decode_attention, max(host.decode_attention.values())), 0.0))
 

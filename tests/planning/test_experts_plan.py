@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planning_cases import CPU, FREE, GPU, machine, planned
 
-from flexgen_h2o.cli.plan_text import flags
+from flexgen_h2o.cli.plan_text import policy_flags
 from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertChoices, ExpertsConfig
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
@@ -163,9 +163,9 @@ def test_plans_go_by_how_often_experts_are_chosen():
     assert found["cpu->gpu"] / (48 * 2 * EXPERT) == pytest.approx(rare + often, rel=1e-6)
     alike = replace(run, policy=replace(run.policy, expert_choices=None))
     assert moved(alike) == pytest.approx(run.model.experts.touched(4) / 2, rel=1e-6)
-    assert "--expert-counts" not in flags(run), "they have no file"
+    assert "--expert-counts" not in policy_flags(run), "they have no file"
     named = replace(choices, source="my counts.json")
-    assert flags(replace(run, policy=replace(run.policy, expert_choices=named))).endswith(
+    assert policy_flags(replace(run, policy=replace(run.policy, expert_choices=named))).endswith(
         " --expert-counts 'my counts.json'")
 
 
@@ -255,7 +255,7 @@ def test_few_sequences_get_slots_for_half_of_the_experts_that_there_is_room_for(
     resident = ALL * few.policy.experts.gpu / 100
     assert few.expert_slots == few.policy.expert_slots == pytest.approx(
         resident, abs=3 * ALL / 100), "but for whole percents"
-    assert f"--expert-slots {few.expert_slots}" in flags(few)
+    assert f"--expert-slots {few.expert_slots}" in policy_flags(few)
     assert many.policy.expert_slots is None, "nearly all are needed in each step"
     assert given.policy.expert_slots == 50 and given.policy.experts.gpu > few.policy.experts.gpu
     assert estimate(hardware, few).step.seconds == pytest.approx(
@@ -298,7 +298,7 @@ def test_auto_places_experts_by_themselves(hardware):
     assert best.policy.weights == Placement(100, 0, 0)
     assert best.policy.experts != Placement(100, 0, 0)
     assert not MemoryPlan(best).shortfalls(limits)
-    assert "--expert-percent " in flags(best)
+    assert "--expert-percent " in policy_flags(best)
     worse = replace(best, policy=replace(best.policy, experts=Placement(0, 0, 100)))
     assert estimate(hardware, best).seconds < estimate(hardware, worse).seconds
     choices = search(hardware, PlanRequest(
