@@ -39,7 +39,7 @@ import sys
 from importlib.metadata import version
 from importlib.resources import files
 import {PACKAGE}
-from {PACKAGE}.kernels import cpu_library
+from {PACKAGE}.kernels.cpu import library as cpu_library
 home = {PACKAGE}.__file__
 assert home.startswith(sys.prefix), f"{{home}} is not what was installed"
 assert version("{PACKAGE}") == {PACKAGE}.__version__
