@@ -1,4 +1,4 @@
-"""The mixture of experts of a model: its sizes, and how many experts tokens choose together."""
+"""The mixture of experts of a model: its sizes, and the experts that tokens choose."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import add
 
-COMING = 16
-"""The most experts that are on their way to compute at a time: enough to keep a disk at work. Each
-has a slot from then on, in which another one could have been kept."""
+MAX_EXPERT_LOADS = 16
+"""Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot
+that could keep another expert."""
 
-FEWEST_SLOTS = 4 * COMING
-"""The fewest slots that a plan gives to experts by itself. Some are computed, some are coming, and
-some of the next layer are there already: with half as many compute and reading wait in turn."""
+MIN_EXPERT_SLOTS = 4 * MAX_EXPERT_LOADS
+"""Lower limit of the slots that a plan chooses: for experts that are computed, loaded, and
+prefetched for the next layer. With half as many, compute and reads wait for each other."""
+
+Key = tuple[int, int]
+"""(decoder layer, number of the expert)."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +25,18 @@ class ExpertsConfig:
 
     Attributes
     ----------
-    count, per_token : int
-        Experts of a layer, and how many of them a token goes to.
+    count : int
+        Experts of a layer.
+    per_token : int
+        Experts that a token is routed to.
     ffn_size : int
-        Width of an expert.
+        Intermediate size of an expert.
     normalise : bool
-        The weights of a token's experts are made to sum to 1.
+        Normalize the weights of a token's experts to a sum of 1.
     shared_ffn_size : int
-        Width of the expert that every token goes to, behind a gate of its own; 0: there is none.
+        Intermediate size of the shared expert, which has a gate of its own; 0: there is none.
     gate_slope, gate_limit : float
-        gpt-oss: the gate is ``x * sigmoid(gate_slope * x)`` of what is at most `gate_limit`.
+        gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
     """
 
     count: int
@@ -43,55 +48,58 @@ class ExpertsConfig:
     gate_limit: float = 0.0
 
     def slots(self, tokens: int, away: int, given: int | None = None) -> int:
-        """Experts that fast memory has room for beside those that rest in it.
+        """Return the number of expert slots in compute memory.
 
-        Without a number that is `given`, as many as a decode step of so many `tokens` chooses in
-        two layers. Never more than the experts that rest `away` from fast memory.
+        Parameters
+        ----------
+        tokens : int
+            Sequences of a decode step.
+        away : int
+            Experts that are not in compute memory permanently: the upper limit.
+        given : int or None
+            The number that the policy sets; None: the experts of two layers of a decode step.
         """
         touched = min(self.count, self.per_token * tokens)
         return min(away, 2 * touched if given is None else given)
 
     def kept(self, tokens: float, away: float, slots: int) -> float:
-        """The slots that keep their experts from one pass of so many `tokens` to the next.
+        """Return the slots that keep their experts between two passes of `tokens` tokens.
 
-        The others are for what is on its way: the experts that a layer chooses and those of the
-        next, at most `COMING`. All are kept where all that rest `away` have slots.
+        The other slots are for loads of the current and the next layer, at most
+        `MAX_EXPERT_LOADS`. All slots keep their experts if there is one for each of the `away`
+        experts that are not in compute memory permanently.
         """
-        coming = min(COMING, 2 * self.touched(tokens))
-        return slots if slots >= away else max(slots - coming, 0)
+        loading = min(MAX_EXPERT_LOADS, 2 * self.touched(tokens))
+        return slots if slots >= away else max(slots - loading, 0)
 
     def touched(self, tokens: float) -> float:
-        """The experts of a layer that so many tokens choose together, as expected if all are chosen
-        alike often and each token chooses on its own; see `planning.planned_run`."""
+        """Return the expected number of experts of a layer that some tokens choose, for independent
+        tokens and uniform probabilities; see `planning.planned_run`."""
         return self.count * (1 - (1 - min(self.per_token / self.count, 1.0)) ** tokens)
-
-
-# Which experts of a mixture tokens chose: counted in one run, for plans of later ones.
-
-
-Key = tuple[int, int]
-"""(decoder layer, number of the expert)."""
 
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """The choices of the tokens of a run.
+    """The experts that the tokens of a run chose, for the plans of later runs.
 
-    The tokens of a text keep to some experts. How much so is known from prompts: `texts` of them
-    had `text_tokens`, which chose `text_experts` different experts; all three are sums over
-    prompts and over layers that have experts. Of a prompt that comes in parts the first counts, and
-    of prompts that begin alike what they have in common.
+    The tokens of one text prefer some experts. The last three counts measure this preference on
+    prompts. They are sums over prompts and over layers with experts; a prompt in chunks counts with
+    its first chunk, and prompts with a common prefix with that prefix.
 
     Attributes
     ----------
     counts : tuple of tuple of int
-        Of each decoder layer how many tokens chose each expert; empty for a layer without experts.
+        Tokens that chose each expert, by decoder layer; empty for a layer without experts.
     per_token : int
-        Experts of a token.
-    texts, text_tokens, text_experts : int
-        As above.
+        Experts per token.
+    texts : int
+        Number of prompts.
+    text_tokens : int
+        Tokens of these prompts.
+    text_experts : int
+        Different experts that each prompt chose.
     source : str
-        The file that they come from, for messages and flags.
+        The file of the counts, for messages and flags.
     """
 
     counts: tuple[tuple[int, ...], ...] = field(repr=False)
@@ -102,15 +110,15 @@ class ExpertChoices:
     source: str = field(default="", compare=False)
 
     def __add__(self, other: ExpertChoices) -> ExpertChoices:
-        """The choices of two runs of a model together."""
+        """Return the sum of two runs of a model."""
         return replace(
-            self, counts=tuple(tuple(one + more for one, more in zip(*layer, strict=True))
+            self, counts=tuple(tuple(first + second for first, second in zip(*layer, strict=True))
                                for layer in zip(self.counts, other.counts, strict=True)),
             texts=self.texts + other.texts, text_tokens=self.text_tokens + other.text_tokens,
             text_experts=self.text_experts + other.text_experts)
 
     def part(self, first: int, last: int) -> ExpertChoices:
-        """Those of decoder layers `first` to `last` - 1, and their share of the other sums."""
+        """Return the choices of decoder layers first:last, with their share of the other counts."""
         counts = self.counts[first:last]
         share = sum(map(bool, counts)) / max(sum(map(bool, self.counts)), 1)
         return replace(self, counts=counts, texts=round(share * self.texts),
@@ -119,13 +127,13 @@ class ExpertChoices:
 
     @cached_property
     def ranked(self) -> list[Key]:
-        """All experts, those that were chosen most often first; equals in the order of layers."""
+        """All experts by descending count; equal ones in the order of layers."""
         keys = [(layer, number) for layer, counts in enumerate(self.counts)
                 for number in range(len(counts))]
         return sorted(keys, key=lambda key: -self.counts[key[0]][key[1]])
 
 
 def summed(choices: Iterable[ExpertChoices | None]) -> ExpertChoices | None:
-    """The choices of runs together; None where none made any."""
-    found = [each for each in choices if each is not None]
-    return reduce(add, found) if found else None
+    """Return the sum of the choices of several runs, or None if there are none."""
+    present = [item for item in choices if item is not None]
+    return reduce(add, present) if present else None

@@ -19,13 +19,13 @@ WEIGHT_BUFFERS = 2
 """Staging buffers of weights: one computed with, one being filled."""
 
 SHARDS_PER_LAYER = 8
-"""Weights on disk that come in chunks do so in this part of a layer at a time, about."""
+"""Approximate number of row shards of a decoder layer whose weights are streamed from disk."""
 
 MIN_SHARD_BYTES = 1 << 20
-"""Bytes of a chunk that is not made smaller: a disk and its threads have work to do."""
+"""Lower limit of the bytes of a row shard: enough to keep the disk's threads busy."""
 
 SHARD_BUFFERS = 4
-"""Staging buffers of chunks: one multiplied with, three being filled."""
+"""Staging buffers of row shards: one used by a matmul, three being filled."""
 
 HIDDEN_BUFFERS = 3
 """Staging buffers of hidden states: one being stored, one computed with, one being loaded."""

@@ -100,11 +100,10 @@ class Policy:
         return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
 
     def shards_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
-        """True if matrices come from disk in chunks, and not a layer step's together.
+        """Return True if matrices are streamed from disk in row shards, not layer by layer.
 
-        Several batches share each load of a layer, and beside a GPU weights travel once more: they
-        come whole there. Halves of layers are another way to take less memory at a time, and the
-        experts of a mixture have slots of their own.
+        Several batches share the load of a whole layer, and a GPU needs whole layers for its
+        copies. Halves of layers (`sep_layer`) and expert slots save memory in another way.
         """
         return self.num_gpu_batches == 1 and not (self.sep_layer or has_gpu or mixture)
 

@@ -1,4 +1,4 @@
-"""The share of a model that one rank of a pipeline computes. No torch."""
+"""Pipeline stages: the layers of each rank, and the groups of a block's batches. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from flexgen_h2o.errors import UserError
 
 @dataclass(frozen=True)
 class Stage:
-    """The decoder layers first:last of a model's `num_layers`, which rank `rank` of `ranks` has.
+    """The layers that one rank of a pipeline computes.
 
-    The first rank embeds, too, and the last has the head.
+    The first stage includes the embedding, and the last stage the head.
+
+    Attributes
+    ----------
+    first, last : int
+        The decoder layers first:last.
+    num_layers : int
+        Decoder layers of the model.
+    rank, ranks : int
     """
 
     first: int
@@ -26,15 +34,23 @@ class Stage:
 
     @classmethod
     def whole(cls, num_layers: int) -> Stage:
-        """All of a model, on one rank."""
+        """Return the stage of a single rank."""
         return cls(0, num_layers, num_layers)
 
     @classmethod
     def of_rank(cls, rank: int, bounds: Sequence[int]) -> Stage:
-        """The share of a rank, for the `bounds` of all: 0, where each next one begins, and the
-        number of layers.
+        """Return the stage of a rank.
 
-        Raises `UserError` unless every rank has a decoder layer.
+        Parameters
+        ----------
+        rank : int
+        bounds : sequence of int
+            The first layer of each rank, and the number of layers.
+
+        Raises
+        ------
+        UserError
+            A rank has no decoder layer.
         """
         if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             raise UserError(f"a pipeline's layers must begin at 0 and ascend, got {list(bounds)}")
@@ -45,29 +61,29 @@ class Stage:
 
     @property
     def is_first_stage(self) -> bool:
-        """True if it begins a forward pass."""
+        """True if the stage includes the embedding."""
         return self.first == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if it ends a forward pass."""
+        """True if the stage includes the head."""
         return self.last == self.num_layers
 
     def layer_steps(self, sep_layer: bool) -> range:
-        """Its layer steps among those of a forward pass (`engine.schedule`)."""
-        each = 2 if sep_layer else 1
-        return range(0 if self.is_first_stage else self.first * each + 1,
-                     self.last * each + (2 if self.is_last_stage else 1))
+        """Return the layer steps of the stage in a forward pass (`engine.schedule`)."""
+        steps = 2 if sep_layer else 1
+        return range(0 if self.is_first_stage else self.first * steps + 1,
+                     self.last * steps + (2 if self.is_last_stage else 1))
 
     def h2o(self, h2o: H2OConfig | None) -> H2OConfig | None:
-        """The part of an H2O configuration that is of these layers."""
+        """Return an H2O configuration for the layers of the stage."""
         if h2o is None:
             return None
         ratios = {name: value[self.first : self.last] for name in ("heavy_ratio", "recent_ratio")
                   if isinstance(value := getattr(h2o, name), tuple)}
         if ratios and h2o.prompt_chunk is not None and replace(
                 h2o, prompt_chunk=None, **ratios).is_full:
-            ratios["prompt_chunk"] = None  # of a full cache it has no effect
+            ratios["prompt_chunk"] = None  # it has no effect on a full cache
         if isinstance(h2o, WindowedH2O):
             return replace(h2o, windows=h2o.windows[self.first : self.last], **ratios)
         return replace(h2o, **ratios)

@@ -395,8 +395,8 @@ class Exchange:
         del self._tokens[batch]
         return message.wait()
 
-    def under_way(self) -> list[tuple[int, int]]:
-        """Return (batch, forward pass) of all tokens that have not been taken."""
+    def pending_tokens(self) -> list[tuple[int, int]]:
+        """Return (batch, forward pass) of all tokens to receive that have not been taken."""
         return [(batch, forward_pass) for batch, (forward_pass, _) in self._tokens.items()]
 
     def send_tokens(self, tokens: torch.Tensor) -> None:

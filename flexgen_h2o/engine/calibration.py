@@ -1,6 +1,6 @@
 """Calibration of quantized weights: the mean square of each matrix's inputs over a text.
 
-The model runs once in 16 bits over the text. Quantization then weighs the error of each input by
+The model runs once in 16 bits over the text. Quantization then weights the error of each input by
 its mean square, as llama.cpp does with an importance matrix.
 """
 
@@ -42,7 +42,7 @@ from flexgen_h2o.storage.free_memory import free_memory
 from flexgen_h2o.storage.tiers import Device
 
 SEQUENCES, LENGTH = 16, 512
-"""The most sequences of the text that are run, and the most tokens of each."""
+"""Upper limits of the sequences of the text, and of the tokens of each."""
 
 FEWEST_TOKENS = 128
 """A text of fewer tokens is refused."""
@@ -114,7 +114,7 @@ def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Dev
 
 
 def _matrices(source: ModelSource) -> list[TensorSpec]:
-    """Return the quantized matrices that products read: all but tables, unless the head is one."""
+    """Return the quantized matrices of matmuls: all but tables, unless one is tied to the head."""
     weights = source.weights
     projections = {short: spec for short, spec in weights.embed.items()
                    if short not in weights.tables}
@@ -126,7 +126,7 @@ def _matrices(source: ModelSource) -> list[TensorSpec]:
 
 def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequence[list[int]],
              device: Device, args: EngineArgs) -> np.ndarray:
-    """Run a source in 16 bits and return the mean squares of all matrices one after the other."""
+    """Run a model in 16 bits. Return the mean squares of all matrices, concatenated in float32."""
     squares = _InputSquares()
     source.form = _MeasuringFormat(source.dtype, squares=squares,
                                    names=frozenset(spec.name for spec in specs),
@@ -153,7 +153,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
 
 
 def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placement:
-    """Return where the weights fit: the fastest memory, host memory or else the disk."""
+    """Return the placement of all weights on the fastest tier on which they fit."""
     names = {}
     for group in source.weights.groups():
         names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
@@ -167,7 +167,7 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
 
 
 class _InputSquares:
-    """Sums of the squares of matrices' inputs over rows."""
+    """Sums over rows of the squares of matrices' inputs."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -175,7 +175,7 @@ class _InputSquares:
 
     def parts(self, name: str, parts: Sequence[tuple[slice, Tensor]], x: Tensor
               ) -> Iterator[tuple[slice, Tensor]]:
-        """Count the inputs x [rows, inputs] of a matrix; see `ShardedMatrix`."""
+        """Add the inputs x [rows, inputs] of a matrix, and yield its parts; see `ShardedMatrix`."""
         squares = x.float().square().sum(0)
         self._sums[name] = self._sums[name] + squares if name in self._sums else squares
         self._rows[name] += len(x)
@@ -186,20 +186,20 @@ class _InputSquares:
         return (self._sums[name] / self._rows[name]).cpu().numpy()
 
     def fill_experts(self, source: ModelSource) -> None:
-        """Give each expert that had no rows the sums of all experts of its layer."""
+        """Give experts without rows the sums of all experts of their layer."""
         for layer in source.weights.experts:
             for short in layer[0] if layer else ():
                 names = [specs[short].name for specs in layer]
-                had = [name for name in names if self._rows[name]]
-                for name in names if had else ():
+                used = [name for name in names if self._rows[name]]
+                for name in names if used else ():
                     if not self._rows[name]:
-                        self._sums[name] = torch.stack([self._sums[each] for each in had]).sum(0)
-                        self._rows[name] = sum(self._rows[each] for each in had)
+                        self._sums[name] = torch.stack([self._sums[other] for other in used]).sum(0)
+                        self._rows[name] = sum(self._rows[other] for other in used)
 
 
 @dataclass(frozen=True)
 class _MeasuredMatrix(ShardedMatrix):
-    """A matrix in memory whose inputs are counted; a tied head is a lookup table, too."""
+    """A matrix in memory whose inputs are summed; a tied head is also indexed as a table."""
 
     weight: Tensor
 
@@ -213,9 +213,15 @@ class _MeasuredMatrix(ShardedMatrix):
 
 @dataclass(frozen=True, kw_only=True)
 class _MeasuringFormat(WeightFormat):
-    """A format in 16 bits whose matrices of these names count their inputs.
+    """A 16-bit format whose matrices sum the squares of their inputs.
 
-    The head has no outputs, as nothing needs logits.
+    Attributes
+    ----------
+    squares : _InputSquares
+    names : collection of str
+        The matrices to measure.
+    head : str
+        The head, which gets no outputs since nothing needs logits.
     """
 
     squares: _InputSquares
@@ -233,7 +239,7 @@ class _MeasuringFormat(WeightFormat):
 
 
 class _EveryRow(PrefillScorer):
-    """A scorer that asks for logits of every row, so that the head counts all, and reads none."""
+    """A scorer that needs the logits of every row, so that the head's inputs are all measured."""
 
     def reduce(self, batch: Batch, forward_pass: int, row: int, logits: Tensor) -> Tensor:
         return torch.zeros(len(logits), self.width)

@@ -185,7 +185,7 @@ class Executor:
         """Wait for all messages between ranks, as a part of the last forward pass."""
         if self._exchange is None:
             return
-        for batch, forward_pass in self._exchange.under_way():
+        for batch, forward_pass in self._exchange.pending_tokens():
             self._take_tokens(batch, forward_pass)
         self._exchange.settle()
         seconds = time.perf_counter() - began

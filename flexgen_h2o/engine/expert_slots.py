@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.experts import COMING, ExpertChoices, ExpertsConfig, Key
+from flexgen_h2o.config.experts import MAX_EXPERT_LOADS, ExpertChoices, ExpertsConfig, Key
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
@@ -444,13 +444,13 @@ class ExpertSlots:
     def _start_loads(self) -> list[Key]:
         """Start loads of waiting experts, then prefetches, while there are slots.
 
-        At most `COMING` experts are loading at a time. Return the requested ones among them.
+        At most `MAX_EXPERT_LOADS` experts are loading at a time. Return the requested ones.
         """
         started = []
         while self._waiting:
-            if len(self._loading) >= COMING and self._prefetched:
+            if len(self._loading) >= MAX_EXPERT_LOADS and self._prefetched:
                 self._end_prefetch()
-            if len(self._loading) >= COMING:
+            if len(self._loading) >= MAX_EXPERT_LOADS:
                 return started
             slot = self._policy.allocate(self._waiting[0])
             if slot is None and self._prefetched:
@@ -465,7 +465,7 @@ class ExpertSlots:
         while self._predicted:
             key = self._predicted[0]
             cached = self._policy.slot(key)
-            if cached is None and len(self._loading) >= COMING:
+            if cached is None and len(self._loading) >= MAX_EXPERT_LOADS:
                 break
             slot = self._policy.allocate(key) if cached is None else cached
             if slot is None:

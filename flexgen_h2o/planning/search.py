@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.experts import FEWEST_SLOTS
+from flexgen_h2o.config.experts import MIN_EXPERT_SLOTS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WEIGHT_BITS, WeightOptions
@@ -247,8 +247,8 @@ def _solve_placement(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) 
     if solver.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
         return solver
     slots, found = experts.slots(run.sequences, run.num_experts), [solver]
-    while slots > FEWEST_SLOTS:
-        slots = max(slots // 2, FEWEST_SLOTS)
+    while slots > MIN_EXPERT_SLOTS:
+        slots = max(slots // 2, MIN_EXPERT_SLOTS)
         fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
         found.append(PlacementSolver(hardware, fewer, limits))
     return min(found, key=lambda each: each.seconds)

@@ -254,8 +254,8 @@ def test_all_that_is_there_is_computed_together(tiny_model, tmp_path, monkeypatc
 @pytest.mark.parametrize("key", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("coming", [1, 3])
 def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, key, coming):
-    """No more than `COMING` are loaded and not computed, guesses among them; the same tokens."""
-    monkeypatch.setattr(expert_slots, "COMING", coming)
+    """At most `MAX_EXPERT_LOADS` are loaded and not computed, with prefetches; the same tokens."""
+    monkeypatch.setattr(expert_slots, "MAX_EXPERT_LOADS", coming)
     most = []
 
     def watched(self, key, slot):

@@ -8,7 +8,7 @@ import pytest
 from planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import policy_flags
-from flexgen_h2o.config.experts import COMING, FEWEST_SLOTS, ExpertChoices, ExpertsConfig
+from flexgen_h2o.config.experts import MAX_EXPERT_LOADS, MIN_EXPERT_SLOTS, ExpertChoices, ExpertsConfig
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.stage import Stage
@@ -233,7 +233,7 @@ def test_slots_keep_what_is_not_on_its_way():
     experts = ExpertsConfig(128, 8, 768)
     assert experts.kept(1, 1000, 100) == pytest.approx(100 - 16)
     assert experts.kept(0.5, 1000, 100) > 100 - 16, "half a token chooses fewer"
-    assert experts.kept(32, 1000, 100) == 100 - COMING
+    assert experts.kept(32, 1000, 100) == 100 - MAX_EXPERT_LOADS
     assert experts.kept(32, 1000, 10) == 0
     assert experts.kept(32, 100, 100) == 100, "nothing has to come"
 
@@ -276,7 +276,7 @@ def test_a_block_goes_with_fewer_slots_where_there_is_no_room_for_the_usual(hard
     run = best()
     assert run.sequences == 32 and not MemoryPlan(run).shortfalls(memory)
     usual = QWEN.experts.slots(32, ALL)
-    assert FEWEST_SLOTS <= run.policy.expert_slots < usual
+    assert MIN_EXPERT_SLOTS <= run.policy.expert_slots < usual
     more = replace(run, policy=replace(run.policy, experts=Placement(0, 0, 100),
                                        weights=Placement(0, 0, 100), expert_slots=usual))
     assert MemoryPlan(more).shortfalls(memory), "the usual slots do not fit"
