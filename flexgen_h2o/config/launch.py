@@ -1,4 +1,4 @@
-"""This process as one of several ranks that torchrun or alike has started. No torch."""
+"""The rank of this process among those that torchrun or a similar launcher has started."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from flexgen_h2o.errors import UserError
 
 MESSAGES = "messages"
-"""The name of threads that wait for other ranks: nothing ends their waiting but the other's end."""
+"""Name of threads that wait for other ranks, which nothing can interrupt."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A rank among `ranks`, and its place among the `local_ranks` of its host."""
+    """A rank among `ranks`, and its local rank among the `local_ranks` of its host."""
 
     rank: int = 0
     ranks: int = 1
@@ -23,8 +23,13 @@ class Launch:
     local_ranks: int = 1
 
     def within(self, ranks: int) -> Launch:
-        """This rank among the `ranks` of its replica, which follow each other. Raises `UserError`
-        unless there are whole replicas."""
+        """Return this rank among the `ranks` consecutive ranks of its replica.
+
+        Raises
+        ------
+        UserError
+            The number of ranks is not a multiple of `ranks`.
+        """
         if self.ranks % ranks:
             raise UserError(f"{self.ranks} processes are no whole replicas of --pipeline-parallel "
                             f"{ranks}: start a multiple of {ranks}")
@@ -32,9 +37,12 @@ class Launch:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """The rank that torchrun's variables make of this process; without them the only one.
+    """Return the rank of this process by torchrun's environment variables; without them, 0 of 1.
 
-    Raises `UserError` for variables that make no sense.
+    Raises
+    ------
+    UserError
+        The variables are inconsistent.
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if "RANK" not in given or "WORLD_SIZE" not in given:
@@ -54,7 +62,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def check_ranks(wanted: int, started: int, command: str) -> None:
-    """Raise `UserError` unless so many ranks have been started as the command is to have."""
+    """Raise `UserError` unless the number of started ranks is the one that the flags set."""
     if wanted == started:
         return
     if wanted > 1:

@@ -90,28 +90,32 @@ class Stage:
 
 
 def groups_of(num_batches: int, groups: int) -> list[range]:
-    """The GPU batches of a block in so many groups of like size, or as many as there are batches.
-    """
+    """Split the GPU batches of a block into groups of similar size, at most one for each batch."""
     groups = max(1, min(groups, num_batches))
     bounds = [number * num_batches // groups for number in range(groups + 1)]
     return [range(*pair) for pair in pairwise(bounds)]
 
 
 def num_groups(ranks: int, *, fetched: bool) -> int:
-    """Into how many groups a pipeline cuts the batches of a block, if there are as many.
+    """Return the groups into which a pipeline splits the batches of a block, if there are enough.
 
-    With one for each rank none has to wait; where weights are at hand more cost nothing, and leave
-    messages some time. Weights that have to be `fetched` are so for each group.
+    With one group for each rank, no rank waits. Twice as many also hide the latency of messages,
+    but weights that are `fetched` are fetched again for each group.
     """
     return ranks if fetched else 2 * ranks
 
 
 def balanced_bounds(seconds: Sequence[float], ranks: int) -> list[int]:
-    """The bounds (see `Stage.of_rank`) for which the slowest of `ranks` has the least to do.
+    """Return the bounds (see `Stage.of_rank`) that minimize the time of the slowest rank.
 
-    `seconds` are of each decoder layer, those of embedding and head with the first and the last; no
-    rank is without a layer, of which there must be as many. Of several such bounds those that give
-    the first ranks more.
+    Among equally good bounds, the first ranks get more layers.
+
+    Parameters
+    ----------
+    seconds : sequence of float
+        Time of each decoder layer, with embedding and head in the first and the last.
+    ranks : int
+        At most the number of layers; each rank gets at least one.
     """
     sums = [0.0, *accumulate(seconds)]
 
