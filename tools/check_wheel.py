@@ -123,7 +123,7 @@ def try_out(commands: Path, folder: Path) -> None:
     usage = run(commands / SCRIPT, "--help", folder=folder)
     if f"usage: {SCRIPT} " not in usage:
         sys.exit(f"{SCRIPT} --help says something else:\n{usage}")
-    run(commands / "python", "-W", "error", "-m", f"{PACKAGE}.plan", "--version", folder=folder)
+    run(commands / "python", "-W", "error", "-m", PACKAGE, "plan", "--version", folder=folder)
     print(run(commands / SCRIPT, "doctor", "--offload-dir", folder, folder=folder))
     model = folder / "tiny"
     model.mkdir()

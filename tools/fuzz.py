@@ -186,7 +186,7 @@ def guided_here(name: str, seconds: int) -> None:
     from flexgen_h2o.errors import UserError
 
     with atheris.instrument_imports(include=[f"flexgen_h2o.{room}" for room in (
-            "files", "models", "config", "cli", "tasks.jobs", "planning.hardware")]):
+            "files", "models", "config", "cli", "commands.batch", "planning.hardware")]):
         from fuzz_cases import targets
     with workplace() as folder:
         target = targets(folder)[name]
