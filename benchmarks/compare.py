@@ -1,17 +1,17 @@
-"""Other systems and this engine side by side, on one machine, in one go.
+"""Compare other systems with this engine on one machine, in one run.
 
     python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/models/opt-1.3b
     python benchmarks/compare.py --config configs/compare_cpu.yaml --models /tmp/models
 
-Every run is a process of its own, with the same checkpoint, prompts, lengths, threads, allocator
-and memory limit (a cgroup, which counts the page cache; that is dropped before). All systems are
-measured at the same batch, and each at its own best, which is searched by doubling; after a
-warm-up, in turn, medians of the repeats. Beside each stands its roofline, by rates measured before
-and after, and the share of its tokens that equal the first exact system's.
+Each run is a separate process with the same checkpoint, prompts, lengths, threads, allocator
+settings and memory limit. The limit is a cgroup, which counts the page cache; the page cache is
+dropped first. All systems are measured at the same batch size, and each at its own best one, which
+is found by doubling. Systems take turns after a warm-up; figures are medians over the repeats. Each
+row has its roofline, from rates measured before and after, and the share of tokens that equal those
+of the first exact system.
 
-A system that can't run, or not at a batch, has a row that says why. Rows are on disk as they come;
-the same command goes on where it was stopped, and measures nothing twice: to have a cell measured
-again, delete its row.
+A system that cannot run has a row with the reason. Each row is on disk as soon as it is measured.
+The same command resumes a stopped run and measures nothing twice. To repeat a cell, delete its row.
 """
 
 from __future__ import annotations
@@ -55,104 +55,43 @@ from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.trace import GB
 
+RunJob = Callable[[dict, "int | None"], dict]
+"""Function of a job and a memory limit in bytes: `run_job` with its other parameters bound."""
 
-def check_limits(config: Comparison) -> None:
-    """Raise `UserError` for limits that cannot be set here, before anything is measured."""
-    if any(scenario.device_memory is not None for scenario in config.scenarios):
-        import torch  # only now: it takes seconds
-
-        if not torch.cuda.is_available():
-            raise UserError("--config limits device_memory, and there is no GPU here: choose other "
-                            "--scenarios")
-    for scenario in config.scenarios:
-        if scenario.memory is not None:
-            with MemoryGroup(scenario.memory):
-                pass
-
-
-def summary(rows: Sequence[dict[str, str]]) -> str:
-    """The cells that count as aligned text: figures, or why there are none."""
-    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
-    for row in rows:
-        if row["at"] == SEARCH:
-            continue
-        figures = [row[name] for name in ("tokens_per_s", "decode_step_s", "total_over_roofline",
-                                          "equal_tokens")]
-        if row["status"] != OK:
-            figures = [row["status"], "", "", ""]
-        elif row["projected"] == "True":
-            figures[0] += " (projected)"
-        lines.append((row["scenario"], row["at"], row["batch"], row["system"], *figures))
-    return align_columns(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0],
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="of the comparison, YAML")
-    parser.add_argument("--models", type=Path, default=Path("."),
-                        help="folder that holds the models' folders")
-    parser.add_argument("--out", default="benchmarks/results/compare_cpu.csv",
-                        help="CSV file, which is gone on with where it is there")
-    parser.add_argument("--scratch", type=Path, default=Path(OFFLOAD_DIR).expanduser(),
-                        help="folder for what is offloaded to disk")
-    parser.add_argument("--systems", nargs="+", default=(), help="only these of the config")
-    parser.add_argument("--scenarios", nargs="+", default=(), help="only these of the config")
-    args = parser.parse_args(argv)
-    config = load(args.config, models=args.models, systems=args.systems,
-                  scenarios=args.scenarios)
-    check_limits(config)
-    table = Table(os.path.expanduser(args.out))
-
-    def do(job: dict, memory: int | None) -> dict:
-        timeout = job.get("timeout") or config.timeout
-        return run_job(job, threads=config.threads, timeout=timeout, memory=memory,
-                       scratch=args.scratch)
-
-    with keeping(table.file):
-        Cells(config, table, do).run()
-    table.finish()
-    print(summary(table.rows()))
-
-
-Do = Callable[[dict, "int | None"], dict]
-"""Runs a job with so many bytes of memory: `processes.run_job` with the rest of its parameters."""
-
-MATTERS = 1.25
-"""From which mean cache of all steps, over that of the measured ones, it counts that it grows."""
+GROWTH = 1.25
+"""Mean cache size of all steps over that of the measured steps, above which growth matters."""
 
 
 class Cells:
-    """Measures what a table lacks.
+    """Measure the cells that a table lacks.
 
     Parameters
     ----------
     config : Comparison
     table : Table
-    do : callable
-        See `Do`.
+    run_job : RunJob
     """
 
-    def __init__(self, config: Comparison, table: Table, do: Do):
-        self._config, self._table, self._do = config, table, do
+    def __init__(self, config: Comparison, table: Table, run_job: RunJob):
+        self._config, self._table, self._run_job = config, table, run_job
         self._ready: dict[tuple[str, Path], dict] = {}
 
     def run(self) -> None:
-        """All scenarios. Raises `UserError` where a model or a memory limit can't be had."""
+        """Measure all scenarios. Raises `UserError` for a missing model or memory cgroup."""
         subjects = [subject_of(each, self._config.models) for each in self._config.scenarios]
         for scenario, subject in zip(self._config.scenarios, subjects, strict=True):
             if scenario.batch is not None:
                 batches = dict.fromkeys(scenario.systems, scenario.batch)
                 self._together(_Group(scenario, subject, EQUAL, batches))
             if scenario.best:
-                # One that never ran has a row at 1 that says why.
+                # A system that cannot run has a row at batch size 1 with the reason.
                 batches = {system: self._best(scenario, subject, system) or 1
                            for system in scenario.systems}
                 self._together(_Group(scenario, subject, BEST, batches))
 
     def _best(self, scenario: ComparisonScenario, subject: ComparisonSubject,
               system: str) -> int | None:
-        """The best batch of a system; None if it cannot run."""
+        """Return the best batch size of a system; None if it cannot run."""
         if system in scenario.best_batch:
             return scenario.best_batch[system]
         rate = partial(self._tried, scenario, subject, system)
@@ -163,9 +102,9 @@ class Cells:
     def _tried(self, scenario: ComparisonScenario, subject: ComparisonSubject, system: str,
                batch: int
                ) -> float | None:
-        """Tokens per second of a step of the search; None if there are none.
+        """Return the tokens per second of a search step; None if it failed.
 
-        Raises `_NeverRuns` where there would be none at any batch.
+        Raises `_NeverRuns` if it would fail at any batch size.
         """
         group = _Group(scenario, subject, SEARCH, {system: batch})
         row = self._table.find(self._place(group, system))
@@ -178,7 +117,7 @@ class Cells:
         return float(row["tokens_per_s"]) if row["status"] == OK else None
 
     def _together(self, group: _Group) -> None:
-        """The systems of a group that have no row yet, in turn; rates before and after."""
+        """Measure the systems of a group that have no row yet, in turn; rates before and after."""
         left = [system for system in group.batches
                 if self._table.find(self._place(group, system)) is None]
         if not left:
@@ -189,7 +128,7 @@ class Cells:
             for system in left:
                 if all(found["status"] == OK for found in outcomes[system]):
                     outcomes[system].append(self._measured(group, system, repeat))
-        with suppress(UserError):  # what took hours stands by the rates before it
+        with suppress(UserError):  # the rates measured before are enough
             rates.append(self._rates(group))
         reference = next((system for system in left if self._config.systems[system].exact
                           and outcomes[system][-1].get("tokens")), None)
@@ -200,20 +139,20 @@ class Cells:
             self._add(group, system, outcomes[system], rates=rates, **beside)
 
     def _measured(self, group: _Group, system: str, repeat: int) -> dict:
-        """One run of a system, unless it is known that there can be none."""
+        """Return one run of a system, or the known reason why it cannot run."""
         never = self._table.never(self._place(group, system))
         if never is not None:
             return {name: never[name] for name in ("status", "reason", "page_cache")}
         chosen = self._config.systems[system]
         job, place = group.job(chosen), (system, group.subject.folder)
         if place not in self._ready and baseline_class(chosen.baseline).ready is not Baseline.ready:
-            self._ready[place] = self._do(  # with all memory and time
+            self._ready[place] = self._run_job(  # with all memory and time
                 job | {"kind": "ready", "timeout": None}, None)
         found = self._ready.get(place, {"status": OK})
         if found["status"] == OK:
-            found = self._do(job, group.scenario.memory)
+            found = self._run_job(job, group.scenario.memory)
         if found["status"] == OK and group.left_out(chosen):
-            found = _with_middle(found, self._do(group.job(chosen, later=True),
+            found = _with_middle(found, self._run_job(group.job(chosen, later=True),
                                                  group.scenario.memory))
         said = f"{found['status']}: {found.get('reason')}"
         if found["status"] == OK:
@@ -227,13 +166,13 @@ class Cells:
     def _rates(self, group: _Group) -> dict:
         job = {"kind": "rates", "dtype": group.scenario.dtype,
                "file": str(group.subject.largest_file)}
-        found = self._do(job, None)
+        found = self._run_job(job, None)
         if found["status"] != OK:
             raise UserError(f"this machine's rates cannot be measured: {found['reason']}")
         return found
 
     def _place(self, group: _Group, system: str) -> dict[str, object]:
-        """The columns that say which cell it is."""
+        """Return the columns that identify a cell."""
         scenario, chosen = group.scenario, self._config.systems[system]
         return {
             "host": platform.node(), "threads": self._config.threads, "scenario": scenario.name,
@@ -248,7 +187,7 @@ class Cells:
 
     def _add(self, group: _Group, system: str, outcomes: Sequence[dict], *,
              rates: Sequence[dict] = (), **beside: object) -> None:
-        """A row, whatever became of the system."""
+        """Add a row of figures or of the reason why there are none."""
         chosen, last = self._config.systems[system], outcomes[-1]
         row: dict[str, object] = dict.fromkeys(COLUMNS)
         row |= origin() | self._place(group, system) | {
@@ -267,9 +206,9 @@ def _in_gb(nbytes: float | None) -> float | None:
 
 
 def _with_middle(found: dict, later: dict) -> dict:
-    """A run, with the steps of one that begins later; or why that has none.
+    """Return a run with the steps of one that starts later in the text, or why that failed.
 
-    Its longer prompts may take more memory than the whole text would: then the first steps stand.
+    Its longer prompts may take more memory than the whole text. Then the first steps are kept.
     """
     if later["status"] == MEMORY:
         return found
@@ -281,11 +220,11 @@ def _with_middle(found: dict, later: dict) -> dict:
 
 
 class _NeverRuns(Exception):
-    """A system cannot run here, at any batch."""
+    """A system cannot run here at any batch size."""
 
 
 class _Group:
-    """Cells that are measured together: a batch of each of some systems, in one scenario."""
+    """Cells that are measured together: systems and their batch sizes in one scenario."""
 
     def __init__(self, scenario: ComparisonScenario, subject: ComparisonSubject, at: str,
                  batches: Mapping[str, int]):
@@ -293,32 +232,32 @@ class _Group:
         self.at, self.batches = at, batches
 
     def mean_prompt_len(self, system: str) -> float:
-        """Tokens of the prompts of a system's batch."""
+        """Return the mean prompt length of a system's batch, in tokens."""
         return fmean(map(len, self.subject.prompts[: self.batches[system]]))
 
     def measured(self, system: str) -> int:
-        """Tokens that a system generates for each prompt."""
+        """Return the number of tokens that a system generates for each prompt."""
         return self.scenario.measured(system, search=self.at == SEARCH)
 
     def projected(self, system: str) -> bool:
-        """True if it generates less than is asked for."""
+        """Return whether a system generates fewer tokens than the scenario has."""
         return self.measured(system) < self.scenario.gen_len
 
     def left_out(self, system: System) -> int:
-        """Tokens between the prompt and the measured steps.
+        """Return the number of tokens between the prompt and the measured steps.
 
-        With a cache that grows, the first steps of a run that is cut short are the cheapest. Where
-        that matters the steps are measured in a run of their own, from the middle: its prompts are
-        longer by half of the tokens that are left out. Where memory does not hold those, the first
-        steps stand, as `steps_from` says.
+        With a growing cache, the first steps of a shortened run are the cheapest. If that matters,
+        the steps are measured in a second run from the middle of the text, whose prompts are longer
+        by half of the omitted tokens. If memory is too small for it, the first steps are used. The
+        column `steps_from` says which.
         """
         left = self.scenario.gen_len - self.measured(system.name)
         cached = self.mean_prompt_len(system.name) + self.measured(system.name) / 2
-        grows = system.cache_share >= 1 and cached + left / 2 > MATTERS * cached
+        grows = system.cache_share >= 1 and cached + left / 2 > GROWTH * cached
         return left // 2 if grows else 0
 
     def job(self, system: System, *, later: bool = False) -> dict:
-        """The job that `worker.py` reads; `later`: steps from the middle are measured."""
+        """Return the job for `worker.py`; `later` measures steps from the middle of the text."""
         prompts = self.subject.prompts[: self.batches[system.name]]
         before = self.left_out(system) if later else 0
         prompts = [[*islice(cycle(prompt), len(prompt) + before)] for prompt in prompts]
@@ -335,9 +274,9 @@ class _Group:
                 "device_memory": self.scenario.device_memory, "options": dict(system.options)}}
 
     def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
-        """Medians of the repeats; with fewer steps than asked for, the others take their mean."""
+        """Return medians of the repeats; omitted steps take the mean of the measured ones."""
         steps = self.scenario.gen_len - 1
-        middle = all("middle" in found for found in outcomes)  # not some of both
+        middle = all("middle" in found for found in outcomes)  # never a mixture
         means = [fmean(found["middle" if middle else "steps"]) for found in outcomes]
         total = median(found["prefill"] + steps * mean
                        for found, mean in zip(outcomes, means, strict=True))
@@ -359,7 +298,7 @@ class _Group:
             "gb_read": median(read) / GB if read else None}
 
     def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
-        """The rooflines at this system's batch, weights and cache, and how far above it is."""
+        """Return the rooflines for this system's batch size, weights and cache."""
         scenario, prompt = self.scenario, self.mean_prompt_len(system.name)
         whole = system.cache_share >= 1
         amount = work(self.subject.model, Load(
@@ -381,29 +320,29 @@ class _Group:
 
 def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequence[int]]
                 ) -> float | None:
-    """Share of equal tokens among those that both have; None if there are none."""
+    """Return the share of equal tokens among those that both have; None without any."""
     pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
              for one, other in zip(mine, theirs, strict=False)]
     return fmean(one == other for one, other in pairs) if pairs else None
 
 
 def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) -> int | None:
-    """The batch of the highest rate.
+    """Return the batch size with the highest rate.
 
-    It is doubled from `first` until memory is too small, or two in a row bring nothing. If `first`
-    itself is too large, it is halved until it fits.
+    The batch size is doubled from `first` until memory is too small or two steps in a row gain
+    nothing. If `first` is too large, it is halved until it fits.
 
     Parameters
     ----------
     rate : callable
-        Tokens per second at a batch; None where it could not be measured.
+        Tokens per second at a batch size; None if it cannot run.
     first, most : int
-        Sequences to begin with, and at most.
+        First and largest batch size.
 
     Returns
     -------
     int or None
-        None: not a single sequence could be measured.
+        None if not even one sequence could be measured.
     """
     best: tuple[float, int] | None = None
     batch, idle = first, 0
@@ -422,6 +361,65 @@ def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) ->
         best = None if found is None else (found, batch)
         batch //= 2
     return None if best is None else best[1]
+
+
+def check_limits(config: Comparison) -> None:
+    """Raise `UserError` for limits that cannot be set on this machine."""
+    if any(scenario.device_memory is not None for scenario in config.scenarios):
+        import torch  # only now: it takes seconds
+
+        if not torch.cuda.is_available():
+            raise UserError("--config limits device_memory, and there is no GPU here: choose other "
+                            "--scenarios")
+    for scenario in config.scenarios:
+        if scenario.memory is not None:
+            with MemoryGroup(scenario.memory):
+                pass
+
+
+def summary(rows: Sequence[dict[str, str]]) -> str:
+    """Return all rows but those of the search as an aligned table."""
+    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
+    for row in rows:
+        if row["at"] == SEARCH:
+            continue
+        figures = [row[name] for name in ("tokens_per_s", "decode_step_s", "total_over_roofline",
+                                          "equal_tokens")]
+        if row["status"] != OK:
+            figures = [row["status"], "", "", ""]
+        elif row["projected"] == "True":
+            figures[0] += " (projected)"
+        lines.append((row["scenario"], row["at"], row["batch"], row["system"], *figures))
+    return align_columns(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of the comparison")
+    parser.add_argument("--models", type=Path, default=Path("."),
+                        help="folder that holds the models' folders")
+    parser.add_argument("--out", default="benchmarks/results/compare_cpu.csv",
+                        help="CSV file; an existing one is continued")
+    parser.add_argument("--scratch", type=Path, default=Path(OFFLOAD_DIR).expanduser(),
+                        help="folder for offloaded data")
+    parser.add_argument("--systems", nargs="+", default=(), help="only these names of the config")
+    parser.add_argument("--scenarios", nargs="+", default=(), help="only these names of the config")
+    args = parser.parse_args(argv)
+    config = load(args.config, models=args.models, systems=args.systems,
+                  scenarios=args.scenarios)
+    check_limits(config)
+    table = Table(os.path.expanduser(args.out))
+
+    def run(job: dict, memory: int | None) -> dict:
+        timeout = job.get("timeout") or config.timeout
+        return run_job(job, threads=config.threads, timeout=timeout, memory=memory,
+                       scratch=args.scratch)
+
+    with keeping(table.file):
+        Cells(config, table, run).run()
+    table.finish()
+    print(summary(table.rows()))
 
 
 if __name__ == "__main__":

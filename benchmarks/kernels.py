@@ -376,43 +376,6 @@ OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": 
               "linear": linear, "choices": choices, "round": rounding, "recall": recall}
 
 
-@torch.inference_mode()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS),
-                        help="that are multiplied, of the operation linear")
-    parser.add_argument("--quick", action="store_true",
-                        help="small shapes, which caches hold: to try this script, not to report")
-    parser.add_argument("--out", default="benchmarks/results/kernels.csv",
-                        help="the table; the plot goes beside it as .png")
-    parser.add_argument("--extra-memory", type=int, nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.extra_memory:
-        print(extra_memory(*args.extra_memory))
-        return
-    if why := cpu_library.missing():
-        parser.error(f"nothing to measure: {why}")
-    check_int("--repeats", args.repeats, low=1)
-    for rows in args.rows:
-        check_int("--rows", rows, low=1)
-    out, plot = Path(args.out), Path(args.out).with_suffix(".png")
-    check_folder("--out", str(out.parent), [str(out), str(plot)])
-    torch.manual_seed(0)
-    machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
-               f"torch {torch.__version__}, {cpu_library.instruction_set()}")
-    print(machine, flush=True)
-    rows = TimedRows(args.repeats, out)
-    for name in args.only:
-        more = {"counts": args.rows} if name == "linear" else {}
-        OPERATIONS[name](rows, args.quick, **more)
-        rows.write(out)
-    for line in goal_lines(rows.rows, cpu_library.instruction_set()):
-        print(line)
-    draw(rows.rows, plot, machine)
-
-
 @dataclass(frozen=True)
 class Goal:
     """A column of a row, and what it is to be: at least, or at most, on a CPU without AMX and on
@@ -464,6 +427,43 @@ def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
             sign, said = "<=" if goal.most else ">=", "reached" if reached else "not reached"
             yield (f"goal  {goal.operation:8} {row['shape']:33} {goal.contestant:13} "
                    f"{goal.column:18} {found:.2f} {sign} {wanted:g}: {said}")
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS),
+                        help="that are multiplied, of the operation linear")
+    parser.add_argument("--quick", action="store_true",
+                        help="small shapes, which caches hold: to try this script, not to report")
+    parser.add_argument("--out", default="benchmarks/results/kernels.csv",
+                        help="the table; the plot goes beside it as .png")
+    parser.add_argument("--extra-memory", type=int, nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.extra_memory:
+        print(extra_memory(*args.extra_memory))
+        return
+    if why := cpu_library.missing():
+        parser.error(f"nothing to measure: {why}")
+    check_int("--repeats", args.repeats, low=1)
+    for rows in args.rows:
+        check_int("--rows", rows, low=1)
+    out, plot = Path(args.out), Path(args.out).with_suffix(".png")
+    check_folder("--out", str(out.parent), [str(out), str(plot)])
+    torch.manual_seed(0)
+    machine = (f"{platform.node()}, {cpu_model()}, {torch.get_num_threads()} threads, "
+               f"torch {torch.__version__}, {cpu_library.instruction_set()}")
+    print(machine, flush=True)
+    rows = TimedRows(args.repeats, out)
+    for name in args.only:
+        more = {"counts": args.rows} if name == "linear" else {}
+        OPERATIONS[name](rows, args.quick, **more)
+        rows.write(out)
+    for line in goal_lines(rows.rows, cpu_library.instruction_set()):
+        print(line)
+    draw(rows.rows, plot, machine)
 
 
 if __name__ == "__main__":

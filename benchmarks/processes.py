@@ -1,4 +1,4 @@
-"""A memory cgroup for a child process: a limit that counts the page cache too."""
+"""Child processes: memory cgroups, jobs of a comparison, runs of the engine's command line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIMITS = ("memory.limit_in_bytes", "memory.max")  # of version 1, of version 2
 
 
 class MemoryGroup:
-    """A cgroup (v1 or v2) with a limit of its own, gone when the context ends.
+    """A memory cgroup (v1 or v2), removed when the context ends.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class MemoryGroup:
     Raises
     ------
     UserError
-        There is no memory controller, or it may not be used: it takes root.
+        There is no memory controller, or it needs root.
     """
 
     def __init__(self, limit: int):
@@ -68,24 +68,24 @@ class MemoryGroup:
 
     @property
     def door(self) -> Path:
-        """The file that `enter_loaded` takes, for a process that goes in when it is ready."""
+        """The file for `enter_loaded`, for a process that enters after loading."""
         return self._folder / "cgroup.procs"
 
     def enter(self) -> None:
-        """Put the calling process into the group: for a child before it becomes its program."""
+        """Move the calling process into the group, as `preexec_fn` of a child."""
         enter(self.door)
 
     def peak(self) -> int:
-        """Most bytes that were in use at once, page cache included."""
+        """Return the peak memory in bytes, page cache included."""
         return int(self._peak.read_text())
 
     def kills(self) -> int:
-        """Processes that the kernel has killed here for want of memory."""
+        """Return the number of processes that the OOM killer ended in this group."""
         lines = (line.split() for line in self._events.read_text().splitlines())
         return sum(int(count) for name, count in lines if name == "oom_kill")
 
     def __exit__(self, *exception) -> None:
-        for _ in range(20):  # a group is busy until the kernel has buried its last process
+        for _ in range(20):  # a group is busy until the kernel has reaped its last process
             try:
                 self._folder.rmdir()
             except FileNotFoundError:
@@ -95,18 +95,18 @@ class MemoryGroup:
 
 
 def enter(door: Path) -> None:
-    """Put the calling process into a group: what it takes from now on counts there."""
+    """Move the calling process into a group. Later allocations count there."""
     door.write_text(str(os.getpid()))
 
 
 def enter_loaded(door: Path) -> int:
-    """Put the calling process, which holds memory by now, into a group; the bytes that it holds.
+    """Move the calling process into a group after loading. Return the bytes that it holds.
 
-    They stay charged where they were taken, so that the group's limit falls by them. Raises
-    `MemoryError` if nothing is left of it.
+    These stay charged to the old group, so they are subtracted from the limit. Raises `MemoryError`
+    if they exceed it.
     """
     gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # as far as there is a glibc
+    with contextlib.suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL(None).malloc_trim(0)
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0].startswith("Rss")}
@@ -121,7 +121,7 @@ def enter_loaded(door: Path) -> int:
 
 
 def drop_page_cache() -> bool:
-    """So that whatever a group reads is charged to it; False where that is not allowed."""
+    """Drop the page cache, so that reads are charged to the reader. Return whether it worked."""
     with contextlib.suppress(OSError):
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("1")
@@ -133,32 +133,31 @@ BENCHMARKS = Path(__file__).parent
 WORKER = ("-m", "worker")
 TUNED = ("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=8589934592:"
          "glibc.malloc.trim_threshold=17179869184")
-"""glibc's allocator at its best for large temporaries: huge pages, nothing returned to the system.
-"""
+"""glibc tuned for large temporaries: huge pages, nothing returned to the system."""
 
 
 def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratch: Path) -> dict:
-    """Run a job of `worker.py` and say how it went.
+    """Run a job of `worker.py` in a process with a memory limit and a timeout.
 
     Parameters
     ----------
     job : dict
-        As `worker.py` reads it; it gets `scratch`, a folder that is gone afterwards. If it
-        `loads_beyond` the limit, it gets the group's `door`, and goes in when it has loaded. If it
-        `loads_alike` at every batch, memory or time that ends before that has ended in `LOADING`.
+        Keys of `worker.py`. `scratch`, a temporary folder, is added. With `loads_beyond`, the
+        process enters its cgroup through `door` after loading. With `loads_alike`, a failure before
+        the end of loading gets the suffix `LOADING`.
     threads : int
-        That compute.
+        Compute threads.
     timeout : int
-        Seconds after which it is killed.
+        Seconds until the process is killed.
     memory : int or None
-        Bytes of its memory cgroup, page cache included; None: no limit.
+        Bytes of its memory cgroup, page cache included; None for no limit.
     scratch : Path
-        Folder for what it offloads.
+        Folder for offloaded data.
 
     Returns
     -------
     dict
-        `status`, with `reason` if that is not `OK`, else what the worker has found; `page_cache`.
+        `status`, with a `reason` or the results of the worker, and `page_cache`.
 
     Raises
     ------
@@ -183,7 +182,7 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
             found = {"status": MEMORY, "reason": "killed, as the system does for want of memory"}
         else:
             found = {"status": FAILED, "reason": f"exit status {status}: {text}"}
-        # It may have been a process that the worker had started, and then waited for in vain.
+        # The killed process may be a child of the worker.
         if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
             found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
         if found["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
@@ -195,8 +194,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
 
 def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
            ) -> tuple[int | None, str]:
-    """Exit status of the worker, None if it took too long, and the end of its errors."""
-    # Beside this Python are the programs of packages, such as the ninja that DeepSpeed builds with.
+    """Return the worker's exit status, None after a timeout, and the end of its stderr."""
+    # Programs of packages are beside Python, such as ninja, which DeepSpeed needs.
     programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
                                 "PATH": programs, "PYTHONPATH": os.pathsep.join(filter(
@@ -211,29 +210,29 @@ def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
     except subprocess.TimeoutExpired:
         return None, ""
     finally:
-        if worker.poll() is None:  # its session, as a system may have started processes too
+        if worker.poll() is None:  # with the children of the worker
             os.killpg(worker.pid, signal.SIGKILL)
             worker.communicate()
 
 
 _REFUSALS = ("the run does not fit", "no policy was found that fits")
-"""First words of the memory plan and the planner when there is too little memory."""
+"""First words of the memory plan's and the planner's refusals."""
 _TAIL = 400  # characters of an error that is not one line
-_GRACE = 10  # seconds in which a run that is stopped may remove what it has offloaded
+_GRACE = 10  # seconds for a stopped run to remove its offload folder
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of an engine run.
 
     Attributes
     ----------
     status : str
         `OK`, `TOO_LARGE`, `TIME` or `FAILED`.
     reason : str
-        One line; empty if it is `OK`.
+        One line; empty if the status is `OK`.
     row : mapping of str to str
-        Its row of results, the columns of `results.CSV_COLUMNS`; empty unless it is `OK`.
+        The result row, with `results.CSV_COLUMNS`; empty unless the status is `OK`.
     """
 
     status: str
@@ -242,13 +241,13 @@ class Outcome:
 
 
 def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
-    """Run `flex_opt` with these flags; what they say of results and printing is replaced.
+    """Run `flex_opt` with these flags, except those of output files and printing.
 
     Parameters
     ----------
     config : RunConfig
     timeout : float, optional
-        Seconds after which it is stopped.
+        Seconds until the run is stopped.
     """
     with tempfile.TemporaryDirectory(prefix="engine-run-") as folder:
         flags, result = Path(folder) / "flags.yaml", Path(folder) / "row.csv"
@@ -266,7 +265,7 @@ def run_engine(config: RunConfig, *, timeout: float | None = None) -> Outcome:
 
 
 def _failure(status: int, errors: str) -> Outcome:
-    """The outcome that an exit status and the text on stderr stand for."""
+    """Return the outcome for an exit status and stderr."""
     if status == -signal.SIGKILL:
         return Outcome(TOO_LARGE, "killed, as the system does for want of memory")
     said = [line.removeprefix("error: ") for line in errors.splitlines()
@@ -277,8 +276,8 @@ def _failure(status: int, errors: str) -> Outcome:
 
 
 def _waited(command: Sequence[str], timeout: float | None) -> tuple[int | None, str]:
-    """Exit status of a command, None if it took too long, and what it wrote on stderr."""
-    # In a session of its own: Ctrl-C at the terminal reaches it once, from here.
+    """Return the exit status of a command, None after a timeout, and its stderr."""
+    # In a new session: Ctrl-C at the terminal reaches it once, from this process.
     worker = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                               stderr=subprocess.PIPE, text=True, errors="replace",
                               start_new_session=True)
@@ -293,7 +292,7 @@ def _waited(command: Sequence[str], timeout: float | None) -> tuple[int | None, 
 
 
 def _stop(worker: subprocess.Popen) -> None:
-    """End a run as Ctrl-C does, which empties its offload folder; kill it if that takes long."""
+    """Interrupt a run, which empties its offload folder; kill it after the grace period."""
     try:
         worker.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):

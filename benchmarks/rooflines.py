@@ -1,4 +1,4 @@
-"""Rooflines, which no system can pass: bytes over measured bandwidth, FLOPs over measured rates."""
+"""Rooflines: bytes over measured bandwidth, FLOPs over the measured matmul rate."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Load:
-    """The load of a system: sequences, mean lengths in tokens, and how it keeps things.
+    """The workload of a system: batch size, mean lengths in tokens, and number formats.
 
-    `cached` is tokens of each sequence that a decode step attends to, on average.
+    `cached` is the mean number of tokens that a decode step attends to in each sequence.
     """
 
     batch: int
@@ -34,16 +34,16 @@ class Load:
 
 @dataclass(frozen=True)
 class WorkAmount:
-    """Bytes and FLOPs of a load.
+    """Bytes and FLOPs of a workload.
 
     Attributes
     ----------
     all_bytes, weight_bytes : int
-        Of all weights at rest, and of those that a decode step reads: layers and head.
+        All weights at rest; weights that a decode step reads (layers and head).
     cache_bytes : float
-        That a decode step reads.
+        Cache that a decode step reads.
     step_flops, prefill_flops : float
-        Of a decode step and of the prefill, attention included.
+        FLOPs of a decode step and of the prefill, attention included.
     """
 
     all_bytes: int
@@ -54,7 +54,7 @@ class WorkAmount:
 
 
 def work(model: ModelConfig, load: Load) -> WorkAmount:
-    """Bytes and FLOPs of a load; of a published shape in the form that its checkpoint has."""
+    """Return the bytes and FLOPs of a workload. A published shape has its checkpoint's format."""
     experts, mixed, touched = model.experts, model.expert_layers, 0.0
     matrices = model.over_layers(lambda part: part.parameters)
     if experts is not None:
@@ -83,19 +83,18 @@ def work(model: ModelConfig, load: Load) -> WorkAmount:
 
 def rooflines(work: WorkAmount, rates: Mapping[str, float], memory: int | None,
               device_memory: int | None = None) -> tuple[float, float]:
-    """Seconds of the prefill and of a decode step.
+    """Return the least seconds of the prefill and of a decode step.
 
     Parameters
     ----------
     work : WorkAmount
     rates : dict
-        Bytes per second of `disk` and of the `memory` of what computes, FLOP per second of
-        `gemm`; of a GPU also bytes per second of `link`, from host memory.
+        Bytes per second of `disk`, of the compute device's `memory` and, with a GPU, of the `link`
+        from host memory; FLOP per second of `gemm`.
     memory, device_memory : int or None
-        Bytes of host memory and of a GPU's that the system may use; None: all there is. Of weights
-        that exceed both, the rest is read from disk again for every sweep over the layers; and
-        then so is what the cache takes from their place. Those that exceed a GPU's memory go over
-        the link. The cache need not: host memory can be where its attention is computed.
+        Bytes of host and GPU memory that the system may use; None for all. Weights beyond both are
+        read from disk for each pass over the layers, with the cache that takes their place. Weights
+        beyond GPU memory cross the link. The cache need not, as attention can run on the host.
     """
     far = 0 if device_memory is None else max(0, work.weight_bytes - device_memory)
     beyond = 0 if memory is None else max(0, work.weight_bytes - memory - (device_memory or 0))
@@ -108,9 +107,9 @@ def rooflines(work: WorkAmount, rates: Mapping[str, float], memory: int | None,
 
 
 def measure_rates(file: str, dtype: str) -> dict[str, float]:
-    """This machine's rates, measured now, in `rooflines`' units. Loads torch.
+    """Measure this machine's rates, in the units of `rooflines`. Loads torch.
 
-    `file` is a large one on the disk that counts; `dtype` is that of products. A GPU computes where
+    `file` is a large file on the disk to measure; `dtype` is that of matmuls. A GPU is used if
     there is one.
     """
     from pathlib import Path

@@ -1,7 +1,7 @@
-"""One job of `compare.py`, in a process of its own: read from stdin, answered in a file.
+"""One job of `compare.py`: JSON on stdin, the answer in a file.
 
-A job is JSON with `kind`: "run" measures a system once, after a warm-up; "ready" does beforehand
-what needs more memory than a run may have; "rates" measures the machine.
+The key `kind` is "run" to measure a system once after a warm-up, "ready" for preparations that
+need more memory than a run may have, or "rates" to measure the machine.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from processes import FAILED, MEMORY, OK, REFUSED, drop_page_cache, enter_loaded
 from rooflines import measure_rates
 
 WARM_SHARE, WARM_TOKENS = 4, 2
-"""A warm-up takes this part of each prompt, and generates so many tokens. On a GPU it takes all:
-there kernels are compiled and tuned for the lengths that they get, which takes seconds."""
+"""A warm-up has 1/WARM_SHARE of each prompt and generates WARM_TOKENS. On a GPU it is a whole run, as
+kernels are compiled and tuned for its lengths."""
 
 
 def bytes_read() -> int | None:
-    """That this process has caused to be read from disks, page faults included; None if unknown."""
+    """Return the bytes read from disk by this process, page faults included; None if unknown."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -31,14 +31,14 @@ def bytes_read() -> int | None:
 
 
 def peak_device_bytes() -> int | None:
-    """The most GPU memory that this process has had allocated; None if it has used none."""
+    """Return the peak GPU memory of this process; None without a GPU."""
     import torch
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
 
 
 def run(job: dict) -> dict:
-    """Measure a system, or make it ready; or say why not."""
+    """Measure a system or prepare it; an error becomes a status and a reason."""
     from flexgen_h2o.storage.tiers import open_device
 
     settings = BaselineSettings(scratch=job["scratch"], **job["settings"])
@@ -53,7 +53,7 @@ def run(job: dict) -> dict:
         if settings.device_memory is not None:
             open_device().limit(settings.device_memory)
         return {"status": OK, **measure(baseline, job)}
-    except Exception as error:  # whatever a system raises is an answer: a row says it
+    except Exception as error:  # any error of a system goes into its row
         status = MEMORY if ran_out_of_memory(error) else FAILED
         words = " ".join(str(error).split())[:400]
         return {"status": status, "reason": f"{type(error).__name__}: {words}"}
@@ -72,7 +72,7 @@ def measure(baseline: Baseline, job: dict) -> dict:
     Path(job["loaded"]).touch()
     held = 0
     if "door" in job:
-        drop_page_cache()  # what loading has left there would be free of the limit
+        drop_page_cache()  # pages read while loading would not count
         held = enter_loaded(Path(job["door"]))
         words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
     if baseline.warms:
@@ -90,7 +90,7 @@ def measure(baseline: Baseline, job: dict) -> dict:
 
 
 def rates(job: dict) -> dict:
-    """This machine's rates, and what it is."""
+    """Return this machine's rates, CPU and device."""
     from flexgen_h2o.metrics.provenance import cpu_model
     from flexgen_h2o.storage.tiers import open_device
 
@@ -103,7 +103,7 @@ KINDS = {"run": run, "ready": run, "rates": rates}
 
 def main() -> None:
     job = json.load(sys.stdin)
-    with suppress(OSError):  # if memory ends, then for this process and not for its neighbours
+    with suppress(OSError):  # the OOM killer should choose this process
         Path("/proc/self/oom_score_adj").write_text("1000")
     answer = KINDS[job["kind"]](job)
     Path(job["answer"]).write_text(json.dumps(answer), encoding="utf-8")

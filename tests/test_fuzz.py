@@ -1,11 +1,22 @@
-"""Some hundred damaged cases for each parser, of which `tools/fuzz.py` makes thousands."""
+"""Damaged files, flags and requests: each parser accepts them or raises a `UserError`.
+
+FUZZ_EXAMPLES=20000 sets the number of cases for each parser.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import random
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import fuzz_cases
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,74 +25,143 @@ from programs import ROOT
 from flexgen_h2o.errors import UserError
 
 NAMES = ("safetensors", "index", "config", "generation config", "gguf", "gguf converted", "yaml",
-         "hardware", "flags", "prompts", "tokenizer.json", "tokenizer_config.json")
-SLOW = {"tokenizer.json": 40, "tokenizer_config.json": 40, "gguf converted": 20}
-CASES = 200
+         "hardware", "flags", "prompts", "tokenizer.json", "tokenizer_config.json", "requests")
+CASES = int(os.environ.get("FUZZ_EXAMPLES", 200))
+EXPENSIVE = {"tokenizer.json": 5, "tokenizer_config.json": 5, "gguf converted": 10}
+"""Parsers that get this fraction of the cases."""
+SLOW = 10.0
+"""Seconds that no case may take."""
+LEAK = 64 << 20
+"""Bytes by which resident memory may grow after the first tenth of the cases."""
+_READABLE = tuple(str(path) for path in (ROOT, sys.prefix, sys.base_prefix, "/usr", "/lib", "/proc",
+                                         "/sys", "/dev", "/etc/ld.so"))
+_WRITES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate")
+_STARTS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect")
+
+
+class Watch:
+    """Audit hook that records files touched outside a folder, new programs and connections."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.on, self.outside = str(folder), False, set()
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple) -> None:
+        if not self.on:
+            return
+        if event in _STARTS:
+            self.outside.add(f"{event} {arguments[0]}")
+            return
+        if event != "open" and event not in _WRITES or not isinstance(arguments[0], (str, bytes)):
+            return
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        writes = event != "open" or bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+        if not path.startswith(self.folder) and (writes or not path.startswith(_READABLE)):
+            self.outside.add(f"{event} {path}")
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.on, self.outside = True, set()
+        try:
+            yield
+        finally:
+            self.on = False
+        assert not self.outside
+
+
+def refused(read, raw: bytes) -> bool:
+    """Read a case; True if it was refused. AssertionError for a message of several lines."""
+    began = time.perf_counter()
+    try:
+        read(raw)
+        return False
+    except UserError as error:
+        message = str(error)
+        assert message and message.isprintable() and len(message) <= 5000, message[:300]
+        return True
+    except SystemExit as error:  # --help and --version
+        assert error.code in (0, None)
+        return False
+    finally:
+        assert time.perf_counter() - began <= SLOW
+
+
+def resident() -> int:
+    """Return the bytes of this process in memory, without garbage."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(scope="module")
-def fuzz():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "tools"))
-        import fuzz
-        import fuzz_cases  # noqa: F401
-
-        with fuzz.workplace() as folder:
-            yield fuzz, sys.modules["fuzz_cases"].targets(folder), fuzz.Watch(folder)
-
-
-def test_every_target_is_tried(fuzz):
-    _, targets, _ = fuzz
-    assert set(NAMES) == targets.keys() - {"requests"}, "add the new one to NAMES"
+def workplace():
+    """An empty folder that is the home, the cache and the working directory."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        for variable in ("HOME", "FLEXGEN_H2O_CACHE", "HF_HOME", "TMPDIR"):
+            patch.setenv(variable, name)
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(tempfile, "tempdir", None)
+        patch.chdir(name)
+        yield Path(name)
 
 
-@pytest.mark.parametrize("name", [*NAMES, "requests"])
-def test_damage_is_refused_in_a_line_or_taken(fuzz, name):
-    tool, targets, watch = fuzz
-    if name not in targets:
-        pytest.skip("there is no batch command")
-    target, count = targets[name], tool.Count()
+@pytest.fixture(scope="module")
+def targets(workplace):
+    return fuzz_cases.targets(workplace)
 
-    @settings(max_examples=SLOW.get(name, CASES), suppress_health_check=list(HealthCheck))
+
+@pytest.fixture(scope="module")
+def watch(workplace):
+    return Watch(workplace)
+
+
+def test_every_target_is_tried(targets):
+    assert set(NAMES) == targets.keys(), "add the new one to NAMES"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_damage_is_refused_in_a_line_or_taken(targets, watch, name):
+    target, outcomes, cases = targets[name], [], max(20, CASES // EXPENSIVE.get(name, 1))
+    sizes: list[int] = []
+
+    @settings(max_examples=cases, suppress_health_check=list(HealthCheck), deadline=None)
     @given(rng=st.randoms(use_true_random=True))
     def hold(rng: random.Random) -> None:
         raw = target.draw(rng)
-        watch.on, watch.outside = True, set()
-        failed = tool.try_case(target, raw, count)
-        watch.on = False
-        assert failed is None, raw
-        assert not watch.outside, raw
+        with watch.watching():
+            outcomes.append(refused(target.read, raw))
+        if len(outcomes) == cases // 10:
+            sizes.append(resident())
 
     hold()
-    assert count.refused, "the damage is none"
-    assert count.taken or name == "gguf converted", "what is damaged is no good to begin with"
+    assert any(outcomes), "the mutations change nothing"
+    assert not all(outcomes) or name == "gguf converted", "the valid input is not valid"
+    assert resident() - sizes[0] < LEAK
 
 
-class Bad:
-    """A target with faults of all kinds."""
+class Faulty:
+    """A parser with faults of all kinds."""
 
     def read(self, raw: bytes) -> None:
-        {b"error": lambda: int("x"), b"lines": lambda: self.refuse("\x00"),
-         b"good": lambda: None, b"outside": self.peek}[raw]()
+        {b"error": lambda: int("x"), b"lines": self.refuse, b"good": lambda: None,
+         b"outside": self.peek}[raw]()
 
     def peek(self) -> None:
         with contextlib.suppress(OSError):
             open("/nowhere/outside").close()
 
-    def refuse(self, text: str) -> None:
+    def refuse(self) -> None:
         error = UserError("x")
-        error.args = (text,)
+        error.args = ("\x00",)
         raise error
 
 
-def test_the_tool_sees_what_it_looks_for(fuzz):
-    tool, _, watch = fuzz
-    count = tool.Count()
-    assert "ValueError" in tool.try_case(Bad(), b"error", count)
-    assert "is no line" in tool.try_case(Bad(), b"lines", count)
-    watch.on, watch.outside = True, set()
-    assert tool.try_case(Bad(), b"good", count) is None and not watch.outside
-    tool.try_case(Bad(), b"outside", count)
-    watch.on = False
+def test_faults_are_found(watch):
+    with pytest.raises(ValueError):
+        refused(Faulty().read, b"error")
+    with pytest.raises(AssertionError):
+        refused(Faulty().read, b"lines")
+    with watch.watching():
+        assert not refused(Faulty().read, b"good")
+    with pytest.raises(AssertionError), watch.watching():
+        refused(Faulty().read, b"outside")
     assert watch.outside == {"open /nowhere/outside"}
-    assert (count.cases, count.tracebacks, count.refused, count.taken) == (4, 2, 1, 2)

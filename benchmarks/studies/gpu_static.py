@@ -50,96 +50,6 @@ SAVED_EVERY = 60.0
 """Seconds after which what is compiled is saved."""
 
 
-def key(row: dict) -> tuple[str, ...]:
-    return tuple(str(row[name]) for name in KEY)
-
-
-def read(path: Path) -> dict[tuple[str, ...], dict]:
-    """Rows of a file by their keys; none if there is no file. `UserError` for other columns."""
-    if not path.exists():
-        return {}
-    check_header(path, COLUMNS, flag="--csv")
-    with path.open(newline="", encoding="utf-8") as file:
-        return {key(row): row for row in csv.DictReader(file)}
-
-
-def stale(row: dict | None, wanted: dict) -> bool:
-    """True if a row is missing, or is of another kernel or compiler than here."""
-    return row is None or any(row[name] != wanted[name] for name in ("triton", "source"))
-
-
-def faults(row: dict) -> str:
-    """The faults of a row in words; empty if it has none."""
-    found = []
-    if int(row["spill_stores"]) or int(row["spill_loads"]):
-        found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
-    if int(row["shared"]) > int(row["shared_limit"]):
-        found.append(f"takes {row['shared']} of {row['shared_limit']} bytes of shared memory")
-    if int(row["left_under_way"]):
-        found.append("may write registers that a product has not read yet")
-    return ", ".join(found)
-
-
-def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
-    """Write a file with a row for each; the number of faults."""
-    held = read(path)
-    rows: dict[tuple[str, ...], dict] = {}
-    saved, wrong = time.monotonic(), 0
-    for number, (card, launch) in enumerate(wanted, 1):
-        row = identity(card, launch)
-        place = key(row)
-        found = held.get(place)
-        rows[place] = row = compiled(card, launch) if stale(found, row) else found
-        if fault := faults(row):
-            wrong += 1
-            print(f"{number}/{len(wanted)} {' '.join(place)}: {fault}", flush=True)
-        if time.monotonic() - saved > SAVED_EVERY:
-            write_csv(path, COLUMNS, (held | rows).values(), digits=6)
-            saved = time.monotonic()
-    write_csv(path, COLUMNS, rows.values(), digits=6)
-    return wrong
-
-
-def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
-    """Differences of a file from what would be written; `sample` rows are compiled to compare."""
-    held = read(path)
-    expected = {key(row): (row, card, launch) for card, launch in wanted
-                for row in [identity(card, launch)]}
-    found = [f"missing: {' '.join(place)}" for place in expected.keys() - held.keys()]
-    found += [f"not a variant: {' '.join(place)}" for place in held.keys() - expected.keys()]
-    found += [f"{' '.join(place)}: {fault}" for place, row in held.items()
-              if (fault := faults(row))]
-    both = [place for place in expected if place in held]
-    found += [f"of an older kernel: {' '.join(place)}" for place in both
-              if held[place]["source"] != expected[place][0]["source"]]
-    alike = all(row["triton"] == triton.__version__ for row in held.values())
-    for place in both[:: max(1, len(both) // sample)] if sample else ():
-        _, card, launch = expected[place]
-        row = {name: str(cell(value)) for name, value in compiled(card, launch).items()}
-        if alike and any(row[name] != held[place][name] for name in COLUMNS):
-            found.append(f"compiles to something else: {' '.join(place)}")
-    return found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_static.csv"))
-    parser.add_argument("--architectures", nargs="+", type=int, default=list(CARDS),
-                        choices=list(CARDS), help="only these; the others' rows are not kept")
-    parser.add_argument("--check", action="store_true", help="compare the file, write nothing")
-    parser.add_argument("--sample", type=int, default=6, help="rows that --check compiles")
-    args = parser.parse_args()
-    wanted = [(CARDS[one], launch) for one in args.architectures
-              for launch in launches(CARDS[one], variants())]
-    if args.check:
-        found = check(wanted, args.csv, args.sample)
-        print("\n".join(found[:20]) or f"{len(wanted)} variants, as {args.csv} has them")
-        sys.exit(bool(found))
-    wrong = compile_all(wanted, args.csv)
-    print(f"{len(wanted)} variants, {wrong} with a fault; {args.csv}")
-    sys.exit(bool(wrong))
-
-
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEAD_SIZES = (64, 80, 96, 128, 256)
 """Of the published shapes: OPT has 64, 80 and 128, LLaMA 64 and 128, GPT-NeoX 96, Pythia 64 to 256.
@@ -301,6 +211,96 @@ def _unpack(dtype: torch.dtype, layout: MatrixLayout) -> None:
 
 def _matrix(layout: MatrixLayout) -> QuantizedMatrix:
     return QuantizedMatrix(torch.empty(layout.nbytes, dtype=torch.uint8), layout)
+
+
+def key(row: dict) -> tuple[str, ...]:
+    return tuple(str(row[name]) for name in KEY)
+
+
+def read(path: Path) -> dict[tuple[str, ...], dict]:
+    """Rows of a file by their keys; none if there is no file. `UserError` for other columns."""
+    if not path.exists():
+        return {}
+    check_header(path, COLUMNS, flag="--csv")
+    with path.open(newline="", encoding="utf-8") as file:
+        return {key(row): row for row in csv.DictReader(file)}
+
+
+def stale(row: dict | None, wanted: dict) -> bool:
+    """True if a row is missing, or is of another kernel or compiler than here."""
+    return row is None or any(row[name] != wanted[name] for name in ("triton", "source"))
+
+
+def faults(row: dict) -> str:
+    """The faults of a row in words; empty if it has none."""
+    found = []
+    if int(row["spill_stores"]) or int(row["spill_loads"]):
+        found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
+    if int(row["shared"]) > int(row["shared_limit"]):
+        found.append(f"takes {row['shared']} of {row['shared_limit']} bytes of shared memory")
+    if int(row["left_under_way"]):
+        found.append("may write registers that a product has not read yet")
+    return ", ".join(found)
+
+
+def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
+    """Write a file with a row for each; the number of faults."""
+    held = read(path)
+    rows: dict[tuple[str, ...], dict] = {}
+    saved, wrong = time.monotonic(), 0
+    for number, (card, launch) in enumerate(wanted, 1):
+        row = identity(card, launch)
+        place = key(row)
+        found = held.get(place)
+        rows[place] = row = compiled(card, launch) if stale(found, row) else found
+        if fault := faults(row):
+            wrong += 1
+            print(f"{number}/{len(wanted)} {' '.join(place)}: {fault}", flush=True)
+        if time.monotonic() - saved > SAVED_EVERY:
+            write_csv(path, COLUMNS, (held | rows).values(), digits=6)
+            saved = time.monotonic()
+    write_csv(path, COLUMNS, rows.values(), digits=6)
+    return wrong
+
+
+def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
+    """Differences of a file from what would be written; `sample` rows are compiled to compare."""
+    held = read(path)
+    expected = {key(row): (row, card, launch) for card, launch in wanted
+                for row in [identity(card, launch)]}
+    found = [f"missing: {' '.join(place)}" for place in expected.keys() - held.keys()]
+    found += [f"not a variant: {' '.join(place)}" for place in held.keys() - expected.keys()]
+    found += [f"{' '.join(place)}: {fault}" for place, row in held.items()
+              if (fault := faults(row))]
+    both = [place for place in expected if place in held]
+    found += [f"of an older kernel: {' '.join(place)}" for place in both
+              if held[place]["source"] != expected[place][0]["source"]]
+    alike = all(row["triton"] == triton.__version__ for row in held.values())
+    for place in both[:: max(1, len(both) // sample)] if sample else ():
+        _, card, launch = expected[place]
+        row = {name: str(cell(value)) for name, value in compiled(card, launch).items()}
+        if alike and any(row[name] != held[place][name] for name in COLUMNS):
+            found.append(f"compiles to something else: {' '.join(place)}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_static.csv"))
+    parser.add_argument("--architectures", nargs="+", type=int, default=list(CARDS),
+                        choices=list(CARDS), help="only these; the others' rows are not kept")
+    parser.add_argument("--check", action="store_true", help="compare the file, write nothing")
+    parser.add_argument("--sample", type=int, default=6, help="rows that --check compiles")
+    args = parser.parse_args()
+    wanted = [(CARDS[one], launch) for one in args.architectures
+              for launch in launches(CARDS[one], variants())]
+    if args.check:
+        found = check(wanted, args.csv, args.sample)
+        print("\n".join(found[:20]) or f"{len(wanted)} variants, as {args.csv} has them")
+        sys.exit(bool(found))
+    wrong = compile_all(wanted, args.csv)
+    print(f"{len(wanted)} variants, {wrong} with a fault; {args.csv}")
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

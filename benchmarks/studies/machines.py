@@ -48,50 +48,6 @@ COLUMNS = (
     "share_of_ideal", "sent_bytes_per_token", "times_the_other", "wins", "reason", "assumed")
 
 
-def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
-    """The rows of a file that are of none of these kinds. `UserError` if it has other columns."""
-    if not path.exists():
-        return []
-    check_header(path, COLUMNS, flag="--out")
-    with path.open(newline="", encoding="utf-8") as file:
-        return [dict(row) for row in csv.DictReader(file) if row["kind"] not in kinds]
-
-
-def shown(row: dict[str, object]) -> str:
-    """A row as a line."""
-    rate = row.get("tokens_per_s")
-    words = f"{rate:9.2f} tokens/s" if rate else str(row["reason"])
-    where = row.get("hardware") or "measured"
-    return (f"{where:24} {row['model']:18} {row['cache']:9} {row['prompts']:5} prompts  "
-            f"{row['way']:11} x {row['processes']}  {words}")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0],
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/machines.csv"))
-    parser.add_argument("--only", choices=KINDS, help="leave the other rows as they are")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--conditions", default="", help="words for the rows that are measured")
-    args = parser.parse_args(argv)
-    check_int("--repeats", args.repeats, low=1)
-    check_folder("--out", str(args.out.parent), [str(args.out)])
-    kinds = (args.only,) if args.only else KINDS
-    table = kept(args.out, kinds)
-    if "measured" in kinds:
-        for row in measured_rows(MeasuredJob(), args.repeats, args.conditions,
-                                 cpus=len(os.sched_getaffinity(0))):
-            table.append(row)
-            print(shown(row), flush=True)
-    if "simulated" in kinds:
-        print(f"assumed: {ASSUMED}")
-        for row in simulated_rows():
-            table.append(origin() | row)
-            print(shown(row), flush=True)
-    table.sort(key=lambda row: KINDS.index(str(row["kind"])))
-    write_csv(args.out, COLUMNS, table)
-
-
 HARDWARE = Path(__file__).parents[2] / "configs" / "hardware"
 PIPELINE, REPLICAS = "pipeline", "replicas"
 CACHES = {"full": CacheOptions(),
@@ -277,6 +233,50 @@ def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
             "least_tokens_per_s": min(rates), "most_tokens_per_s": max(rates),
             "ideal_tokens_per_s": processes * alone, "share_of_ideal": median / processes / alone,
             "sent_bytes_per_token": statistics.median(rate.sent_bytes for rate in all_rates)}
+
+
+def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
+    """The rows of a file that are of none of these kinds. `UserError` if it has other columns."""
+    if not path.exists():
+        return []
+    check_header(path, COLUMNS, flag="--out")
+    with path.open(newline="", encoding="utf-8") as file:
+        return [dict(row) for row in csv.DictReader(file) if row["kind"] not in kinds]
+
+
+def shown(row: dict[str, object]) -> str:
+    """A row as a line."""
+    rate = row.get("tokens_per_s")
+    words = f"{rate:9.2f} tokens/s" if rate else str(row["reason"])
+    where = row.get("hardware") or "measured"
+    return (f"{where:24} {row['model']:18} {row['cache']:9} {row['prompts']:5} prompts  "
+            f"{row['way']:11} x {row['processes']}  {words}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=__doc__.splitlines()[0],
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/machines.csv"))
+    parser.add_argument("--only", choices=KINDS, help="leave the other rows as they are")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--conditions", default="", help="words for the rows that are measured")
+    args = parser.parse_args(argv)
+    check_int("--repeats", args.repeats, low=1)
+    check_folder("--out", str(args.out.parent), [str(args.out)])
+    kinds = (args.only,) if args.only else KINDS
+    table = kept(args.out, kinds)
+    if "measured" in kinds:
+        for row in measured_rows(MeasuredJob(), args.repeats, args.conditions,
+                                 cpus=len(os.sched_getaffinity(0))):
+            table.append(row)
+            print(shown(row), flush=True)
+    if "simulated" in kinds:
+        print(f"assumed: {ASSUMED}")
+        for row in simulated_rows():
+            table.append(origin() | row)
+            print(shown(row), flush=True)
+    table.sort(key=lambda row: KINDS.index(str(row["kind"])))
+    write_csv(args.out, COLUMNS, table)
 
 
 if __name__ == "__main__":

@@ -52,97 +52,6 @@ COLUMNS = (*ORIGIN, "model", "dtype", "prompt_tokens", "tasks", INPUT, "asked", 
            "answer_nats", "kv_cache_bytes_per_sequence", "seconds", "which")
 
 
-def config_of(cache: str, percent: float) -> H2OConfig | None:
-    """The cache of a name that keeps, or attends to, `percent` of a prompt."""
-    share = percent / 100
-    if cache == FULL:
-        return None
-    if cache == "window":
-        return H2OConfig(heavy_tokens=0, recent_ratio=share)
-    if cache == "recall":
-        return H2OConfig(heavy_ratio=share / 2, recall=True)
-    return H2OConfig(heavy_ratio=share / 2, score=cache)
-
-
-class NeedleRows:
-    """Tasks, what solves them, and the file of what came of it."""
-
-    def __init__(self, args: argparse.Namespace, tasks: Sequence[NeedleTask]):
-        self.args, self.tasks = args, tasks
-        self.folder = str(checkpoint_folder(args.model))
-        self.table = GrowingTable(args.csv, COLUMNS, KEY, {
-            "model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
-            "tasks": len(tasks), INPUT: digest(tasks)})
-
-    def add(self, system: str, cache: str, percent: float, asked: str) -> None:
-        """The row of a cache, after that of the full one: unless the file has it."""
-        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}", "asked": asked}
-        if self.table.find(**key) is not None:
-            return
-        began = time.perf_counter()
-        if system == "kvpress":
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            found, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
-                                                    asked)
-        else:
-            found, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
-                                            asked)
-        seconds = time.perf_counter() - began
-        solved = [one.greedy for one in found]
-        full = solved if cache == FULL else self._of_full()
-        row = {"kept_tokens": self.args.tokens if cache == FULL
-               else kept(percent, self.args.tokens), "solved": sum(solved),
-               "solved_by_full": sum(full),
-               "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
-               "answer_nats": -fmean(chain.from_iterable(one.log_probs for one in found)),
-               "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
-               "which": "".join("ny"[one] for one in solved)}
-        self.table.add(**origin(), **key, **row)
-        print(f"{self.args.tokens} tokens, {cache} {percent:g} %, asked {asked or 'anywhere'}: "
-              f"{row['solved']} of {len(solved)}, of the full cache's {row['solved_by_full']} "
-              f"{row['solved_of_these']}, {seconds:.0f} s", flush=True)
-
-    def _of_full(self) -> list[bool]:
-        row = self.table.find(system="flexgen_h2o", cache=FULL, budget_percent="100", asked="")
-        return [one == "y" for one in row["which"]]
-
-
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
-    parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a text with its needles")
-    parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--asked", nargs="+", choices=ASKED, default=list(ASKED))
-    parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
-    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
-                        help="beside the full one")
-    parser.add_argument("--presses", nargs="*", choices=ALL_PRESSES, default=[])
-    parser.add_argument("--csv", default="benchmarks/results/needles.csv")
-    return parser.parse_args(argv)
-
-
-def run(args: argparse.Namespace) -> None:
-    """All rows that the file lacks."""
-    if args.presses and kvpress is None:
-        raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
-    check_int("--texts", args.texts, low=1)
-    for budget in args.budgets:
-        check_number("--budgets", budget, above=0, high=100)
-    torch.set_grad_enabled(False)
-    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
-    hay = list(chain.from_iterable(tokenizer(text)["input_ids"]
-                                   for text in read_articles(args.input_path)))
-    rows = NeedleRows(args, make_tasks(hay, tokenizer, tokens=args.tokens, texts=args.texts))
-    rows.add("flexgen_h2o", FULL, 100, "")
-    for asked in args.asked:
-        for percent in args.budgets:
-            for cache in args.caches:
-                rows.add("flexgen_h2o", cache, percent, asked)
-            for press in args.presses:
-                rows.add("kvpress", press, percent, asked)
-
-
 QUESTIONS = (
     " The secret number of the city of Oslo is",
     " The password of Professor Lindqvist's computer is",
@@ -244,6 +153,97 @@ def pressed_answers(tasks: Sequence[NeedleTask], model, one: Rival, percent: flo
                             (mine.argmax(-1) == answer).tolist()))
         most = max(most, nbytes)
     return found, most
+
+
+def config_of(cache: str, percent: float) -> H2OConfig | None:
+    """The cache of a name that keeps, or attends to, `percent` of a prompt."""
+    share = percent / 100
+    if cache == FULL:
+        return None
+    if cache == "window":
+        return H2OConfig(heavy_tokens=0, recent_ratio=share)
+    if cache == "recall":
+        return H2OConfig(heavy_ratio=share / 2, recall=True)
+    return H2OConfig(heavy_ratio=share / 2, score=cache)
+
+
+class NeedleRows:
+    """Tasks, what solves them, and the file of what came of it."""
+
+    def __init__(self, args: argparse.Namespace, tasks: Sequence[NeedleTask]):
+        self.args, self.tasks = args, tasks
+        self.folder = str(checkpoint_folder(args.model))
+        self.table = GrowingTable(args.csv, COLUMNS, KEY, {
+            "model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
+            "tasks": len(tasks), INPUT: digest(tasks)})
+
+    def add(self, system: str, cache: str, percent: float, asked: str) -> None:
+        """The row of a cache, after that of the full one: unless the file has it."""
+        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}", "asked": asked}
+        if self.table.find(**key) is not None:
+            return
+        began = time.perf_counter()
+        if system == "kvpress":
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            found, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
+                                                    asked)
+        else:
+            found, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
+                                            asked)
+        seconds = time.perf_counter() - began
+        solved = [one.greedy for one in found]
+        full = solved if cache == FULL else self._of_full()
+        row = {"kept_tokens": self.args.tokens if cache == FULL
+               else kept(percent, self.args.tokens), "solved": sum(solved),
+               "solved_by_full": sum(full),
+               "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
+               "answer_nats": -fmean(chain.from_iterable(one.log_probs for one in found)),
+               "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
+               "which": "".join("ny"[one] for one in solved)}
+        self.table.add(**origin(), **key, **row)
+        print(f"{self.args.tokens} tokens, {cache} {percent:g} %, asked {asked or 'anywhere'}: "
+              f"{row['solved']} of {len(solved)}, of the full cache's {row['solved_by_full']} "
+              f"{row['solved_of_these']}, {seconds:.0f} s", flush=True)
+
+    def _of_full(self) -> list[bool]:
+        row = self.table.find(system="flexgen_h2o", cache=FULL, budget_percent="100", asked="")
+        return [one == "y" for one in row["which"]]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
+    parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a text with its needles")
+    parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--asked", nargs="+", choices=ASKED, default=list(ASKED))
+    parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
+    parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
+                        help="beside the full one")
+    parser.add_argument("--presses", nargs="*", choices=ALL_PRESSES, default=[])
+    parser.add_argument("--csv", default="benchmarks/results/needles.csv")
+    return parser.parse_args(argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    """All rows that the file lacks."""
+    if args.presses and kvpress is None:
+        raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
+    check_int("--texts", args.texts, low=1)
+    for budget in args.budgets:
+        check_number("--budgets", budget, above=0, high=100)
+    torch.set_grad_enabled(False)
+    tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
+    hay = list(chain.from_iterable(tokenizer(text)["input_ids"]
+                                   for text in read_articles(args.input_path)))
+    rows = NeedleRows(args, make_tasks(hay, tokenizer, tokens=args.tokens, texts=args.texts))
+    rows.add("flexgen_h2o", FULL, 100, "")
+    for asked in args.asked:
+        for percent in args.budgets:
+            for cache in args.caches:
+                rows.add("flexgen_h2o", cache, percent, asked)
+            for press in args.presses:
+                rows.add("kvpress", press, percent, asked)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""What `fuzz.py` feeds to the parsers: good files, the damage done to them, and who reads them.
+"""Fuzz targets: valid files, mutations of them, and the parsers that read them.
 
-Cases are drawn from a `random.Random`, so that a number repeats one, and hypothesis can shrink one.
+Cases are drawn from a `random.Random`, which hypothesis controls and shrinks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import io
 import json
 import os
@@ -25,6 +24,7 @@ from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
+from flexgen_h2o.commands.batch import requests
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint, open_checkpoint
@@ -35,7 +35,6 @@ from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.storage.tiers import Device
 
 MOST_READ = 1 << 20  # elements of a tensor that a case reads
-REQUESTS = "flexgen_h2o.commands.batch.requests"
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64 - 1, -2**63, 10**400, 0.5, -0.0, 1e308, 1e-320,
     float("nan"), float("inf"), "", " ", "0", "-1", "1e999", "nan", "a" * 5000, "\0", "\n",
@@ -59,11 +58,11 @@ SHAPES = {
         "mlp.gate_proj": (8, 8), "mlp.up_proj": (8, 8), "mlp.down_proj": (8, 8)}.items()}}
 
 
-# Damage
+# Mutations
 
 
 def damaged(rng: random.Random, raw: bytes) -> bytes:
-    """Bytes with some changed: single ones, numbers of 4 and 8, pieces taken out or doubled."""
+    """Return the bytes with some changed, deleted, repeated or inserted."""
     found = bytearray(raw)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         place = rng.randrange(len(found) + 1)
@@ -87,7 +86,7 @@ def damaged(rng: random.Random, raw: bytes) -> bytes:
 
 
 def changed(rng: random.Random, value: Any) -> Any:
-    """A value of JSON with some parts replaced, left out, doubled or put elsewhere."""
+    """Return a JSON value with some parts replaced, deleted, nested or copied elsewhere."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 2, 5))):
         places = list(_places(value))
@@ -119,7 +118,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def json_case(rng: random.Random, good: Any) -> bytes:
-    """A value of JSON, changed or damaged or both."""
+    """Return the bytes of a JSON value, changed or damaged or both."""
     raw = json.dumps(changed(rng, good) if rng.random() < 0.8 else good,
                      ensure_ascii=rng.random() < 0.9).encode("utf-8", "surrogatepass")
     return damaged(rng, raw) if rng.random() < 0.3 else raw
@@ -130,25 +129,17 @@ def json_case(rng: random.Random, good: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads what may come from anywhere.
+    """A parser of untrusted input: `draw` makes the bytes that `read` gets.
 
-    Attributes
-    ----------
-    draw : callable
-        From a `random.Random` to a case, which is the bytes that `read` gets.
-    read : callable
-        Given a case; it raises `UserError`, or nothing.
-    weight : float
-        Its share of the time.
+    `read` may raise `UserError` and nothing else.
     """
 
     draw: Callable[[random.Random], bytes]
     read: Callable[[bytes], object]
-    weight: float = 1.0
 
 
 def make_model(folder: Path) -> None:
-    """A LLaMA of a few kilobytes with a tokenizer."""
+    """Write a LLaMA of a few kilobytes with a tokenizer."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(folder / "model.safetensors",
@@ -167,7 +158,7 @@ def make_model(folder: Path) -> None:
 
 
 def make_gguf(path: Path) -> None:
-    """A GGUF file of a few kilobytes."""
+    """Write a GGUF file of a few kilobytes."""
     import numpy as np
     from gguf import GGUFWriter
 
@@ -190,7 +181,7 @@ def make_gguf(path: Path) -> None:
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """All targets by name, at home in an empty folder."""
+    """Return all targets by name; `folder` is empty and theirs."""
     made = folder / "model"
     make_model(made)
     make_gguf(folder / "good.gguf")
@@ -199,14 +190,13 @@ def targets(folder: Path) -> dict[str, Target]:
              "generation config": _file_of(made, "generation_config.json",
                                            {"eos_token_id": [2, 3]}, lambda: _find(made)),
              "gguf": _gguf(folder, read_gguf),
-             "gguf converted": _gguf(folder, convert_gguf, weight=0.5),
+             "gguf converted": _gguf(folder, convert_gguf),
              "yaml": _yaml(folder), "hardware": _hardware(folder), "flags": _flags(),
              "prompts": _prompts(folder)}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         good = json.loads((made / name).read_text())
-        found[name] = _file_of(made, name, good, lambda: load_tokenizer(made), weight=0.5)
-    requests = _requests()
-    return found | ({"requests": requests} if requests else {})
+        found[name] = _file_of(made, name, good, lambda: load_tokenizer(made))
+    return found | {"requests": _requests()}
 
 
 def _find(folder: Path) -> object:
@@ -215,9 +205,8 @@ def _find(folder: Path) -> object:
     return source.config.num_parameters()
 
 
-def _file_of(folder: Path, name: str, good: Any, read: Callable[[], object], *, weight: float = 1.0
-             ) -> Target:
-    """A JSON file of the model, which is as it was when the case is over."""
+def _file_of(folder: Path, name: str, good: Any, read: Callable[[], object]) -> Target:
+    """Return the target of a JSON file of the model; each case restores the file."""
     path = folder / name
     kept = path.read_bytes() if path.exists() else None
 
@@ -228,7 +217,7 @@ def _file_of(folder: Path, name: str, good: Any, read: Callable[[], object], *, 
         finally:
             path.unlink() if kept is None else path.write_bytes(kept)
 
-    return Target(lambda rng: json_case(rng, good), case, weight)
+    return Target(lambda rng: json_case(rng, good), case)
 
 
 def _safetensors(folder: Path) -> Target:
@@ -269,11 +258,11 @@ def _index(folder: Path) -> Target:
     return Target(lambda rng: json_case(rng, good), read)
 
 
-def _gguf(folder: Path, work: Callable[[Path], object], *, weight: float = 1.0) -> Target:
+def _gguf(folder: Path, work: Callable[[Path], object]) -> Target:
     path = folder / "case.gguf"
-    work(folder / "good.gguf")  # which loads libraries
+    work(folder / "good.gguf")  # loads libraries
     good = (folder / "good.gguf").read_bytes()
-    values = good.index(b"blk.0.attn_q")  # what lies before it is read first
+    values = good.index(b"blk.0.attn_q")  # everything before it is read first
 
     def draw(rng: random.Random) -> bytes:
         return damaged(rng, good[:values]) + good[values:] if rng.random() < 0.7 else damaged(
@@ -283,7 +272,7 @@ def _gguf(folder: Path, work: Callable[[Path], object], *, weight: float = 1.0) 
         path.write_bytes(raw)
         work(path)
 
-    return Target(draw, read, weight)
+    return Target(draw, read)
 
 
 def _yaml(folder: Path) -> Target:
@@ -304,7 +293,7 @@ def _yaml(folder: Path) -> Target:
 
 
 def _yaml_case(rng: random.Random, good: dict[str, Any]) -> bytes:
-    """A mapping of YAML, changed or damaged or both: lines of keys with values as JSON has them."""
+    """Return the bytes of a YAML mapping, changed or damaged or both. Values are JSON."""
     value = changed(rng, good) if rng.random() < 0.8 else good
     if isinstance(value, dict) and rng.random() < 0.8:
         text = "".join(f"{key}: {json.dumps(each)}\n" for key, each in value.items())
@@ -329,7 +318,7 @@ def _hardware(folder: Path) -> Target:
         path.write_bytes(raw)
         load_hardware(path)
 
-    return Target(draw, read, 0.5)
+    return Target(draw, read)
 
 
 def _flags() -> Target:
@@ -369,13 +358,9 @@ def _prompts(folder: Path) -> Target:
     return Target(draw, read)
 
 
-def _requests() -> Target | None:
-    """The lines of a batch job, where there is such a command."""
-    try:
-        module = importlib.import_module(REQUESTS)
-    except ModuleNotFoundError:
-        return None
-    defaults = module.Defaults(models=("m",), max_tokens=4)
+def _requests() -> Target:
+    """Return the target of the lines of a batch job."""
+    defaults = requests.Defaults(models=("m",), max_tokens=4)
     sampling = {"max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "seed": 1, "n": 1,
                 "presence_penalty": 0.1, "frequency_penalty": 0.1}
     good = [
@@ -386,4 +371,4 @@ def _requests() -> Target | None:
             "model": "m", "prompt": [1, 2], "logprobs": 2, **sampling}},
         {"id": "c", "prompt": "some text"}]
     return Target(lambda rng: json_case(rng, rng.choice(good)),
-                  lambda raw: module.read_request(raw, 1, defaults))
+                  lambda raw: requests.read_request(raw, 1, defaults))
