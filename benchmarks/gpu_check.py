@@ -1,20 +1,19 @@
-"""The GPU's kernels on a real GPU: first that they are right, then how fast they are.
+"""Check the GPU kernels' results on a real GPU, then time them.
 
     make gpu-check
 
-Then one comparison with Accelerate and DeepSpeed: OPT-6.7B's shape within 16 GB. Results are in a
+A comparison with Accelerate and DeepSpeed follows: OPT-6.7B's shape within 16 GB. Results are in a
 folder for each card, below benchmarks/results.
 
-Right: each operation at real shapes against the reference in float32, on the same GPU. Fast:
-device time between CUDA events, medians, each beside its roofline: bytes over the copy bandwidth
-measured in the same run, or PyTorch's own flash attention. Whatever is timed is larger than the
-caches. Ends with status 1 if a kernel is wrong or there is no GPU; a missed goal is only reported.
+Checks run each operation at real shapes against the reference in float32 on the same GPU. Timings
+are medians of device time between CUDA events, with their roofline: bytes over the copy bandwidth
+of the same run, or PyTorch's flash attention. Timed data are larger than the caches. The exit
+status is 1 if a result is wrong or there is no GPU; a missed goal is only reported.
 
-Most of the time goes to Triton's compiler and tuner: checks run side by side, each in a process of
-its own, so that what breaks in one (a GPU's context, too) leaves the others alone. Timings come
-after them, alone. All of it stays below 9 minutes: what no time is left for is left out, and a row
-says so. A check that is left out has failed, and so has one that raised an error or whose process
-ended early.
+Triton's compiler and autotuner take most of the time. Checks run in parallel, each in its own
+process, so that a failure (also of the CUDA context) does not affect the others. Timings run alone
+after them. The whole takes less than 9 minutes: steps without time left are skipped, with a row. A
+check fails if it is skipped, raises an error, or its process ends early.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ from gpu_comparison import (
     run_steps,
 )
 from gpu_kernels import (
-    BOUND,
     BRAIN,
     DECODES,
     GPU,
@@ -60,7 +58,6 @@ from gpu_kernels import (
     check_prefill,
     check_rows,
     check_selection,
-    error,
     normal,
     time_decode,
     time_matrices,
@@ -77,15 +74,15 @@ from flexgen_h2o.models.convert import cache_dir
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
            "dtype", "measured", "unit", "limit", "roofline_ms", "passed")
 CHECK_BYTES = 3 << 30
-"""Of the GPU's memory for each check that runs beside others."""
+"""Bytes of GPU memory for each of the parallel checks."""
 COMPARISON = 240.0
-"""Seconds that are kept for the comparison; timings that would come later are left out."""
+"""Seconds reserved for the comparison."""
 
 NO_TIME = "no time left"
 
 
 class GpuRows:
-    """Collects rows of the CSV file, and prints each as it comes."""
+    """Collects and prints rows of the CSV file."""
 
     def __init__(self):
         import triton
@@ -99,7 +96,7 @@ class GpuRows:
 
     def add(self, kind: str, operation: str, shape: str, dtype, measured: float, unit: str, *,
             limit: float | None = None, roofline_ms: float | None = None) -> None:
-        """One figure; passed if it is no larger than its limit (a NaN is not)."""
+        """Add a figure, which passes if it is at most its limit (NaN fails)."""
         passed = "" if limit is None else measured <= limit
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.rows.append(self.common | {
@@ -113,7 +110,7 @@ class GpuRows:
               f"{measured:10.4g} {unit} {bound} {roofline}", flush=True)
 
     def skip(self, step: CheckStep, why: str = NO_TIME) -> None:
-        """A row for what was left out, or broke: of a check one that has failed."""
+        """Add a row for a skipped or broken step; a check fails."""
         self.add(step.kind, step.name, "left out", "", math.nan, why,
                  limit=0 if step.kind == "check" else None)
 
@@ -122,14 +119,14 @@ class GpuRows:
 
 
 def timed(calls: list[Callable], rounds: int = 21) -> float:
-    """Median milliseconds on the device of one call; the calls take turns, each with its data."""
+    """Return the median device milliseconds of a call; calls with different data take turns."""
     for call in calls:
         for _ in range(2):
             call()
     times = []
     for number in range(rounds):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(4_000_000)  # while the device waits, the host queues the whole call
+        torch.cuda._sleep(4_000_000)  # the host queues the whole call meanwhile
         start.record()
         calls[number % len(calls)]()
         end.record()
@@ -139,22 +136,22 @@ def timed(calls: list[Callable], rounds: int = 21) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes per second, read and written together, of a copy on the device."""
+    """Return the bytes per second, read plus written, of a copy on the device."""
     size = min(1 << 30, torch.cuda.mem_get_info()[0] // 8)
     pairs = [torch.empty(2, size, dtype=torch.uint8, device=GPU) for _ in range(2)]
     return 2 * size / timed([lambda x=x: x[0].copy_(x[1]) for x in pairs]) * 1e3
 
 
 def gemm_rate() -> float:
-    """Float16 operations per second of a large product."""
+    """Return the float16 FLOP per second of a large matmul."""
     a, b = normal(2, 8192, 8192, dtype=HALF)
     return 2 * 8192**3 / timed([lambda: a @ b], 7) * 1e3
 
 
 def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[CheckStep]:
-    """Everything about kernels, in order: first that they are right.
+    """Return the steps about kernels in order, checks first.
 
-    `brain`: with bfloat16. `reserve`: seconds that timings leave.
+    `brain` includes bfloat16; timings leave `reserve` seconds.
     """
     rates: dict[str, float] = {}
 
@@ -171,11 +168,11 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
         found += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
                   if brain or case[0] != BRAIN]
     found += [CheckStep("check", "product",
-                        partial(check_matrix, rows, case, error, BOUND[case[0]]))
+                        partial(check_matrix, rows, case))
               for case in MATRICES if brain or case[0] != BRAIN]
     found.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
     found += [CheckStep("check", "recall",
-                        partial(check_recall, rows, case, error, BOUND[case[0]]))
+                        partial(check_recall, rows, case))
               for case in RECALLS if brain or case[0] != BRAIN]
     found.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
@@ -187,36 +184,36 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
     timings += [("select", lambda: time_selection(rows, timed, rates["copy"])),
                 ("recall", lambda: time_recall(rows, timed, rates["copy"])),
                 ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
-    # Once the rates are left out for want of time, so is all that needs them.
+    # If the rates are skipped for lack of time, so are the timings that need them.
     return found + [CheckStep("time", name, call, reserve) for name, call in timings]
 
 
 def checked(number: int) -> list[dict]:
-    """Rows of the check of a number, in a process of its own."""
-    torch.manual_seed(torch.seed() % 2**32)  # fresh inputs every time
+    """Run the check of a number in its own process, and return its rows."""
+    torch.manual_seed(torch.seed() % 2**32)  # new inputs every time
     rows = GpuRows()
     step = steps(rows, has_brain())[number]
     try:
         with torch.inference_mode():
             step.call()
-    except Exception as found:  # whatever it is, the row says it, and the others go on
+    except Exception as found:  # any error goes into a row
         rows.skip(step, f"{type(found).__name__}: {' '.join(str(found).split())[:300]}")
     return rows.rows
 
 
 def has_brain() -> bool:
-    """True if the GPU computes with bfloat16."""
+    """Return whether the GPU supports bfloat16."""
     return torch.cuda.get_device_capability()[0] >= 8
 
 
 def processes() -> int:
-    """Checks that run side by side: each has a context on the GPU, and its data."""
+    """Return the number of parallel checks, each with a CUDA context and its data."""
     return max(1, min(len(os.sched_getaffinity(0)), torch.cuda.mem_get_info()[0] // CHECK_BYTES))
 
 
 @contextmanager
 def fresh_kernels() -> Iterator[Path]:
-    """Within it, kernels are compiled and tuned anew, into a folder that is gone afterwards."""
+    """Context in which kernels are compiled and autotuned into a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
         try:
@@ -226,20 +223,20 @@ def fresh_kernels() -> Iterator[Path]:
 
 
 def card_folder(device: str) -> str:
-    """The folder of a card's results, by the name that its driver gives it."""
+    """Return the results folder of a card by its driver name."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"),
-                        help="folder in which the card gets one of its own")
+                        help="results are in a subfolder named after the card")
     parser.add_argument("--models", type=Path, default=cache_dir() / "gpu-check",
-                        help="folder of the model that is compared; it is made there, 13 GB")
+                        help="folder of the compared model, which is written there (13 GB)")
     parser.add_argument("--seconds", type=float, default=500.0,
-                        help="after which nothing more is begun")
-    parser.add_argument("--kernels-only", action="store_true", help="compare no systems")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of the kernels only these steps")
+                        help="no step starts after this time")
+    parser.add_argument("--kernels-only", action="store_true", help="skip the comparison")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these steps of the kernels")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("gpu-check needs a GPU, and PyTorch finds none here")
@@ -256,7 +253,7 @@ def main() -> None:
         rows.write(str(folder / "gpu_kernels.csv"))
         if checkpoint is not None:
             torch.cuda.empty_cache()
-            with told():
+            with errors_printed():
                 print(summary(compare(folder / "compare_gpu_check.csv", checkpoint, deadline)))
     wrong = [row for row in rows.rows if row["kind"] == "check" and not row["passed"]]
     slow = [row for row in rows.rows if row["kind"] == "time" and row["passed"] is False]
@@ -266,8 +263,7 @@ def main() -> None:
 
 def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
             only: Collection[str] | None) -> None:
-    """Check and time all kernels, or `only` some steps, compiled into a folder; timings leave
-    `reserve` seconds."""
+    """Check and time the kernels, or `only` some steps; timings leave `reserve` seconds."""
     found = dict(enumerate(steps(rows, has_brain(), reserve)))
     found = {number: step for number, step in found.items()
              if only is None or step.name in {"rates", *only}}
@@ -275,18 +271,18 @@ def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
     done, ended = run_side_by_side(checked, checks, deadline, processes())
     for number, step in checks.items():
         if number in done:
-            rows.rows += done[number]  # which that process has printed
+            rows.rows += done[number]  # printed by that process
         else:
             rows.skip(step, ended.get(number, NO_TIME))
     for tuned in kernels.glob("*/*.autotune.json"):
-        tuned.unlink()  # it was measured beside other work
+        tuned.unlink()  # it was measured under load
     with torch.inference_mode():
         run_steps([step for step in found.values() if step.kind == "time"], deadline, rows.skip)
 
 
 @contextmanager
-def told() -> Iterator[None]:
-    """Within it, a `UserError` is a line: what was measured before stands."""
+def errors_printed() -> Iterator[None]:
+    """Context that prints a `UserError` and continues."""
     try:
         yield
     except UserError as found:

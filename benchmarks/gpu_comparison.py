@@ -1,4 +1,4 @@
-"""The part of gpu-check that compares systems, in the time that is left to it."""
+"""The comparison of gpu-check, and its steps within a deadline."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from flexgen_h2o.files.rows import keeping
 BENCHMARKS = Path(__file__).parent
 CONFIG = BENCHMARKS.parent / "configs" / "compare_gpu_check.yaml"
 LEAST = 20.0
-"""Seconds under which no system is started: none loads in fewer."""
+"""Least seconds to start a system; none loads faster."""
 
 
 class Deadline:
-    """Seconds that are left of so many, by a clock."""
+    """A deadline in seconds from now."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
         self._clock, self._end = clock, clock() + seconds
@@ -43,7 +43,7 @@ class Deadline:
 
 
 class CheckStep(NamedTuple):
-    """A part of the whole; it is left out with no more than `reserve` seconds left."""
+    """A step, which is skipped with at most `reserve` seconds left."""
 
     kind: str
     name: str
@@ -53,7 +53,7 @@ class CheckStep(NamedTuple):
 
 def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[CheckStep], None]
               ) -> None:
-    """All of them in turn; those for which there is no time are given to `skip`."""
+    """Run steps in turn; pass those without time left to `skip`."""
     for step in steps:
         if deadline.left() > step.reserve:
             step.call()
@@ -63,14 +63,14 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
 
 def run_side_by_side(call: Callable[[int], Any], numbers: Iterable[int], deadline: Deadline,
                      most: int) -> tuple[dict[int, Any], dict[int, str]]:
-    """Results of `call` by number, each from a fresh process, of which `most` run at a time; and
-    words for those whose process has ended without one.
+    """Call `call` for each number in a new process, at most `most` at a time.
 
-    Numbers for which there was no time are in neither.
+    Returns the results, and reasons for processes that ended without one, both by number. Numbers
+    without time left are in neither.
     """
     context = multiprocessing.get_context("spawn")
     waiting, found, ended = deque(numbers), {}, {}
-    running: dict[Any, tuple[int, BaseProcess]] = {}  # by the pipe, then by what tells of the end
+    running: dict[Any, tuple[int, BaseProcess]] = {}  # by the pipe, later by the process's sentinel
     try:
         while (waiting or running) and deadline.left() > 0:
             while waiting and len(running) < most:
@@ -80,11 +80,11 @@ def run_side_by_side(call: Callable[[int], Any], numbers: Iterable[int], deadlin
                                           daemon=True)
                 process.start()
                 running[receiver] = number, process
-                sender.close()  # so that the pipe ends with the process
+                sender.close()  # the pipe ends with the process
             for ready in wait(list(running), max(0.0, deadline.left())):
                 number, process = running.pop(ready)
                 if isinstance(ready, Connection):
-                    with ready, suppress(EOFError, OSError):  # there is nothing, or half of it
+                    with ready, suppress(EOFError, OSError):  # no result, or half of it
                         found[number] = ready.recv()
                     running[process.sentinel] = number, process
                 else:
@@ -107,14 +107,14 @@ def _status(code: int) -> str:
 
 
 class WrittenModel:
-    """A model of random weights that is written beside other work, unless it is there.
+    """A model of random weights that is written in the background unless it exists.
 
     Parameters
     ----------
     models : Path
         Folder of the models' folders.
     model, dtype : str
-        The folder's name, of a published OPT shape, and the weights' dtype.
+        A published OPT shape, which names the folder, and the dtype.
     """
 
     def __init__(self, models: Path, model: str, dtype: str):
@@ -128,7 +128,7 @@ class WrittenModel:
                 stdout=subprocess.DEVNULL, stderr=self._log)
 
     def ready(self, seconds: float) -> None:
-        """Wait until it is written, so long at most. Raises `UserError` if it is not."""
+        """Wait at most `seconds` until it is written. Raises `UserError` on failure."""
         if self._maker is None:
             return
         try:
@@ -142,7 +142,7 @@ class WrittenModel:
             raise UserError(f"{self.folder} could not be written: {self._said}")
 
     def stop(self) -> None:
-        """End the writing, if it is under way, and remove what is half written."""
+        """Stop writing, and remove partial files."""
         maker, self._maker = self._maker, None
         if maker is not None:
             if maker.poll() is None:
@@ -157,15 +157,14 @@ class WrittenModel:
 
 def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
             do: Callable[..., dict] = run_job) -> list[dict[str, str]]:
-    """Run the comparison of `CONFIG` and write its file, anew; its rows.
+    """Run the comparison of `CONFIG`, write its file and return its rows.
 
-    A system that the time does not suffice for has a row that says so. `do` runs a job, as
-    `run_job` does.
+    A system without time left has a row that says so. `do` runs a job like `run_job`.
 
     Raises
     ------
     UserError
-        There is no model, or the machine's rates cannot be measured.
+        The model is missing, or the machine's rates cannot be measured.
     """
     checkpoint.ready(deadline.left() - LEAST)
     config = load(CONFIG, models=checkpoint.folder.parent)
@@ -183,7 +182,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
 
 def _within(do: Callable[..., dict], config: Comparison, deadline: Deadline, scratch: Path,
             rates: dict, job: dict, memory: int | None) -> dict:
-    """Run a job in the time that is left. Rates are measured once."""
+    """Run a job within the deadline. Rates are measured once."""
     if job["kind"] == "rates" and rates:
         return rates
     left = deadline.left()

@@ -1,7 +1,7 @@
-"""The part of gpu-check about quantized matrices: products with them, and their rows.
+"""GPU checks and timings of attention, eviction and quantized matrices.
 
-Every (dtype, bits, number of rows up to a power of two) that is new here is tuned first, for some
-10 seconds: what is checked shares as many as it can with what is timed.
+Every new combination of dtype, bits and rows (rounded up to a power of two) is autotuned first, for
+about 10 seconds. Checks share as many combinations with timings as they can.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import MATRIX_TILE, MXFP4_GROUP
@@ -27,7 +26,7 @@ GPU = "cuda"
 
 
 class Product(NamedTuple):
-    """A product that is checked."""
+    """A matmul to check."""
 
     dtype: torch.dtype
     rows: int
@@ -38,7 +37,7 @@ class Product(NamedTuple):
     add: bool
 
 
-# Every value of each, not every tuple: the widths of published models, and some that fill nothing.
+# Every value of each field, not every tuple: widths of published models, and some odd ones.
 MATRICES = [
     Product(HALF, 1, 16384, 4096, "4 bits", True, False),
     Product(HALF, 1, 4096, 16384, "8 bits", False, True),
@@ -65,14 +64,14 @@ MATRICES = [
     Product(HALF, 300, 1001, 1003, "MXFP4", False, True),
 ]
 CACHED = 200_000_000
-"""Bytes of weights that products take turns with: several times the second-level cache."""
+"""Bytes of weights to rotate through: several times the L2 cache."""
 FORMS = {"4 bits": {"bits": 4}, "8 bits": {"bits": 8}, "12 bits": {"bits": 12},
          "MXFP4": {"bits": 4, "group": MXFP4_GROUP, "mxfp4": True}}
-"""Of matrices, by name: arguments of `MatrixLayout`."""
+"""Matrix formats: arguments of `MatrixLayout`."""
 
 
 def matrix(outputs: int, inputs: int, form: str) -> QuantizedMatrix:
-    """Random codes; weights are of both signs, and around 0.02."""
+    """Return a matrix of random codes, with weights of both signs around 0.02."""
     layout = MatrixLayout(outputs, inputs, **FORMS[form])
     blocks = torch.randint(256, (layout.tiles, layout.groups, layout.block_bytes), device=GPU,
                            dtype=torch.uint8)
@@ -87,9 +86,8 @@ def matrix(outputs: int, inputs: int, form: str) -> QuantizedMatrix:
     return QuantizedMatrix(blocks.view(-1), layout)
 
 
-def check_matrix(rows, case: Product, error: Callable[[Tensor, Tensor], float],
-                 bound: float) -> None:
-    """A product against the reference in float32, done twice: the same bits, or it is wrong."""
+def check_matrix(rows, case: Product) -> None:
+    """Check a matmul against the reference in float32, and that it is deterministic."""
     weight = matrix(case.outputs, case.inputs, case.form)
     x = torch.randn(case.rows, case.inputs + 8, device=GPU).to(case.dtype)[:, : case.inputs]
     bias = torch.randn(case.outputs, device=GPU).to(case.dtype) if case.bias else None
@@ -103,11 +101,11 @@ def check_matrix(rows, case: Product, error: Callable[[Tensor, Tensor], float],
     wrong = error(results[0], wanted) if torch.equal(*results) else float("nan")
     shape = f"{case.rows} x {case.inputs} x {case.outputs}, {case.form}"
     rows.add("check", "product", f"{shape}, bias {case.bias}, add {case.add}", case.dtype, wrong,
-             "error", limit=bound)
+             "error", limit=BOUND[case.dtype])
 
 
 def check_rows(rows) -> None:
-    """Rows of a vocabulary's size in any order: the reference's bits."""
+    """Check that unpacked rows equal the reference, in any order."""
     for outputs, inputs, form in ((50272, 4096, "4 bits"), (49152, 576, "8 bits"),
                                   (1001, 1003, "4 bits"), (50272, 4096, "12 bits"),
                                   (1001, 1003, "12 bits"), (1001, 1003, "MXFP4")):
@@ -126,7 +124,7 @@ def _copies(size: int) -> int:
 
 def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
                   gemms: float) -> None:
-    """Products beside PyTorch's with the plain weight; all take turns with several weights."""
+    """Time quantized matmuls against PyTorch's in float16, rotating through several weights."""
     outputs, inputs = 16384, 4096
     plain = [torch.randn(outputs, inputs, device=GPU).mul_(0.02).half()
              for _ in range(_copies(2 * outputs * inputs))]
@@ -151,11 +149,10 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
 
 
 BOUND = {HALF: 3e-3, BRAIN: 2e-2, FULL: 2e-5}
-"""Bounds of the relative error of outputs, by dtype. Scores come from the same logits, before any
-rounding to 16 bits but that of products with rotated or quantized keys."""
+"""Bounds of the relative error of outputs, by dtype."""
 SCORES_BOUND = {HALF: 2e-3, BRAIN: 2e-3, FULL: 2e-5}
 
-# dtype, head_dim, group, bits, rotary dimensions, slots: every value of each, not every tuple.
+# dtype, head_dim, group, bits, rotary dimensions, slots: every value, not every tuple.
 DECODES = [
     (HALF, 128, 1, 16, 0, 1024), (HALF, 64, 4, 16, 0, 1000), (BRAIN, 80, 1, 16, 0, 513),
     (BRAIN, 96, 8, 16, 0, 2048), (HALF, 256, 8, 16, 0, 777), (BRAIN, 128, 4, 16, 128, 1024),
@@ -184,13 +181,13 @@ def normal(*shape: int, dtype=FULL) -> torch.Tensor:
 
 
 def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The relative error in the 2-norm; NaN if there is a NaN."""
+    """Return the relative error in the 2-norm; NaN if there is a NaN."""
     return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads=4, full=True,
                 free=5) -> dict:
-    """Arguments of a decode step; scores lie so far apart that rounding changes no victim."""
+    """Return arguments of a decode step; scores are far apart, so rounding changes no eviction."""
     layout = CacheLayout.of(dim, bits)
     shape = (sequences, kv_heads, slots)
     held = normal(2, *shape, dim, dtype=dtype)
@@ -213,7 +210,7 @@ def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads
 
 
 def twin(case: dict) -> dict:
-    """The same arguments, those that change copied."""
+    """Copy the arguments that a step changes."""
     state = case["state"]
     copy = EvictionState(state.eviction, state.scores.clone(), state.positions.clone(),
                          None if state.ranks is None else state.ranks.clone(), state.rope)
@@ -225,7 +222,7 @@ def check_decode(rows, dtype, dim, group, bits, rotary, slots) -> None:
     for full in (True, False):
         case = decode_case(dtype, dim, group, bits, rotary, slots, full=full, free=5 if full else 7)
         if not full:
-            case["metadata"][0] -= 1  # room for the new token
+            case["metadata"][0] -= 1  # a free slot for the new token
             case["state"].scores[:, :, -1] = 0
             case["state"].positions[:, :, -1] = EMPTY
         other = twin(case)
@@ -240,8 +237,7 @@ def check_decode(rows, dtype, dim, group, bits, rotary, slots) -> None:
                  "error", limit=BOUND[dtype])
         gained = state.scores - before, right.scores - before
         held = torch.ones_like(before, dtype=torch.bool).scatter_(-1, place[..., None], False)
-        # A attention score of thousands, as many slots have here, leaves few digits for what one
-        # query adds.
+        # An attention score of thousands leaves few digits for what one query adds.
         largest = (gained[0] - gained[1])[held].abs().max().item()
         rows.add("check", "scores", shape, dtype, largest, "largest error",
                  limit=SCORES_BOUND[dtype] * group + 2e-3 * (slots > 8192) + 2e-4)

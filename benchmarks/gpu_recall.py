@@ -1,6 +1,6 @@
-"""The part of gpu-check about recall: the index, the choice, and attention to what is chosen.
+"""GPU checks and timings of recall: the key index, the selection, and selective attention.
 
-The cache lies in the GPU's memory, or in page-locked host memory, which kernels read in place.
+The cache is in GPU memory or in page-locked host memory, which kernels read in place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from gpu_kernels import BRAIN, FULL, GPU, HALF
+from gpu_kernels import BOUND, BRAIN, FULL, GPU, HALF, error
 from torch import Tensor
 
 from flexgen_h2o.config.attention_form import DEFAULT_FORM
@@ -22,7 +22,7 @@ from flexgen_h2o.kernels.reference import recall as reference_recall
 
 
 class RecallCase(NamedTuple):
-    """A cache that is recalled."""
+    """A cache to recall from."""
 
     dtype: torch.dtype
     dim: int
@@ -33,7 +33,7 @@ class RecallCase(NamedTuple):
     on_host: bool
 
 
-# Every value of each, not every tuple.
+# Every value of each field, not every tuple.
 RECALLS = [
     RecallCase(HALF, 128, 4, 16, 4, 8192, False), RecallCase(BRAIN, 64, 1, 16, 4, 3000, True),
     RecallCase(HALF, 80, 1, 4, 4, 700, True), RecallCase(BRAIN, 96, 8, 8, 2, 20000, False),
@@ -41,11 +41,11 @@ RECALLS = [
 ]
 SEQUENCES, KV_HEADS = 4, 8
 LENGTH = 8192
-"""Tokens, KV heads of 128 and sequences of what is timed: those of LLaMA-8B's attention."""
+"""Timed shape: that of LLaMA-8B's attention."""
 
 
 class Recalled(NamedTuple):
-    """A cache of random tokens, all of them indexed, and a new token of each sequence."""
+    """An indexed cache of random tokens, and a new token of each sequence."""
 
     q: Tensor
     k: Tensor
@@ -56,8 +56,8 @@ class Recalled(NamedTuple):
     records: CacheLayout | None
 
 
-def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
-    """One slot is empty: the new token's."""
+def make_cache(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
+    """Make a cache with one empty slot for the new token."""
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=GPU).to(case.dtype)
 
@@ -78,23 +78,22 @@ def make(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
                     normal(sequences, kv_heads, case.dim), slots, index, layout, records)
 
 
-def told(tokens: int, count: int, sequences: int) -> Tensor:
-    """A step's metadata: so many tokens before it, of which it chooses `count`."""
+def metadata_of(tokens: int, count: int, sequences: int) -> Tensor:
+    """Return a step's metadata: `count` of `tokens` cached tokens are selected."""
     return torch.tensor([[tokens], [count]], device=GPU).int().repeat(1, sequences)
 
 
 def step(cache: Recalled, metadata: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The chosen tokens, and the result of attention to them."""
+    """Return the selected tokens and the attention output."""
     chosen = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
                              layout=cache.layout, most=most)
     return chosen, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots, chosen=chosen,
                                        metadata=metadata, layout=cache.records)[0]
 
 
-def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float],
-                 bound: float) -> None:
-    """The index's bytes, that nothing lighter was chosen than was left, and attention."""
-    cache = make(case, 2, 3)
+def check_recall(rows, case: RecallCase) -> None:
+    """Check the index, that the heaviest tokens are selected, and the attention output."""
+    cache = make_cache(case, 2, 3)
     shape = (f"d {case.dim}, group {case.group}, {case.bits} bits, index {case.index_bits}, "
              f"{case.tokens} tokens{', host' if case.on_host else ''}")
     before = cache.slots.to(GPU)
@@ -105,14 +104,14 @@ def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float
     rows.add("check", "index", shape, case.dtype, (right != cache.index).sum().item(),
              "differences", limit=0)
     count = case.tokens // 5
-    metadata = told(case.tokens, count, 2)
+    metadata = metadata_of(case.tokens, count, 2)
     chosen, out = step(cache, metadata, count + 3)
     wanted, _ = reference_recall.attend_recalled(
         cache.q, cache.k, cache.v, slots=before, chosen=chosen, metadata=metadata,
         layout=cache.records)
     same = torch.equal(before, cache.slots.to(GPU)) and bool((chosen[..., count:] == -1).all())
     rows.add("check", "recall", shape, case.dtype,
-             error(out, wanted) if same else float("nan"), "error", limit=bound)
+             error(out, wanted) if same else float("nan"), "error", limit=BOUND[case.dtype])
     weights = index_weights(
         cache.q.unflatten(1, (3, -1)), cache.k,
         reference_recall.indexed_keys(right, cache.layout)[:, :, : case.tokens],
@@ -125,14 +124,14 @@ def check_recall(rows, case: RecallCase, error: Callable[[Tensor, Tensor], float
 
 
 def claims(heads: int, tokens: int, slots: int) -> dict[str, Tensor]:
-    """A hot set of so many slots a head, all empty, on the GPU."""
+    """Return an empty hot set of `slots` slots a head on the GPU."""
     return {"slot_of": torch.full((heads, tokens), -1, dtype=torch.int32, device=GPU),
             "token_of": torch.full((heads, slots), -1, dtype=torch.int32, device=GPU),
             "log_weights": torch.zeros((heads, tokens), dtype=torch.int32, device=GPU)}
 
 
 def check_claims(rows) -> None:
-    """Slots, step after step, and what is copied to them from host memory."""
+    """Check the slots of successive steps, and the data copied to them from host memory."""
     for tokens, slots, most in ((8192, 3276, 1638), (20000, 2000, 2000), (300, 64, 15)):
         ours = claims(6, tokens, slots)
         theirs = {name: x.cpu().clone() for name, x in ours.items()}
@@ -158,15 +157,15 @@ def check_claims(rows) -> None:
 
 
 class FastSteps:
-    """Decode steps over a cache in host memory of which the GPU holds a hot set.
+    """Decode steps over a cache in host memory with a hot set on the GPU.
 
-    Queries of successive steps are alike to 0.97, as a text's are to some degree.
+    Queries of successive steps correlate by 0.97, similar to those of a text.
     """
 
     def __init__(self, cache: Recalled, count: int, slots: int):
         self._cache, self._count = cache, count
         sequences, kv_heads = cache.k.shape[:2]
-        self._metadata = told(LENGTH, count, sequences)
+        self._metadata = metadata_of(LENGTH, count, sequences)
         self._places = torch.stack((torch.full_like(self._metadata[0], slots), self._metadata[1]))
         self._set = claims(sequences * kv_heads, LENGTH, slots)
         self._fast = torch.empty((2, sequences, kv_heads, slots + 1, 128), dtype=HALF, device=GPU)
@@ -187,17 +186,17 @@ class FastSteps:
         self.loads.append(counts.sum())
 
     def hits(self) -> float:
-        """The share of the chosen tokens that were in the hot set, in later steps."""
+        """Return the hit rate of the hot set in later steps."""
         loads = torch.stack(self.loads[len(self.loads) // 2 :]).float().mean().item()
         return 1 - loads / (self._count * self._cache.k.shape[0] * self._cache.k.shape[1])
 
 
 def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
-    """A decode step's attention by recall beside that over the full cache, on both sides of the
-    link."""
+    """Time attention by recall and over the full cache, with the cache on the GPU and the host."""
     shape = f"batch {SEQUENCES}, {KV_HEADS} KV heads of 4, d 128, {LENGTH} tokens"
-    caches = {place: [make(RecallCase(HALF, 128, 4, 16, 4, LENGTH, place == "host"), SEQUENCES,
-                           KV_HEADS) for _ in range(2)] for place in ("device", "host")}
+    caches = {place: [make_cache(RecallCase(HALF, 128, 4, 16, 4, LENGTH, place == "host"),
+                                 SEQUENCES, KV_HEADS) for _ in range(2)]
+              for place in ("device", "host")}
     metadata = torch.tensor([[LENGTH], [LENGTH + 1], [0], [0]], device=GPU).int().repeat(
         1, SEQUENCES)
     some = caches["device"][0]
@@ -218,7 +217,7 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
                  roofline_ms=there)
         for share in (0.2, 0.05):
             count = round(share * LENGTH)
-            chosen = told(LENGTH, count, SEQUENCES)
+            chosen = metadata_of(LENGTH, count, SEQUENCES)
             rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", HALF,
                      timed([partial(step, cache, chosen, count) for cache in of_place], 15),
                      "ms", roofline_ms=some.index.nbytes / rate * 1e3 + share * there)

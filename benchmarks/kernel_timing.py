@@ -1,4 +1,4 @@
-"""Results of the benchmark of kernels: timed rows, their file and their plot."""
+"""Timing of CPU kernels: rows, their file and plot, PyTorch baselines, and recall."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from flexgen_h2o.storage.tiers import Device, typed
 
 DTYPE = torch.bfloat16
 ROTATED = 1 << 30
-"""Bytes of all the copies that contestants go through in turn."""
+"""Bytes of all copies of an input, more than caches hold."""
 PATIENCE = 6.0
-"""Seconds after which a contestant's turns end, once it has had `FEWEST` of them."""
+"""Seconds after which a contestant is done, once it has had `FEWEST` calls."""
 FEWEST = 3
 IN_A_ROW = 8
-"""Calls of a contestant in one turn: in a run, too, one layer's call follows another's."""
+"""Successive calls of a contestant: in a run, calls of layers follow each other, too."""
 READ = 1 << 30
-"""Bytes that are read in each turn, for the rate of memory."""
+"""Bytes read in each turn to measure the memory rate."""
 LONG = 0.1
-"""Seconds of a call after which a turn ends: what went before it no longer matters then."""
+"""Seconds of a call after which a turn ends, as preceding calls no longer matter."""
 COLUMNS = (
     "date", "commit", "host", "cpu", "threads", "torch", "isa", "dtype", "repeats",
     "operation", "shape", "contestant", "ms", "fastest_ms", "roofline_ms", "share_of_roofline",
@@ -67,7 +67,7 @@ LOOKS = {OURS: ("#0072B2", ""), OURS_12: ("#0072B2", "//"), OURS_8: ("#56B4E9", 
 
 
 class TimedRows:
-    """Times cases and collects the rows of the file, which has them as they come if it is named."""
+    """Times cases and collects rows, which are written to `path` after each case."""
 
     def __init__(self, repeats: int, path: Path | None = None):
         self.repeats, self.path, self.rows = repeats, path, []
@@ -75,15 +75,15 @@ class TimedRows:
     def measure(self, operation: str, shape: str, functions: dict[str, Callable],
                 inputs: dict[str, Iterator[dict]], *, nbytes: dict[str, int] | None = None,
                 flops: float = 0) -> None:
-        """A row for each function, called with the next of its inputs, and its roofline.
+        """Add a row for each function, called with successive inputs, and its roofline.
 
-        The roofline is of FLOPs where they are given, else of bytes.
+        The roofline is by FLOPs if given, else by bytes.
         """
         product_rate = functools.partial(best_gemm_rate, 2048, DTYPE)
         rates = [product_rate()] if flops else []
         read, seconds = memory_reader(READ), {name: [] for name in functions}
-        for repeat in range(self.repeats + 1):  # the first one warms up
-            took = _seconds(read)  # wakes the threads, too
+        for repeat in range(self.repeats + 1):  # the first is a warm-up
+            took = _seconds(read)  # also wakes the threads
             if not flops and repeat:
                 rates.append(READ / took)
             for name, function in functions.items():
@@ -137,30 +137,30 @@ def _seconds(function: Callable, **arguments: object) -> float:
 
 
 def copies(block: torch.Tensor, quick: bool) -> list[torch.Tensor]:
-    """Equal tensors in `engine_memory`, enough of them for `ROTATED` bytes."""
+    """Return copies in `engine_memory`, `ROTATED` bytes in all."""
     count = 2 if quick else max(2, math.ceil(ROTATED / block.nbytes))
     return [engine_memory(block) for _ in range(count)]
 
 
 def engine_memory(block: torch.Tensor) -> torch.Tensor:
-    """A copy in huge pages, as the engine has weights and caches; PyTorch has small ones."""
+    """Return a copy in huge pages, as the engine allocates weights and caches."""
     return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
 
 
 def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The relative error in the 2-norm."""
+    """Return the relative error in the 2-norm."""
     return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
 def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
-    """Print the largest error; RuntimeError if it is too large, or not the same what must be."""
+    """Print the largest error. RuntimeError if it exceeds the bound or `same` is false."""
     print(f"check  {what:50} error {max(errors):.2g}", flush=True)
     if not (same and max(errors) <= bound):
         raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
 
 
 def draw(rows: list[dict], path: Path, title: str) -> None:
-    """Bars: the share of its roofline that each contestant reaches, its time beside it."""
+    """Draw bars: the share of the roofline that each contestant reaches, with its time."""
     figure = new_figure(9, 2 + 0.24 * len(rows))
     axes = figure.subplots()
     ticks: dict[str, list[float]] = {}
@@ -168,7 +168,7 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
     place = 0.0
     for row in rows:
         case, share = f"{row['operation']}\n{row['shape']}", 100 * row["share_of_roofline"]
-        place += 1.0 if case in ticks else 1.8  # a gap before the next case
+        place += 1.0 if case in ticks else 1.8  # gap before the next case
         ticks.setdefault(case, []).append(place)
         name = row["contestant"]
         color, hatch = LOOKS[name]
@@ -189,10 +189,10 @@ def draw(rows: list[dict], path: Path, title: str) -> None:
 
 
 def plain_decode(q, k, v, *, slots, metadata, layout, state):
-    """A decode step as one would write it first, a PyTorch call after the other."""
+    """Decode step with scores and eviction in plain PyTorch."""
     _, tokens, recent, _ = metadata
     n, keys, values = slots.shape[3], *slots
-    query = q.unflatten(1, (k.shape[1], -1))  # a group's queries are rows of one product
+    query = q.unflatten(1, (k.shape[1], -1))  # queries of a group are rows of one matmul
     logits = torch.cat([query @ keys.mT, query @ k[..., None]], -1) * q.shape[-1] ** -0.5
     probabilities = logits.float().softmax(-1)
     weights = probabilities.to(q.dtype)
@@ -210,15 +210,15 @@ def plain_decode(q, k, v, *, slots, metadata, layout, state):
 
 
 def sdpa_decode(q, k, v, *, slots, metadata, layout, state):
-    """PyTorch's fused attention over the same slots: no scores, no eviction, nothing written.
+    """PyTorch's fused attention over the same slots, without scores, eviction and writes.
 
-    The queries of a group go as rows of one head, eight times as fast as `enable_gqa` on a CPU.
+    Queries of a group are rows of one head, eight times as fast as `enable_gqa` on a CPU.
     """
     return F.scaled_dot_product_attention(q.unflatten(1, (k.shape[1], -1)), *slots)
 
 
 def plain_prefill(q, k, v, lengths, *, scores):
-    """Prefill with scores in blocks of queries, float32, a PyTorch call after the other."""
+    """Prefill with scores in plain PyTorch, float32, in blocks of queries."""
     batch = len(lengths)
     query, keys, values = (x.unflatten(0, (batch, -1)).transpose(1, 2).float() for x in (q, k, v))
     total, length, block = scores.unflatten(1, (batch, -1)).transpose(0, 1), keys.shape[2], 256
@@ -234,13 +234,13 @@ def plain_prefill(q, k, v, lengths, *, scores):
 
 
 def sdpa_prefill(q, k, v, lengths, *, scores=None):
-    """PyTorch's fused causal attention of the same packed rows; no scores."""
+    """PyTorch's fused causal attention of the same packed rows, without scores."""
     q, k, v = (x.unflatten(0, (len(lengths), -1)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(0, 1)
 
 
 def select_by_gather(k, v, scores, *, cuts, slots, state):
-    """Select the tokens that stay of prompts: topk, sort, gather."""
+    """Select the kept tokens of prompts by topk, sort and gather."""
     index = _select(scores, cuts, state)
     rows = index[..., None].expand(-1, -1, -1, k.shape[-1])
     for held, x in zip(slots, (k, v), strict=True):
@@ -248,7 +248,7 @@ def select_by_gather(k, v, scores, *, cuts, slots, state):
 
 
 def select_by_index(k, v, scores, *, cuts, slots, state):
-    """The same, but keys and values by an index of whole rows, which copies them faster."""
+    """Select the kept tokens; keys and values by an index of rows, which copies faster."""
     index = _select(scores, cuts, state)
     sequence, head = torch.arange(len(cuts))[:, None, None], torch.arange(k.shape[1])[:, None]
     for held, x in zip(slots, (k, v), strict=True):
@@ -256,7 +256,7 @@ def select_by_index(k, v, scores, *, cuts, slots, state):
 
 
 def _select(scores, cuts, state):
-    """Write the eviction state; returns the indices of what stays."""
+    """Write the eviction state and return the indices of kept tokens."""
     cut = cuts[0]
     by_text = scores.unflatten(1, (len(cuts), -1)).transpose(0, 1)
     heavy = by_text[..., :-cut.recent].topk(cut.heavy, sorted=False).indices.sort().values
@@ -269,15 +269,14 @@ def _select(scores, cuts, state):
 
 HEADS, DIM = 32, 128
 CASES = [(4, 8, 8192), (4, 8, 2048)]
-"""Sequences, KV heads, cached tokens; of LLaMA-3-8B's attention."""
+"""Sequences, KV heads and cached tokens, in LLaMA-3-8B's attention shape."""
 FULL = "full cache"
 CONTESTANTS = {f"recall {share:.0%}, {bits} bits": (share, bits)
                for share, bits in ((0.2, 4), (0.2, 2), (0.1, 4), (0.05, 4))}
 
 
-def told(step: dict, share: float) -> dict[str, torch.Tensor]:
-    """The metadata of a step in which a token attends to a share of what is cached, and the span of
-    the key before it."""
+def step_metadata(step: dict, share: float) -> dict[str, torch.Tensor]:
+    """Return metadata of a step that attends to a share of the cache, and the last key's span."""
     before, sequences = int(step["metadata"][0, 0]), len(step["q"])
     return {"metadata": torch.tensor([[before], [int(share * before)]], dtype=torch.int32
                                      ).repeat(1, sequences),
@@ -285,12 +284,11 @@ def told(step: dict, share: float) -> dict[str, torch.Tensor]:
                                   ).repeat(1, sequences)}
 
 
-def wanted(step: dict, *, share: float, bits: int) -> torch.Tensor:
-    """All that a step does, by the reference: it indexes the last step's key, chooses, attends,
-    caches."""
+def reference_step(step: dict, *, share: float, bits: int) -> torch.Tensor:
+    """Run a step by the reference: index the last key, select keys, attend, cache."""
     q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
                              step["indexes"][bits])
-    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    layout, tokens = IndexLayout(DIM, bits), step_metadata(step, share)
     metadata = tokens["metadata"]
     reference_recall.index_keys(slots[0], index, tokens["spans"], layout=layout)
     chosen = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
@@ -299,13 +297,12 @@ def wanted(step: dict, *, share: float, bits: int) -> torch.Tensor:
                                             metadata=metadata)[0]
 
 
-def bound_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls, torch.Tensor]:
-    """The same as a run has it, with checked arguments and structs made once for a layer; and the
-    output that the program writes."""
+def captured_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls, torch.Tensor]:
+    """Return the captured calls of a step, as in a run, and their output tensor."""
     program = CapturedCalls()
     q, k, v, slots, index = (*(step[name] for name in ("q", "k", "v", "slots")),
                              step["indexes"][bits])
-    layout, tokens = IndexLayout(DIM, bits), told(step, share)
+    layout, tokens = IndexLayout(DIM, bits), step_metadata(step, share)
     metadata = tokens["metadata"]
     native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
                              capture=program)
@@ -315,8 +312,8 @@ def bound_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls,
                                                   metadata=metadata, capture=program)[0]
 
 
-def bound_full(step: dict) -> CapturedCalls:
-    """Attention over everything, which is not scored."""
+def captured_full(step: dict) -> CapturedCalls:
+    """Return the captured attention over the full cache, without scores."""
     program = CapturedCalls()
     native.decode_attention(
         *(step[name] for name in ("q", "k", "v")), slots=step["slots"], layout=None,
@@ -325,7 +322,7 @@ def bound_full(step: dict) -> CapturedCalls:
 
 
 def step_of(slots: torch.Tensor) -> dict:
-    """Arguments of a step over slots of which all but the last are full."""
+    """Return the arguments of a step over slots of which the last is empty."""
     _, sequences, kv_heads, n, _ = slots.shape
     indexes = {}
     for bits in (4, 2):
@@ -341,11 +338,11 @@ def step_of(slots: torch.Tensor) -> dict:
 
 
 def recall(rows: TimedRows, quick: bool) -> None:
-    """Rows of each case: the full cache and each of `CONTESTANTS`."""
+    """Time each case with the full cache and each of `CONTESTANTS`."""
     small = step_of(torch.randn(2, 2, 8, 300, DIM, dtype=DTYPE))
     for name, (share, bits) in CONTESTANTS.items():
-        right = wanted(small, share=share, bits=bits)
-        program, found = bound_recall(small, share=share, bits=bits)
+        right = reference_step(small, share=share, bits=bits)
+        program, found = captured_recall(small, share=share, bits=bits)
         found.fill_(torch.nan)
         program.replay()
         check(f"recall: {name}", error(found, right))
@@ -354,10 +351,10 @@ def recall(rows: TimedRows, quick: bool) -> None:
         block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)
         steps = [step_of(slots) for slots in copies(block, quick)]
         programs = itertools.cycle([
-            {FULL: bound_full(step)} | {name: bound_recall(step, share=share, bits=bits)[0]
+            {FULL: captured_full(step)} | {name: captured_recall(step, share=share, bits=bits)[0]
                                         for name, (share, bits) in CONTESTANTS.items()}
             for step in steps])
-        # They share one round through the steps: none finds them in a cache.
+        # They share one iterator over the steps, so that no input is in a cache.
         inputs = {name: map(lambda each, name=name: {"self": each[name]}, programs)
                   for name in (FULL, *CONTESTANTS)}
         token = sequences * kv_heads * 2 * DIM * block.itemsize

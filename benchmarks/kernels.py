@@ -1,16 +1,15 @@
-"""The CPU's kernels beside PyTorch's own and beside the machine's limits, in one run.
+"""Time the CPU kernels against PyTorch's and against the machine's limits.
 
     python benchmarks/kernels.py
 
-Each operation is checked against `kernels.reference` on a small random case, then timed. The
-contestants take turns within each repeat, of eight calls in a row where these are short; medians of
-all calls. One that has taken 6 seconds ends after three calls. Decode attention of ours is bound
-to its tensors before, as in a run. Whatever memory bounds goes through copies of 1 GB and more in
-all, so that no cache holds them. The roofline is the bytes that must move over the rate at which
-this machine reads memory, the median of a read of 1 GB in each repeat; or the FLOPs (for prefill
-of the causal half) over PyTorch's rate in products of 2048 rows, in bfloat16 or float32, whichever
-is faster, the better of two measurements, before and after each case.
-`extra_mb` is what a scored prefill adds to the peak of a fresh process, its output aside.
+Each operation is checked against `kernels.reference` on a small random case, then timed.
+Contestants take turns within each repeat, with eight successive calls if these are short; figures
+are medians of all calls. A contestant that has taken 6 seconds is done after three calls. Our
+decode attention is captured first, as in a run. Memory-bound operations rotate through at least
+1 GB of copies, so that no cache holds them. The roofline is the bytes to move over the memory rate
+(the median of a 1 GB read in each repeat), or the FLOPs (of the causal half for prefill) over
+PyTorch's matmul rate at 2048 rows, in the faster of bfloat16 and float32, before or after the case.
+`extra_mb` is the peak memory of a scored prefill in a fresh process, without its output.
 """
 
 from __future__ import annotations
@@ -81,20 +80,20 @@ PREFILLS = [(4, 2048), (1, 8192)]
 SELECTION = (16, Cut(2048, heavy=205, recent=204))
 GROUPED = (16, 32, 1024, DIM)
 MATRIX, ROWS = (16384, 4096), (1, 2, 4, 8, 16, 32, 64, 256, 1024)
-"""Outputs and inputs, and rows that are multiplied with them."""
+"""Outputs and inputs of the matrix, and rows of the matmul."""
 COMPARED_ROWS = (1, 2, 4, 8, 16, 20, 24, 32, 48, 64)
-"""Rows with which each implementation of a product is timed."""
+"""Rows for which each implementation of a matmul is timed."""
 READING_ROWS = 16
-"""The most rows whose roofline is reading the matrix; for more it is the products."""
+"""Most rows for which the roofline is reading the matrix; for more it is FLOPs."""
 ROUNDED = [(8, 64), (4, 64), (4, 32)]
-"""Bits and groups."""
+"""Bits and group size."""
 
 
 def decode_step(slots: torch.Tensor, bits: int) -> dict:
-    """Arguments of a decode step over full slots, random, in the middle of a generation."""
+    """Return random arguments of a decode step over full slots."""
     _, sequences, kv_heads, n, _ = slots.shape
     shape = (sequences, kv_heads, n)
-    # Scores far apart: rounding changes no victim, so that the functions can be compared.
+    # Scores far apart, so that rounding changes no evicted slot.
     state = EvictionState(Eviction(), torch.rand(shape).argsort(-1) * 0.25,
                           torch.rand(shape).argsort(-1).to(torch.int32))
     metadata = torch.tensor([n, n + 1, n // 2, 1], dtype=torch.int32)[:, None].repeat(1, sequences)
@@ -105,7 +104,7 @@ def decode_step(slots: torch.Tensor, bits: int) -> dict:
 
 
 def successive(steps: list[dict]) -> Iterator[dict]:
-    """The steps in turn without end, each a token later than the last one."""
+    """Yield the steps cyclically, each a token later than the last."""
     for count, step in enumerate(itertools.cycle(steps)):
         step["metadata"][1] = step["slots"].shape[3] + 1 + count
         yield step
@@ -118,7 +117,7 @@ DECODERS = {OURS: (16, ops.decode_attention), OURS_8: (8, ops.decode_attention),
 
 def check_decode(kv_heads: int) -> None:
     for name, (bits, function) in DECODERS.items():
-        if name == SDPA:  # does less
+        if name == SDPA:  # computes no scores
             continue
         slots = torch.randn(2, 3, kv_heads, 93, DIM, dtype=DTYPE)
         if bits < 16:
@@ -134,8 +133,8 @@ def check_decode(kv_heads: int) -> None:
               and torch.equal(state.positions, other["state"].positions))
 
 
-def bound_decode(step: dict) -> CapturedCalls:
-    """The step as a run has it: arguments are checked, and structs made, once for a layer."""
+def captured_decode(step: dict) -> CapturedCalls:
+    """Return the captured step, as in a run."""
     program = CapturedCalls()
     native.decode_attention(
         step["q"], step["k"], step["v"], slots=step["slots"], metadata=step["metadata"],
@@ -154,8 +153,8 @@ def decode(rows: TimedRows, quick: bool) -> None:
                                 for bits in (8, 4)}
         steps = {bits: [decode_step(slots, bits) for slots in copies(slots, quick)]
                  for bits, slots in blocks.items()}
-        programs = {id(step): bound_decode(step) for some in steps.values() for step in some}
-        # All who read 16-bit slots share one round through them: none finds them in a cache.
+        programs = {id(step): captured_decode(step) for some in steps.values() for step in some}
+        # Contestants with 16-bit slots share one iterator over them, so that none is in a cache.
         rounds = {bits: successive(some) for bits, some in steps.items()}
         functions = {name: function for name, (_, function) in DECODERS.items()}
         inputs = {name: rounds[bits] for name, (bits, _) in DECODERS.items()}
@@ -195,7 +194,7 @@ def prefill(rows: TimedRows, quick: bool) -> None:
         shape = f"batch {sequences}, {length} tokens"
         functions = dict(PREFILLERS)
         if sequences == 1:
-            del functions[PLAIN]  # many seconds a call
+            del functions[PLAIN]  # takes many seconds a call
         cases = itertools.cycle([prefill_case(sequences, length) for _ in range(2)])
         rows.measure("prefill", shape, functions, dict.fromkeys(functions, cases),
                      flops=2 * HEADS * DIM * sequences * length * (length + 1))
@@ -207,16 +206,16 @@ def prefill(rows: TimedRows, quick: bool) -> None:
 
 
 def extra_memory(sequences: int, length: int) -> float:
-    """MB that a scored prefill adds to this process's peak, its output aside."""
+    """Return the MB that a scored prefill adds to this process's peak, without its output."""
     def status(key: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 
-    PREFILLERS[OURS](**prefill_case(1, 2))  # loads the code and starts the threads
+    PREFILLERS[OURS](**prefill_case(1, 2))  # loads code and starts threads
     case = prefill_case(sequences, length)
-    ctypes.CDLL(None).malloc_trim(0)  # else what was freed could hide what is taken
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory could hide new allocations
     before = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     out = PREFILLERS[OURS](**case)
     return (status("VmHWM") - before - out.nbytes) / 1e6
 
@@ -241,12 +240,12 @@ def select(rows: TimedRows, quick: bool) -> None:
                 Eviction(), *(torch.ones_like(x) for x in (case["state"].scores,
                                                            case["state"].positions)))}
             function(**twin)
-            # Of equal scores another may stay; what the kept ones sum up to must not differ.
+            # Ties may be resolved differently; the kept scores must be equal.
             differ = (twin["state"].positions != case["state"].positions).float().mean().item()
-            check(f"select: {name}, {case['cuts'][0].length} tokens, other places", differ,
+            check(f"select: {name}, {case['cuts'][0].length} tokens, other positions", differ,
                   same=torch.equal(*(x["state"].scores.sort(-1).values for x in (case, twin)))
                   and (differ > 0 or torch.equal(case["slots"], twin["slots"])), bound=1e-3)
-    nbytes = case["scores"].nbytes + 2 * case["slots"].nbytes  # K and V kept: read, and written
+    nbytes = case["scores"].nbytes + 2 * case["slots"].nbytes  # kept K and V: read and written
     cases = itertools.cycle([case, selection_case(sequences, cut)])  # 1.3 GB
     rows.measure("select", f"batch {sequences}, {case['slots'].shape[3]} of {cut.length} tokens",
                  functions, dict.fromkeys(functions, cases),
@@ -279,8 +278,8 @@ def quantized(weight: torch.Tensor, **options) -> QuantizedMatrix:
 
 
 def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
-    """Products with one matrix in 16, 12, 8 and 4 bits, and in MXFP4; of activations as they are,
-    and rounded to 8 bits."""
+    """Time matmuls with one matrix in 16, 12, 8 and 4 bits and in MXFP4, and with 8-bit
+    activations."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     matrices = {OURS_12: quantized(weight, bits=12), OURS_8: quantized(weight, bits=8),
@@ -319,7 +318,7 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
 
 
 def choices(rows: TimedRows, quick: bool) -> None:
-    """Every implementation of a product with 16-bit weights, for the lines of `dispatch.TABLE`."""
+    """Time every implementation of a matmul with 16-bit weights, for `dispatch.TABLE`."""
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weights = copies(weight[: MATRIX[0] // 16] if quick else weight, quick)
     for count in COMPARED_ROWS:
@@ -339,17 +338,16 @@ def choices(rows: TimedRows, quick: bool) -> None:
 
 def linear_by(implementation: str, weight: torch.Tensor, *, x: torch.Tensor,
               out: torch.Tensor) -> None:
-    """A product by one of `IMPLEMENTATIONS`."""
+    """Multiply by a given implementation."""
     with dispatch.use_autotune_table({"linear": {16: {len(x): implementation}}}):
         layers.linear(x, weight, out=out)
 
 
 def rounding(rows: TimedRows, quick: bool) -> None:
-    """Quantizing a matrix, with and without a search for scales: its time, and its error.
+    """Time quantization of a matrix with and without a search for scales, and its error.
 
-    The error is relative to the weights, in the 2-norm; beside it what rounding to steps that span
-    each group's range is expected to give. Groups of 32 without a search are what llama.cpp's Q4_1
-    has.
+    The error is relative to the weights in the 2-norm. The expected error is that of steps over
+    each group's range. Groups of 32 without a search are llama.cpp's Q4_1.
     """
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
@@ -378,8 +376,7 @@ OPERATIONS = {"decode": decode, "prefill": prefill, "select": select, "groups": 
 
 @dataclass(frozen=True)
 class Goal:
-    """A column of a row, and what it is to be: at least, or at most, on a CPU without AMX and on
-    one with it."""
+    """The goal for a column of a row: at least, or with `most` at most, without and with AMX."""
 
     operation: str
     shape: str
@@ -392,7 +389,7 @@ class Goal:
 
 FOUR_BITS = {1: (4.0, 3.2), 4: (2.5, 3.0), 16: (1.7, 2.5), 32: (1.0, 1.5), 64: (1.0, 1.2),
              256: (1.0, 0.95), 1024: (1.0, 0.95)}
-"""By rows: how many times PyTorch's speed with 16 bits."""
+"""By rows: speedup over PyTorch with 16 bits, without and with AMX."""
 GOALS = (
     *(Goal("linear", f"{rows} x ", OURS_4, "speedup_over_plain", *goals)
       for rows, goals in FOUR_BITS.items()),
@@ -407,12 +404,12 @@ GOALS = (
 
 
 def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
-    """A line for each goal of which a run has a row.
+    """Yield a line for each goal that a run has a row of.
 
     Parameters
     ----------
     rows : sequence of dict
-        As `rows.TimedRows` collects them.
+        Rows of `TimedRows`.
     isa : str
         The instruction set of the run.
     """
@@ -435,11 +432,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(OPERATIONS), choices=list(OPERATIONS))
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS),
-                        help="that are multiplied, of the operation linear")
+                        help="rows of the operation linear")
     parser.add_argument("--quick", action="store_true",
-                        help="small shapes, which caches hold: to try this script, not to report")
+                        help="small shapes, which caches hold: only to try this script")
     parser.add_argument("--out", default="benchmarks/results/kernels.csv",
-                        help="the table; the plot goes beside it as .png")
+                        help="the CSV file; the plot is written beside it as .png")
     parser.add_argument("--extra-memory", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.extra_memory:

@@ -1,14 +1,13 @@
-"""Every link of this machine: its raw rate, and what the engine makes of it, in one run.
+"""Measure the raw rate of every link of this machine, and the rate that the engine reaches.
 
     python benchmarks/links.py --model FOLDER
 
-Raw is the best of a grid of plain requests: sizes and threads, O_DIRECT, into page-aligned memory
-that is used again and again. The engine is the engine: layers that the weight store fetches, parts
-of a cache that are loaded and stored, on their lanes. Page cache is bypassed on both sides (what
-lies below this system, a hypervisor's cache say, is not). The grid is measured first, in rounds;
-then its best and the engine in turn, as rates drift by more than the two differ: the ratio is the
-median of those of neighbours. Beside a GPU weights and cache go on to it while the disk
-is read, as in a run. Writes are not synced, by neither side.
+The raw rate is the best over a grid of request sizes and threads, with O_DIRECT into reused,
+page-aligned memory. The engine's rate is of weights that the weight store fetches and of cache
+parts that are loaded and stored. Both bypass the page cache, but not caches below this system, such
+as a hypervisor's. The grid is measured first, in rounds. Then the best setting and the engine take
+turns, as rates drift by more than the two differ; the ratio is the median over pairs. With a GPU,
+weights and cache are copied to it during reads, as in a run. Neither side syncs writes.
 """
 
 from __future__ import annotations
@@ -61,15 +60,15 @@ COLUMNS = ("date", "commit", "host", "link", "what", "raw_gb_per_s", "engine_gb_
 MB = 1 << 20
 SETTINGS = list(itertools.product((1 * MB, 4 * MB, 16 * MB), (1, 2, 3, 4)))
 QUICK_SETTINGS = list(itertools.product((1 * MB, 16 * MB), (1, 4)))
-"""Bytes of a request, and threads."""
+"""Request sizes in bytes, and threads."""
 GOAL = 0.95
 WINDOW = 16 * CHUNK
 PAIRS = 3
-"""Runs of the engine beside raw ones, to a repeat."""
+"""Pairs of raw and engine runs for each repeat."""
 LAYERS = 3
-"""Whole decoder layers that are read at least."""
+"""Least number of whole decoder layers to read."""
 KV_SLOTS, KV_BYTES = 205, 13 << 20
-"""Sizes of a part of the cache: slots of a sequence, and about how much the sequences come to."""
+"""Slots of a sequence in a cache part, and approximate bytes of the part."""
 COPY = 256 * MB
 MEMORY = "host memory"
 TO_GPU, TO_HOST = 1, 2
@@ -78,9 +77,9 @@ TO_GPU, TO_HOST = 1, 2
 
 def chosen_layers(layers: Sequence[dict], size: Callable[[object], int], nbytes: int, *,
                   whole: bool) -> list[dict]:
-    """The first decoder layers that come to about `nbytes`, but at least `LAYERS` whole ones.
+    """Return the first decoder layers of about `nbytes`, at least `LAYERS` whole ones.
 
-    Not `whole`: two layers, of each its first tensors until they come to half the bytes.
+    Without `whole`, return the first tensors of two layers, half of the bytes each.
     """
     if whole:
         layer = sum(map(size, layers[0].values()))
@@ -99,7 +98,7 @@ class Weights:
     Raises
     ------
     UserError
-        The folder holds no model, or its tensors can't be read as they lie.
+        The folder holds no model, or its tensors cannot be read in place.
     """
 
     def __init__(self, folder: Path, transfers: Transfers, nbytes: int, *, whole: bool):
@@ -136,7 +135,7 @@ class Weights:
         self._checkpoint.close()
 
     def fetch_all(self) -> None:
-        """Every layer in turn, the next one on its way when one is waited for."""
+        """Fetch every layer in turn, prefetching the next one."""
         self._store.fetch(1)
         for index in range(1, self._count + 1):
             if index < self._count:
@@ -149,19 +148,19 @@ class Weights:
 
 
 class CacheOnDisk:
-    """A cache on disk whose parts, one a layer, come to about `nbytes`."""
+    """A cache on disk of about `nbytes`, one part a layer."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, nbytes: int):
         self._slot_layout = SlotLayout(config.num_kv_heads, config.head_dim, dtype)
         self._sequences = max(1, KV_BYTES // self._slot_layout.nbytes(1, KV_SLOTS))
         part = self._slot_layout.nbytes(self._sequences, KV_SLOTS)
-        # As many as there are staging buffers, so that the round that warms up touches each.
+        # At least as many layers as staging buffers, so that the warm-up touches each buffer.
         self._capacity = Capacity(1, (KV_SLOTS,) * max(CACHE_BUFFERS, nbytes // part))
         self.nbytes = FetchedPart.file_bytes(self._slot_layout, self._sequences, self._capacity)
         self.what = f"cache, parts of {part / 1e6:.1f} MB"
 
     def make(self, path: Path, transfers: Transfers) -> None:
-        """Let it live in `path`, which has `nbytes`."""
+        """Create the cache in the file `path` of `nbytes`."""
         self._transfers = transfers
         self._part = FetchedPart(self._slot_layout, 0, self._sequences, capacity=self._capacity,
                                  transfers=transfers, path=path)
@@ -169,7 +168,7 @@ class CacheOnDisk:
             self._part.begin(layer, [(self._sequences, slots)])
 
     def load_all(self) -> None:
-        """Every layer in turn, the next two on their way when one is waited for."""
+        """Load every layer in turn, prefetching the next two."""
         count = len(self._capacity.slots)
         for layer in range(-2, count):
             if layer + 2 < count:
@@ -179,7 +178,7 @@ class CacheOnDisk:
         self._transfers.drain()
 
     def store_all(self) -> None:
-        """Every layer's whole part in turn, as after a prefill."""
+        """Store every layer's part in turn, as after a prefill."""
         for layer in range(len(self._capacity.slots)):
             self._part.load(layer, 0, fetch=False)
             self._part.get(layer, 0)
@@ -188,7 +187,7 @@ class CacheOnDisk:
 
 
 def write_ranges(transfers: Transfers, path: Path, nbytes: int, buffer: torch.Tensor) -> None:
-    """Write the start of a file, in order, range by range of `WINDOW` bytes."""
+    """Write the start of a file in ranges of `WINDOW` bytes."""
     for offset, length in spans(0, nbytes, WINDOW):
         extent = Extent(path, offset, length)
         transfers.submit("stores", lambda lane, extent=extent: lane.disk.write(
@@ -197,7 +196,7 @@ def write_ranges(transfers: Transfers, path: Path, nbytes: int, buffer: torch.Te
 
 
 def default_file(folder: Path) -> Path:
-    """The largest safetensors file of a folder."""
+    """Return the largest safetensors file of a folder."""
     files = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     if not files:
         raise UserError(f"no safetensors file in {folder}: give another --model, or --file")
@@ -205,7 +204,7 @@ def default_file(folder: Path) -> Path:
 
 
 def read_range(path: Path, reads: Iterable, nbytes: int) -> tuple[int, int]:
-    """Start and length of what is read raw: where the layers lie, if they lie in this file."""
+    """Return start and length of the raw reads: the layers' range, if they are in this file."""
     try:
         size = path.stat().st_size // PAGE * PAGE
     except OSError as error:
@@ -227,7 +226,7 @@ class TimedWork:
 
 @dataclasses.dataclass
 class Row:
-    """A link, what the engine moves over it, and the raw works to set beside it."""
+    """A link, the engine's work on it, and raw works to compare with."""
 
     link: str
     what: str
@@ -242,7 +241,7 @@ def _seconds(work: TimedWork) -> float:
 
 
 def rates(works: dict[tuple, TimedWork], repeats: int) -> dict[tuple, float]:
-    """The median bytes per second of each; they take turns, and the first round warms up."""
+    """Return the median bytes per second of each work; they take turns after a warm-up round."""
     seconds: dict[tuple, list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
         for key, work in works.items():
@@ -252,10 +251,10 @@ def rates(works: dict[tuple, TimedWork], repeats: int) -> dict[tuple, float]:
 
 
 def beside(raw: TimedWork, engine: TimedWork, repeats: int) -> tuple[float, float, float]:
-    """Bytes per second of both, and the second over the first: medians of so many pairs of runs.
+    """Return bytes per second of both and their ratio: medians over pairs of runs.
 
-    A pair is one of each right after the other, as a disk's rate drifts by more than what is to be
-    seen; every other pair begins with the engine.
+    A pair is one run of each in succession, as a disk's rate drifts by more than the difference.
+    Every other pair starts with the engine.
     """
     found = []
     for repeat in range(repeats):
@@ -268,7 +267,7 @@ def beside(raw: TimedWork, engine: TimedWork, repeats: int) -> tuple[float, floa
 
 
 def spans(start: int, nbytes: int, request: int) -> Iterator[tuple[int, int]]:
-    """Offset and length of each request over a range, the last one shorter where need be."""
+    """Yield offset and length of each request over a range; the last may be shorter."""
     return ((start + done, min(request, nbytes - done)) for done in range(0, nbytes, request))
 
 
@@ -278,9 +277,9 @@ class RawFile:
     Parameters
     ----------
     start, nbytes : int
-        The range that is read or written: whole pages.
+        The range to read or write, in whole pages.
     buffer : uint8 Tensor, page-aligned, on the host
-        Threads share it out.
+        Divided among the threads.
     """
 
     def __init__(self, path: Path, start: int, nbytes: int, buffer: torch.Tensor, *, write: bool):
@@ -297,7 +296,7 @@ class RawFile:
         os.close(self._file)
 
     def sweep(self, request: int, threads: int) -> None:
-        """Move the whole range, in order, each thread one request at a time."""
+        """Move the whole range in order, each thread one request at a time."""
         todo, lock = spans(self._start, self.nbytes, request), threading.Lock()
 
         def work(thread: int) -> None:
@@ -317,7 +316,7 @@ class RawFile:
             raise UserError(f"{self._path}: {error.strerror}") from error
 
     def works(self, name: str, settings: Iterable[tuple[int, int]]) -> dict[tuple, TimedWork]:
-        """One for each setting, under (name, request, threads)."""
+        """Return a work for each setting, by (name, request, threads)."""
         return {(name, request, threads): TimedWork(
                     lambda request=request, threads=threads: self.sweep(request, threads),
                     self.nbytes)
@@ -325,7 +324,7 @@ class RawFile:
 
 
 def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[Row]:
-    """Rows of the disk; their files are closed, and the scratch file is gone, with `opened`."""
+    """Return rows of the disk. `opened` closes their files and removes the scratch file."""
     settings = QUICK_SETTINGS if args.quick else SETTINGS
     weights = Weights(args.model, transfers, args.nbytes, whole=not args.quick)
     opened.callback(weights.close)
@@ -346,7 +345,7 @@ def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[
     plain = raw("write scratch", scratch, 0, args.nbytes, write=True)
     cache.make(scratch, transfers)
     written = TimedWork(lambda: write_ranges(transfers, scratch, args.nbytes, buffer), args.nbytes)
-    # Written before it is read: what reads and stores carry is random, and no hole is read.
+    # Written before it is read, so that data are random and no hole is read.
     return [Row(READ, "weights, layer by layer",
                 raw("read --file", args.file, start, length), weights.work()),
             Row(WRITE, f"ranges of {WINDOW // MB} MB", plain, written),
@@ -356,7 +355,7 @@ def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[
 
 
 def cuda_memcpy() -> Callable[..., int]:
-    """cudaMemcpyAsync of the runtime that PyTorch has loaded."""
+    """Return cudaMemcpyAsync of the runtime that PyTorch has loaded."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     library = next((line.split(maxsplit=5)[5] for line in lines if "libcudart" in line), None)
     if library is None:
@@ -368,7 +367,7 @@ def cuda_memcpy() -> Callable[..., int]:
 
 
 def gpu_rows(args, transfers: Transfers) -> list[Row]:
-    """Rows of the links to the GPU: pinned memory, chunks of `COPY` bytes."""
+    """Return rows of the links to the GPU: pinned memory, chunks of `COPY` bytes."""
     device, memcpy, stream = transfers.device, cuda_memcpy(), torch.cuda.Stream()
     chunks = [(device.empty(COPY), device.host_empty(COPY)) for _ in range(1 if args.quick else 4)]
     nbytes, rows = len(chunks) * COPY, []
@@ -397,7 +396,7 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
 
 
 def cells(row: Row, found: dict[tuple, float], repeats: int) -> dict[str, object]:
-    """A row's measured columns: the engine in turns with the raw work that was the fastest."""
+    """Return a row's measured columns: the engine against the fastest raw work."""
     key = max(row.raw, key=found.__getitem__)
     raw, engine, ratio = beside(row.raw[key], row.engine, repeats)
     return {"link": row.link, "what": row.what, "raw_gb_per_s": raw / GB,
@@ -406,7 +405,7 @@ def cells(row: Row, found: dict[tuple, float], repeats: int) -> dict[str, object
 
 
 def show_grids(found: dict[tuple, float]) -> None:
-    """The raw rates by request and threads."""
+    """Print the raw rates by request size and threads."""
     for name in dict.fromkeys(key[0] for key in found if len(key) == 3):
         grid = {key[1:]: rate for key, rate in found.items() if key[0] == name and len(key) == 3}
         threads = sorted({threads for _, threads in grid})
@@ -433,17 +432,17 @@ def write(path: Path, rows: list[dict], repeats: int) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags, checked as far as flags alone can be. Raises `UserError`."""
+    """Parse and check the flags. Raises `UserError`."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True,
                         help="folder with config.json and safetensors, whose layers are read")
-    parser.add_argument("--file", type=Path, help="read raw (the model's largest safetensors)")
+    parser.add_argument("--file", type=Path, help="file for raw reads (the largest safetensors)")
     parser.add_argument("--offload-dir", type=Path, default=Path(OFFLOAD_DIR).expanduser(),
-                        help="where the scratch file goes")
-    parser.add_argument("--gb", type=float, default=0.5, help="moved by each measurement, about")
+                        help="folder of the scratch file")
+    parser.add_argument("--gb", type=float, default=0.5, help="about the GB of each measurement")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true",
-                        help="some MB, once: to try this script, not to report")
+                        help="some MB, once: only to try this script")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/links.csv"))
     args = parser.parse_args(argv)
     if args.repeats < 1:
@@ -462,7 +461,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> list[dict]:
-    """The rows of the table; the grids are printed."""
+    """Return the rows of the table, and print the grids."""
     with contextlib.ExitStack() as opened:
         device = open_device()
         transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))

@@ -2,9 +2,9 @@
 
     python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/opt-1.3b
 
-The weights are those of ``--path _DUMMY_`` with the same seed; any system that reads a Hugging
-Face folder can run them. There is no tokenizer: benchmarks give token ids. ``--layers`` takes the
-first layers of a shape whose weights are more than the disk holds.
+The weights equal those of ``--path _DUMMY_`` with the same seed. Any system that reads a Hugging
+Face folder can run them. There is no tokenizer: benchmarks give token ids. ``--layers`` keeps only
+the first layers, if the disk is too small for all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 
 
 def hf_config(cfg: ModelConfig, dtype: str) -> dict:
-    """config.json of an OPT, LLaMA or Qwen3-MoE shape, in transformers' words."""
+    """Return the config.json of an OPT, LLaMA or Qwen3-MoE shape."""
     if cfg.family not in _CONFIGS:
         raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT, LLaMA and Qwen3-MoE "
                         "shapes only")
@@ -81,7 +81,7 @@ _CONFIGS = {"opt": _opt, "llama": _llama, "qwen3_moe": _qwen3_moe}
 
 
 def shape_of(model: str, layers: int | None = None) -> ModelConfig:
-    """A published shape, or its first `layers` alone. Raises `UserError` if there is none."""
+    """Return a published shape, or its first `layers`. Raises `UserError` for an unknown one."""
     cfg = published(model)
     if cfg is None:
         raise UserError(f"no published shape is called {model!r}")
@@ -92,10 +92,10 @@ def shape_of(model: str, layers: int | None = None) -> ModelConfig:
 
 
 def stacks_of(cfg: ModelConfig, names: Sequence[str]) -> Mapping[str, list[str]]:
-    """The checkpoint's tensors, and of which of the engine's each is made, one after the other.
+    """Return the checkpoint's tensors and the engine's tensors that each is made of, in order.
 
-    All experts of a layer are one tensor, as transformers has them in memory: those of separate
-    ones Accelerate would not read from the file, but write anew at each start.
+    All experts of a layer are one tensor, as in transformers' modules. Accelerate would copy
+    separate ones to new files at each start.
     """
     places = {} if cfg.experts is None else family(cfg).views(cfg)
     found: dict[str, list[str]] = {}
@@ -111,7 +111,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
     Raises
     ------
     UserError
-        There is no such shape or dtype, or the folder, or what an earlier run has left, is there.
+        The shape or dtype is unknown, or the folder or leftovers of an earlier run exist.
     """
     exists = "exists: remove it or choose another --out"
     if out.exists():
@@ -152,7 +152,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
 
 
 def _stacked(shapes: Sequence[tuple[int, ...]], cfg: ModelConfig) -> tuple[int, ...]:
-    """The shape of a tensor that is made of these: of one, its own, and else of all experts."""
+    """Return the shape of a tensor made of these: a single one, or all experts of a layer."""
     if len(shapes) == 1:
         return shapes[0]
     count, inputs = cfg.experts.count, shapes[0][-1]
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
-    parser.add_argument("--layers", type=int, help="only the first so many layers (default: all)")
+    parser.add_argument("--layers", type=int, help="number of layers to keep (default: all)")
     args = parser.parse_args(argv)
     make(args.model, args.out, dtype=args.dtype, seed=args.seed, layers=args.layers)
 

@@ -1,14 +1,15 @@
-"""The planner's policy beside every policy of a grid, all of them run.
+"""Run the planner's policy and every policy of a grid, to compare them.
 
     python benchmarks/make_checkpoint.py --model facebook/opt-125m --out /tmp/opt-125m
     python benchmarks/plan_sweep.py --model /tmp/opt-125m --memory-limit 700MB
 
-The same prompts under a memory limit: `--percent auto`, and each placement and batch shape of a
-grid that fits. They take turns, `--repeats` times, each run in a process of its own; medians of the
-time of prefill and decode together, beside what the planner had predicted. Best is the grid's.
+All run the same prompts under a memory limit: `--percent auto`, and each placement and batch shape
+of the grid that fits. They take turns `--repeats` times, each run in a separate process. Figures
+are medians of prefill and decode together, with the planner's prediction. "Best" is the best of the
+grid.
 
-What has been measured is in the file with the ending .partial until all has. A policy of which a
-run fails is not run again and has the row of its earlier runs, if any; the others go on.
+Until all is measured, rows are in the file with the suffix .partial. A policy whose run fails is
+not run again and keeps the row of its earlier runs.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ COLUMNS = ("commit", "model", "memory_limit", "prompts", "prompt_len", "gen_len"
 
 
 def grid() -> list[tuple[str, ...]]:
-    """The flags of each policy."""
+    """Return the flags of each policy."""
     return [("--percent", f"{weights}", "0", f"{cache}", "0", "100", "0",
              "--gpu-batch-size", f"{size}", "--num-gpu-batches", f"{count}")
             for (size, count), weights, cache in itertools.product(BATCHES, WEIGHTS, CACHE)]
 
 
 def outcome(args: argparse.Namespace, policy: Sequence[str]) -> Outcome:
-    """The outcome of one run."""
+    """Run a policy."""
     return run_engine(parse_args([
         "--model", str(args.model), "--memory-limit", args.memory_limit, "--num-prompts",
         str(args.num_prompts), "--prompt-len", str(args.prompt_len), "--gen-len",
@@ -56,13 +57,15 @@ def outcome(args: argparse.Namespace, policy: Sequence[str]) -> Outcome:
 
 
 def seconds(row: Mapping[str, str], prefix: str = "") -> float:
-    """Prefill and decode of a row of results."""
+    """Return the seconds of prefill and decode in a result row."""
     return sum(float(row[f"{prefix}{phase}_seconds"]) for phase in ("prefill", "decode"))
 
 
 def sweep(args: argparse.Namespace, partial: Path) -> tuple[list[dict[str, object]], list[str]]:
-    """A row for the plan and for each policy of the grid that fits, also in `partial` after every
-    run; and a line for each run that failed."""
+    """Return a row for the plan and for each fitting policy, and a line for each failed run.
+
+    After every run the rows are also written to `partial`.
+    """
     found: dict[tuple[str, ...], list[Mapping[str, str]]] = {AUTO: []}
     found |= {policy: [] for policy in grid()}
     todo, failures = list(found), []
@@ -84,7 +87,7 @@ def sweep(args: argparse.Namespace, partial: Path) -> tuple[list[dict[str, objec
 def rows_of(args: argparse.Namespace,
             found: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]
             ) -> list[dict[str, object]]:
-    """A row for each policy that has been run, the plan's and then the fastest first."""
+    """Return a row for each policy that has run: the plan's, then the fastest first."""
     took = {policy: statistics.median(map(seconds, runs)) for policy, runs in found.items() if runs}
     best = min((time for policy, time in took.items() if policy != AUTO), default=None)
     table = []
@@ -104,7 +107,7 @@ def rows_of(args: argparse.Namespace,
 
 
 def shown(row: Mapping[str, str]) -> str:
-    """The choices of a plan."""
+    """Return the choices of a plan."""
     shares = (row[f"{kind}_{tier}"] for kind in ("weights", "cache", "activations")
               for tier in ("gpu", "cpu"))
     return f"{' '.join(shares)}, batches {row['gpu_batch_size']} x {row['num_gpu_batches']}"

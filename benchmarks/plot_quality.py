@@ -1,4 +1,4 @@
-"""Perplexity against what a cache has in memory, and against what a token reads of it."""
+"""Figure of quality: perplexity against cache bytes in memory and bytes read for a token."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ MODES = {
     ("recall", "of the text"): ("recall, of the text so far", "sky", "<", "-."),
     ("recall", "2-bit index"): ("recall, index of 2 bits", "sky", "d", "none"),
 }
-"""Policy and variant of rows that are drawn: what they are called, colour, marker, line."""
+"""Policy and variant of drawn rows: label, colour, marker, line."""
 _HALF, _WIDE = 2, {"float32": 4}
 _GOOD = 1.005
-"""The least factor that a logarithmic axis of losses shows: the full cache stands there."""
+"""Smallest factor on the logarithmic axis; the full cache is drawn there."""
 
 
 @dataclass(frozen=True)
 class QualityPoint:
-    """A cache: percent of the full one's bytes that it has in memory, and that a new token reads
-    (keys, values and index), both in numbers of 16 bits; perplexity over the full one's."""
+    """A cache in percent of the full one's bytes, 16 bits a number: bytes in memory, and bytes read
+    for a token (keys, values, index). `over` is the perplexity over the full cache's."""
 
     held: float
     read: float
@@ -49,7 +49,7 @@ class QualityPoint:
 
 
 def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[QualityPoint]]:
-    """The points of each mode of `MODES` that the rows have, by budget; of equal rows the first.
+    """Return the points of each mode of `MODES`, by budget.
 
     Raises `UserError` for rows of several models or lengths, or without the full cache.
     """
@@ -75,12 +75,12 @@ def _point(row: Row, full: Row) -> QualityPoint:
 
 
 def _shares(row: Row, full: Row) -> tuple[float, float]:
-    """Shares of the full cache's bytes: in memory at the end, and read for a token, on average."""
+    """Return the shares of the full cache's bytes: in memory at the end, read for a token."""
     bits = int(positive(row, "cache_bits"))
     held, tokens = (positive(row, name) / positive(full, name)
                     for name in ("kv_cache_bytes_per_sequence", "cached_tokens_mean"))
     if bits < 16:
-        # Exact caches of the run were of its dtype, packed ones have their size.
+        # Caches of 16 bits had the run's dtype; packed ones have their size.
         held *= _WIDE.get(row["dtype"], _HALF) / _HALF
         return held, tokens * GroupLayout(GROUP_SIZE, bits).nbytes / (_HALF * GROUP_SIZE)
     budget = positive(row, "budget_percent") / 100
@@ -96,7 +96,7 @@ def _shares(row: Row, full: Row) -> tuple[float, float]:
 
 
 def draw(rows: Sequence[Row]):
-    """The figure. Errors as of `points`."""
+    """Return the figure. Raises `UserError` as `points` does."""
     found = points(rows)
     figure = new_figure(16, 6.8)
     panels = figure.subplots(1, 2, sharey=True)

@@ -1,4 +1,4 @@
-"""Rows of a sweep as lines: which settings tell lines apart, and medians of repeats."""
+"""Figures of sweeps: throughput and latency against batch size, throughput against KV budget."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from flexgen_h2o.metrics.trace import GB
 NEEDED = (*EVICTION, "gpu_batch_size", "num_gpu_batches", "num_prompts", "prefill_seconds",
           "decode_seconds", "total_tokens_per_second", "kv_cache_bytes", "full_kv_cache_bytes",
           "projected")
-"""Columns; a file that `flex_opt --csv` wrote has them too, also one from before there were all of
-`CSV_COLUMNS`."""
+"""Needed columns. Files of `flex_opt --csv` have them, too, also of older versions."""
 OK, FULL = "ok", "full"
 SIZES = ("hh_ratio", "recent_ratio", "num_heavy_hitter_tokens", "num_window_length")
-"""Settings that say how much of a cache is kept."""
+"""Settings of the cache size."""
 _PLACE = ("sweep", "flags", "repeat", "status", "reason")
-_FIRST = ("hh_ratio", "weight_bits", "cache_bits")  # what a label says if others would do as well
+_FIRST = ("hh_ratio", "weight_bits", "cache_bits")  # preferred in labels
 
 Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Medians of a cell's repeats, with the lowest and highest: figure to (low, median, high)."""
+    """The repeats of a cell: (low, median, high) of each figure."""
 
     x: float
     figures: Mapping[str, tuple[float, float, float]]
@@ -50,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one combination of settings, by x; and x of its runs that failed."""
+    """The points of a combination of settings, by x, and the x of failed runs."""
 
     label: str
     points: tuple[Point, ...]
@@ -58,10 +57,9 @@ class Line:
 
 
 def by_outcome(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
-    """The rows with figures, and those of runs that did not succeed.
+    """Return the rows with figures and those of failed runs.
 
-    Settings of eviction are empty in rows of a full cache, for which they mean nothing. Raises
-    `UserError` where no run succeeded.
+    Eviction settings are cleared in rows of a full cache. Raises `UserError` if no run succeeded.
     """
     ran, failed = [], []
     for row in rows:
@@ -74,30 +72,30 @@ def by_outcome(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def is_full(row: Row) -> bool:
-    """True if nothing is evicted; where a run failed, its flag tells."""
+    """Return whether nothing is evicted; by the flag if the run failed."""
     return row["eviction"] == FULL or (not row["eviction"] and row["hh_ratio"] == "1")
 
 
 def labels_of(row: Row) -> list[str]:
-    """The columns that are a sweep's own: keys of its grid that are no columns of results."""
+    """Return the sweep's own columns: grid keys that are not result columns."""
     return [name for name in row if name not in (*CSV_COLUMNS, *_PLACE)]
 
 
 def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = ()) -> list[str]:
-    """The fewest of some columns that tell rows apart as all of them do.
+    """Return the fewest columns that distinguish rows as well as all of them.
 
     Parameters
     ----------
     rows : sequence of Row
     columns : iterable of str
-        If several would do, the earlier is taken.
+        Earlier ones are preferred.
     given : sequence of str
-        Columns that tell rows apart already.
+        Columns that already distinguish rows.
 
     Returns
     -------
     list of str
-        In the order in which they were chosen: those with the most values first.
+        Columns with the most values first.
     """
     varying = [name for name in columns if len({row[name] for row in rows}) > 1]
     order = sorted(varying, key=lambda name: -len({row[name] for row in rows}))
@@ -112,14 +110,14 @@ def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = 
 
 
 def ordered_settings(row: Row, *, without: Iterable[str] = ()) -> list[str]:
-    """All columns that may tell lines apart, in the order in which they are preferred."""
+    """Return the columns that may distinguish lines, preferred ones first."""
     names = dict.fromkeys((*labels_of(row), *_FIRST, *SETTINGS, "host", "device", "prompt_len",
                            "gen_len", "gpu_batch_size", "num_gpu_batches"))
     return [name for name in names if name in row and name not in without]
 
 
 def label(row: Row, columns: Sequence[str]) -> str:
-    """A line's settings in words; an empty text where all lines are alike."""
+    """Return the label of a line; empty if there is only one line."""
     full = is_full(row) and any(name in EVICTION for name in columns)
     parts = [f"{name} {row[name] or 'unset'}" for name in columns
              if not (full and name in EVICTION)]
@@ -127,7 +125,7 @@ def label(row: Row, columns: Sequence[str]) -> str:
 
 
 def point(x: float, rows: Sequence[Row], figures: Mapping[str, Callable[[Row], float]]) -> Point:
-    """The repeats of a cell as one point."""
+    """Return the repeats of a cell as one point."""
     found = {}
     for name, of in figures.items():
         values = [of(row) for row in rows]
@@ -136,7 +134,7 @@ def point(x: float, rows: Sequence[Row], figures: Mapping[str, Callable[[Row], f
 
 
 def grouped(rows: Iterable[Row], columns: Sequence[str]) -> dict[Key, list[Row]]:
-    """Rows by their values of some columns."""
+    """Group rows by their values of some columns."""
     groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in columns), []).append(row)
@@ -144,14 +142,14 @@ def grouped(rows: Iterable[Row], columns: Sequence[str]) -> dict[Key, list[Row]]
 
 
 def check_number_of(lines: Sequence[Line]) -> None:
-    """Raise `UserError` for more lines than can be told apart."""
+    """Raise `UserError` for more lines than there are styles."""
     if len(lines) > len(LINES):
         raise UserError(f"{len(lines)} lines are too many for one figure: choose by --only, such "
                         f"as --only {lines[0].label.split(',')[0].replace(' ', '=')}")
 
 
 def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
-    """A line's medians, with bars from the lowest to the highest; projected ones are hollow."""
+    """Draw a line's medians with bars from lowest to highest; projected points are hollow."""
     low, middle, high = zip(*(each.figures[figure] for each in line.points), strict=True)
     xs = [each.x for each in line.points]
     errors = [[m - a for m, a in zip(middle, low, strict=True)],
@@ -165,7 +163,7 @@ def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
 
 
 def notes(lines: Sequence[Line], failed: Sequence[Row]) -> list[str]:
-    """The caption of a figure: repeats, projections, and rows that have no place in it."""
+    """Return the caption: repeats, projections and omitted rows."""
     points, found = [each for line in lines for each in line.points], []
     if any(each.repeats > 1 for each in points):
         found.append("Medians of repeats, with bars from the lowest to the highest.")
@@ -178,7 +176,7 @@ def notes(lines: Sequence[Line], failed: Sequence[Row]) -> list[str]:
 
 
 def common_settings(rows: Sequence[Row]) -> str:
-    """Model and lengths, where all rows share them."""
+    """Return model and lengths, if all rows share them."""
     words = [", ".join(distinct(rows, name)) for name in ("model", "dtype")]
     lengths = [distinct(rows, name) for name in ("prompt_len", "gen_len")]
     if all(len(values) == 1 for values in lengths):
@@ -187,11 +185,11 @@ def common_settings(rows: Sequence[Row]) -> str:
 
 
 BATCH = "batch"
-"""A column that rows get here: sequences of a block."""
+"""Added column: sequences of a block."""
 
 
 def block_seconds(row: Row) -> float:
-    """Seconds of a block, its prefill and its decode: until all of its sequences are done."""
+    """Return the seconds of a block, prefill and decode."""
     blocks = math.ceil(positive(row, "num_prompts") / float(row[BATCH]))
     return (positive(row, "prefill_seconds") + positive(row, "decode_seconds")) / blocks
 
@@ -208,7 +206,7 @@ _CROSS = {"marker": "x", "markeredgewidth": 3, "linestyle": "none"}
 
 
 def batch_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
-    """A line for each combination of settings, and the failed runs that have no place on one.
+    """Return a line for each combination of settings, and the failed runs without a line.
 
     Raises `UserError` if no run succeeded, or a figure is missing.
     """
@@ -232,10 +230,10 @@ def _sequences(row: Row) -> float:
 
 def _crosses(failed: Sequence[Row], columns: Sequence[str], splits: Sequence[str]
              ) -> tuple[dict[tuple[str, ...], dict[float, Row]], list[Row]]:
-    """Failed runs by line and batch, and those whose batch is not known.
+    """Return failed runs by line and batch size, and those of unknown batch size.
 
-    Of a failed run the file has the flags of the grid alone; one number of batches in all others is
-    its own too.
+    Rows of failed runs have only the flags of the grid. If all other rows have the same
+    num_gpu_batches, failed runs have it, too.
     """
     found: dict[tuple[str, ...], dict[float, Row]] = {}
     left = []
@@ -250,7 +248,7 @@ def _crosses(failed: Sequence[Row], columns: Sequence[str], splits: Sequence[str
 
 
 def draw_batch(rows: Sequence[Row]):
-    """The figure. Errors as of `batch_lines`, and of too many lines."""
+    """Return the figure. Raises `UserError`, also for too many lines."""
     found, left = batch_lines(rows)
     check_number_of(found)
     figure = new_figure(16, 6.4)
@@ -284,9 +282,9 @@ def _panel(axes, name: str, found: Sequence[Line], batches: Sequence[float]) -> 
 
 
 def _mark_failures(axes, found: Sequence[Line]):
-    """A cross at the bottom for each run that failed, in its line's colour.
+    """Draw a cross at the bottom for each failed run, in its line's colour.
 
-    Returns one for the legend, or None if there are none.
+    Returns a handle for the legend, or None.
     """
     reasons: dict[str, None] = {}
     for height, (line, look) in enumerate(zip(found, LINES, strict=False)):
@@ -301,12 +299,12 @@ BUDGET_FIGURES = {"throughput": lambda row: positive(row, "total_tokens_per_seco
 
 
 def percent(row: Row) -> float:
-    """Bytes of the KV cache as a share of those of one that keeps everything in 16 bits."""
+    """Return the KV cache bytes in percent of a full cache in 16 bits."""
     return 100 * positive(row, "kv_cache_bytes") / positive(row, "full_kv_cache_bytes")
 
 
 def budget_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
-    """A line for each combination of settings but for sizes of the cache, and the failed runs.
+    """Return a line for each combination of settings except cache sizes, and the failed runs.
 
     Runs with a full cache end all lines of otherwise equal settings. Raises `UserError` if no run
     succeeded, or a figure is missing.
@@ -332,7 +330,7 @@ def budget_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
 
 
 def draw_budget(rows: Sequence[Row]):
-    """The figure. Errors as of `budget_lines`, and of too many lines."""
+    """Return the figure. Raises `UserError`, also for too many lines."""
     found, failed = budget_lines(rows)
     check_number_of(found)
     figure = new_figure(10, 6.4)
@@ -353,7 +351,7 @@ def draw_budget(rows: Sequence[Row]):
 
 
 def _in_bytes(axes, whole: float) -> None:
-    """The same shares in bytes, along the top."""
+    """Add an axis in bytes on top."""
     unit, scale = ("GB", GB) if whole >= GB else ("MB", 1e6)
     top = axes.secondary_xaxis("top", functions=(lambda share: share / 100 * whole / scale,
                                                  lambda amount: amount * scale / whole * 100))

@@ -1,6 +1,4 @@
-"""Throughput by system: the rows of a comparison as bars, each with its roofline, a panel a
-scenario.
-"""
+"""Figure of a comparison: throughput by system with rooflines, a panel for each scenario."""
 
 from __future__ import annotations
 
@@ -20,10 +18,10 @@ from flexgen_h2o.metrics.figures import COLOURS, new_figure
 NEEDED = ("scenario", "model", "dtype", "prompt_len", "gen_len", "memory_gb", "device_memory_gb",
           "system", "documented", "at", "batch", "status", "reason", "tokens_per_s", "projected",
           "prefill_roofline_s", "decode_step_roofline_s")
-"""Columns."""
+"""Needed columns."""
 _OTHERS, _OURS, _HATCH = COLOURS["orange"], COLOURS["blue"], "///"
 _LETTERS = 50  # of a panel's title, on a line
-_ROOM = 1.0  # for the words right of the longest bar, in its lengths
+_ROOM = 1.0  # space for labels, in lengths of the longest bar
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,13 @@ class Bar:
     ----------
     system : str
     ours : bool
-        Whether it is this engine.
+        Whether this is the engine itself.
     batch : int
     rate, roofline : float or None
-        Generated tokens per second: measured, and those of its roofline. None: it did not run.
+        Generated tokens per second, measured and by the roofline; None if it did not run.
     projected : bool
     why : str
-        In short, why it did not run.
+        Why it did not run, in short.
     """
 
     system: str
@@ -54,20 +52,20 @@ class Bar:
 
 def panels(rows: Sequence[Row], *, scenarios: Sequence[str], at: str | None
            ) -> dict[str, list[Row]]:
-    """The rows of each scenario that is drawn.
+    """Return the rows of each scenario to draw.
 
     Parameters
     ----------
     rows : sequence of Row
     scenarios : sequence of str
-        Only these, in this order; none: all.
+        Only these, in this order; all by default.
     at : str or None
-        BEST or EQUAL: scenarios that lack it are left out. None: BEST where there is such a row.
+        BEST or EQUAL; scenarios without such rows are omitted. None: BEST where measured.
 
     Raises
     ------
     UserError
-        There is no such scenario or row, or a system has several.
+        A scenario or its rows are missing, or a system has several rows.
     """
     known = distinct(rows, "scenario")
     found: dict[str, list[Row]] = {}
@@ -90,7 +88,7 @@ def panels(rows: Sequence[Row], *, scenarios: Sequence[str], at: str | None
 
 
 def bar(row: Row) -> Bar:
-    """The bar of a row. `UserError` if it has no such figures."""
+    """Return the bar of a row. Raises `UserError` for missing figures."""
     batch, tokens = positive(row, "batch"), positive(row, "gen_len")
     rate = roofline = None
     if row["status"] == OK:
@@ -102,7 +100,7 @@ def bar(row: Row) -> Bar:
 
 
 def _why(row: Row) -> str:
-    """The reason of a row without figures, short enough for a slide."""
+    """Return the reason of a row without figures, short enough for a slide."""
     if row["status"] != REFUSED:
         return row["status"]
     for words, short in (("CUDA", "needs CUDA"), ("is not installed", "not installed"),
@@ -113,13 +111,13 @@ def _why(row: Row) -> str:
 
 
 def best_of_others(bars: Sequence[Bar]) -> float | None:
-    """Tokens per second of the fastest other system; None if none ran."""
+    """Return the tokens per second of the fastest other system; None if none ran."""
     return max((each.rate for each in bars if not each.ours and each.rate is not None),
                default=None)
 
 
 def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None = None):
-    """The figure: see `panels` for parameters and errors."""
+    """Return the figure; see `panels` for parameters and errors."""
     found = panels(rows, scenarios=scenarios, at=at)
     columns = 1 if len(found) == 1 else 2 if len(found) in (2, 4) else 3
     lines = -(-len(found) // columns)
@@ -196,7 +194,7 @@ _ROOFLINE = {"marker": "|", "markersize": 17, "markeredgewidth": 3, "color": COL
 
 
 def _words(each: Bar, best: float | None, at_best: bool) -> str:
-    """The label at a bar's end."""
+    """Return the label at a bar's end."""
     words = f"{each.rate:.3g}" if each.rate < 1000 else f"{each.rate:.0f}"
     if each.ours and best is not None:
         words += f" ({each.rate / best:.2g}x)"
@@ -204,7 +202,7 @@ def _words(each: Bar, best: float | None, at_best: bool) -> str:
 
 
 def _conditions(row: Row, at_best: bool) -> str:
-    """The title of a panel: all that its bars share."""
+    """Return the title of a panel: what its bars share."""
     lengths = f"{positive(row, 'prompt_len'):.0f}+{row['gen_len']} tokens"
     limits = [f"in {positive(row, name):g}\xa0GB{of}"
               for name, of in (("memory_gb", ""), ("device_memory_gb", " of the GPU")) if row[name]]

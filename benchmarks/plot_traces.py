@@ -1,4 +1,4 @@
-"""Time of a prefill and of a decode step, link by link: traces as bars."""
+"""Figures of traces: time by link and compute, and memory over time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LETTERS = 30  # of a panel's label, on a line
 
 @dataclass(frozen=True)
 class BarPart:
-    """A part of a run: its seconds, and those of its lanes, of which `IDLE` has no bytes."""
+    """A phase of a run: seconds in all and by lane, with `IDLE`."""
 
     name: str
     wall: float
@@ -40,9 +40,9 @@ class BarPart:
 
 
 def parts(trace: Trace, name: str) -> list[BarPart]:
-    """The prefill of all blocks, and of decode the mean step; all steps if their number is unknown.
+    """Return the prefill of all blocks and the mean decode step, or all steps if uncounted.
 
-    Raises `UserError` where the trace has no such phases; `name` is that of the file.
+    Raises `UserError` if the trace in file `name` has no phases.
     """
     found = []
     steps = trace.about.get("decode_steps")
@@ -63,7 +63,7 @@ def parts(trace: Trace, name: str) -> list[BarPart]:
 
 
 def label(about: dict[str, object], name: str) -> str:
-    """The title of a row of panels: the file's name, the model, batch and cache."""
+    """Return the title of a row of panels: file name, model, batch size and cache."""
     words = [name, what_ran(about)]
     if about.get("kv_cache_bytes") and about.get("full_kv_cache_bytes"):
         share = about["kv_cache_bytes"] / about["full_kv_cache_bytes"]
@@ -72,7 +72,7 @@ def label(about: dict[str, object], name: str) -> str:
 
 
 def draw_breakdown(paths: Sequence[str]):
-    """The figure of the traces in these files, a row of panels each. `UserError` if one is bad."""
+    """Return the figure of some traces, a row of panels each. Raises `UserError`."""
     traces = [Trace.read_chrome(path) for path in paths]
     found = [{part.name: part for part in parts(trace, path)}
              for trace, path in zip(traces, paths, strict=True)]
@@ -103,7 +103,7 @@ def draw_breakdown(paths: Sequence[str]):
 
 
 def _bars(axes, part: BarPart, lanes: Sequence[str]) -> None:
-    """A bar for each lane: alone, then what goes on while others are busy too."""
+    """Draw a bar for each lane: time alone, then time overlapped with others."""
     for place, lane in enumerate(lanes):
         time = part.lanes.get(lane)
         if time is None:
@@ -128,7 +128,7 @@ def _seconds(value: float) -> str:
 
 
 def _scale(axes, most: float) -> None:
-    """An axis of seconds or milliseconds up to `most` seconds, with room for words."""
+    """Scale an axis in seconds or milliseconds, with space for labels."""
     from matplotlib.ticker import FuncFormatter
 
     unit, scale = ("seconds", 1) if most >= 1 else ("milliseconds", 1e3)
@@ -138,7 +138,7 @@ def _scale(axes, most: float) -> None:
 
 
 def _legend() -> tuple[list, list[str]]:
-    """Handles and labels."""
+    """Return handles and labels."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -155,9 +155,9 @@ _SHADES = {"prefill": {"facecolor": COLOURS["sky"], "alpha": 0.35},
 
 
 def curves(trace: Trace, name: str) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds since the trace was begun and gigabytes, by memory.
+    """Return (seconds, gigabytes) curves by kind of memory.
 
-    Raises `UserError` where nothing was sampled; `name` is that of the file.
+    Raises `UserError` if the trace in file `name` has no samples.
     """
     found: dict[str, tuple[list[float], list[float]]] = {}
     for what, at, nbytes in sorted(trace.samples(), key=lambda sample: sample[1]):
@@ -165,12 +165,12 @@ def curves(trace: Trace, name: str) -> dict[str, tuple[list[float], list[float]]
         times.append(at)
         sizes.append(nbytes / GB)
     if not found:
-        raise UserError(f"{name} has no samples of memory: write it anew with --trace")
+        raise UserError(f"{name} has no samples of memory: run again with --trace")
     return found
 
 
 def draw_memory(path: str, *, limit: int | None = None):
-    """The figure of the trace in a file; `limit` is in bytes. `UserError` if it is no such file."""
+    """Return the figure of a trace; `limit` is in bytes. Raises `UserError`."""
     trace = Trace.read_chrome(path)
     found = curves(trace, path)
     figure = new_figure(12, 6.2)
@@ -199,7 +199,7 @@ def draw_memory(path: str, *, limit: int | None = None):
 
 
 def _shade(axes, trace: Trace) -> None:
-    """The phases of all blocks in the background, each named once."""
+    """Shade the phases of all blocks, each named once."""
     named = set()
     for name, lane, start, end, _ in trace.spans():
         if lane == PHASES and name in _SHADES:

@@ -1,4 +1,4 @@
-"""The look of all figures: fonts for a slide, Okabe and Ito's colours, the caption below."""
+"""Style of the figures, and the rows that they read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LINES = (
     {"color": COLOURS["sky"], "linestyle": (0, (1, 1)), "marker": "X"},
     {"color": "0.5", "linestyle": (0, (8, 2)), "marker": "*"},
 )
-"""Colours of one line after the other; they differ in dash and marker too."""
+"""Styles of successive lines; they differ in dash and marker, too."""
 GREY = "0.35"
 _STYLE = {"font.size": 13, "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12,
           "xtick.labelsize": 12, "ytick.labelsize": 12, "figure.titlesize": 17,
@@ -33,7 +33,7 @@ _LETTERS_PER_INCH = 13.0  # of the caption
 
 @contextmanager
 def slide_style() -> Iterator[None]:
-    """Draw with these fonts and lines during a ``with`` statement."""
+    """Context with fonts and lines for a slide."""
     import matplotlib
 
     with matplotlib.rc_context(_STYLE):
@@ -41,7 +41,7 @@ def slide_style() -> Iterator[None]:
 
 
 def entitle(figure, title: str, notes: Sequence[str], *, where: str) -> None:
-    """A title above a figure; below it, a line for each note and one of where it was measured."""
+    """Add a title, and a caption with a line for each note and one with the machine."""
     figure.suptitle(title, fontweight="bold", x=0.01, ha="left")
     width = int(figure.get_figwidth() * _LETTERS_PER_INCH)
     lines = [line for text in (*notes, f"Measured on {where}.")
@@ -50,19 +50,19 @@ def entitle(figure, title: str, notes: Sequence[str], *, where: str) -> None:
 
 
 def beside(figure, handles: Sequence, labels: Sequence[str]) -> None:
-    """A legend right of all panels, with lines long enough to see their dashes."""
+    """Add a legend right of all panels, with lines long enough to show dashes."""
     figure.legend(handles, labels, loc="outside right center", frameon=False, handlelength=3)
 
 
 def log_numbers(axis, values: Sequence[float], *, base: int = 10) -> None:
-    """Plain numbers on a logarithmic axis: each power, or 1, 2 and 5 of each where there are few.
+    """Label a logarithmic axis with plain numbers: powers, or also 2 and 5 if there are few.
 
     Parameters
     ----------
     axis : matplotlib Axis
-        Its scale is logarithmic.
+        With a logarithmic scale.
     values : sequence of float
-        That are to be seen, above 0.
+        Plotted values, above 0.
     base : int
         10 or 2.
     """
@@ -79,12 +79,10 @@ _MOST_NAMED = 3  # of hosts or commits in a caption
 
 
 def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
-    """All rows of a CSV file as text.
+    """Return all rows of a CSV file as text.
 
-    Raises
-    ------
-    UserError
-        The file is missing, is not CSV in UTF-8, has no rows or lacks one of the `needed` columns.
+    Raises `UserError` if the file is missing, is not CSV in UTF-8, has no rows or lacks one of the
+    `needed` columns.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -106,9 +104,9 @@ def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
 
 
 def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """The rows that have all the values of ``--only COLUMN=VALUE``.
+    """Return the rows selected by ``--only COLUMN=VALUE``.
 
-    Several values of one column stand for any of them. Raises `UserError` where nothing is left.
+    Several values of a column match any of them. Raises `UserError` if no row is left.
     """
     wanted: dict[str, set[str]] = {}
     for each in only:
@@ -123,7 +121,7 @@ def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
 
 
 def positive(row: Row, name: str) -> float:
-    """A cell's number. `UserError` unless it is above 0: an axis has no place for others."""
+    """Return a cell's number. Raises `UserError` unless it is above 0."""
     try:
         value = float(row[name])
     except ValueError:
@@ -134,12 +132,12 @@ def positive(row: Row, name: str) -> float:
 
 
 def distinct(rows: Sequence[Mapping], name: str) -> list[str]:
-    """The values of a column in order, without empty ones; none where the column is not there."""
+    """Return the distinct non-empty values of a column, in order."""
     return list(dict.fromkeys(str(row[name]) for row in rows if row.get(name) not in (None, "")))
 
 
 def measured_where(rows: Sequence[Mapping]) -> str:
-    """Machine, days and versions of rows or of what traces are about, as far as they tell."""
+    """Return machine, dates and versions of rows or traces, as far as known."""
     days = sorted({date[:10] for date in distinct(rows, "date")})
     parts = [_some(rows, "host"), _some(rows, "cpu"), _some(rows, "threads", "threads {}"),
              _some(rows, "device", "device {}"),
@@ -150,7 +148,7 @@ def measured_where(rows: Sequence[Mapping]) -> str:
 
 
 def what_ran(about: Mapping) -> str:
-    """Model, batch and lengths of the run that a trace is of; empty where it does not say."""
+    """Return model, batch size and lengths of a trace's run; empty if unknown."""
     if not {"model", "gpu_batch_size", "num_gpu_batches", "prompt_len", "gen_len"} <= set(about):
         return ""
     return (f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} sequences, "
@@ -165,7 +163,7 @@ def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
 
 
 def _packages(rows: Sequence[Mapping]) -> str:
-    """Packages of a comparison's `versions`, each once; this engine's own stand already."""
+    """Return the packages of a comparison's `versions`, without this engine."""
     pairs: dict[str, None] = {}
     for text in distinct(rows, "versions"):
         words = text.split()

@@ -1,15 +1,15 @@
-"""Models larger than the memory that a run may have, as users run them, beside their rooflines.
+"""Run models larger than memory as users do, and compare with the plan and the roofline.
 
     python benchmarks/make_checkpoint.py --model facebook/opt-6.7b --out /tmp/opt-6.7b
-    python benchmarks/scenarios.py --config configs/opt-6.7b-disk.yaml --path /tmp/opt-6.7b \\
+    python benchmarks/scenarios.py --config configs/opt6.7b_disk.yaml --path /tmp/opt-6.7b \\
         --memory 6GB
 
 A scenario is a config of `flex_opt`, planned (`percent: auto`) and run by the command line in a
-process of its own; with --memory within a memory cgroup, which counts the page cache too. Beside
-what it took stands what the plan said, and the roofline of the prefill and of a decode step: the
-largest of each link's bytes over its raw rate, measured before and after, and of compute alone.
-Compute alone is the same batch through two and more layers of the model in memory: their
-difference gives the time of a layer. A row is added to the CSV file for each scenario.
+separate process; with --memory in a memory cgroup, which counts the page cache, too. A row has the
+measured times, the planned ones, and the roofline of the prefill and of a decode step: the larger
+of disk bytes over the raw rate, measured before and after, and of compute alone. Compute alone is
+measured on the same batch through 2 and through 6 layers in memory; the difference gives the time
+of a layer. Each run appends a row to the CSV file.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from flexgen_h2o.storage.tiers import PAGE, Device
 
 MB = 1 << 20
 RAW = ((16 * MB, 2), (16 * MB, 4), (4 * MB, 4))
-"""Bytes of a raw request, and threads: the best counts."""
+"""Request sizes in bytes and threads of raw reads; the best setting counts."""
 RAW_RUNS, RAW_BYTES = 3, 1 << 30
-"""Runs of each, and bytes of a run."""
+"""Runs of each setting, and bytes of a run."""
 FEW_LAYERS = (2, 6)
 STEPS, REPEATS = 8, 3
-"""Decode steps of a run with few layers, and how often each is made: a median counts."""
+"""Decode steps of a run with few layers, and repeats, whose median counts."""
 PARTS = ("prefill", "step")
 COLUMNS = (
     "date", "commit", "host", "cpu", "scenario", "model", "weight_bits", "hh_ratio", "memory_gb",
@@ -64,7 +64,7 @@ COLUMNS = (
 
 
 def call(command: Sequence[str], group: MemoryGroup | None = None) -> None:
-    """Run a command, in a group if one is given. `UserError` if it failed."""
+    """Run a command, in a memory group if given. Raises `UserError` if it fails."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True,
                           preexec_fn=None if group is None else group.enter)
     if done.returncode:
@@ -72,10 +72,9 @@ def call(command: Sequence[str], group: MemoryGroup | None = None) -> None:
 
 
 def raw_rate(path: Path) -> float:
-    """Bytes per second of plain O_DIRECT reads of a file: the best of a few settings.
+    """Return the bytes per second of O_DIRECT reads of a file, the best of a few settings.
 
-    Every read is of another part of the file, as those of a run are: what lies below this system
-    may have a cache of its own.
+    Each read is of another part of the file, as in a run: layers below this system may have caches.
     """
     span = min(path.stat().st_size // (RAW_RUNS * len(RAW)), RAW_BYTES) // PAGE * PAGE
     buffer = Device().host_empty(max(request * threads for request, threads in RAW), touch=True)
@@ -91,15 +90,15 @@ def raw_rate(path: Path) -> float:
 
 
 def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:
-    """The seconds of so many layers, from those of two smaller counts."""
+    """Extrapolate seconds to `layers` layers from two smaller counts."""
     (less, more), (short, long) = few, seconds
-    if less == more:  # there are no more
+    if less == more:  # the model has no more
         return short
     return short + (layers - less) * (long - short) / (more - less)
 
 
 def with_layers(sizes: dict, count: int) -> dict:
-    """The config.json of a model's first layers alone."""
+    """Return the config.json with only the first layers."""
     if "text_config" in sizes:
         return sizes | {"text_config": with_layers(sizes["text_config"], count)}
     kinds = sizes.get("layer_types")
@@ -107,14 +106,14 @@ def with_layers(sizes: dict, count: int) -> dict:
 
 
 class MemoryScenario:
-    """A config of `flex_opt` and the folder of the weights that it runs on.
+    """A config of `flex_opt`, run on a folder of weights.
 
     Parameters
     ----------
     config, weights, scratch : Path
-        The YAML file; the folder of the weights; a folder for what the runs write.
+        The YAML file, the folder of the weights, and a temporary folder.
     memory : int or None
-        Bytes of the memory cgroup that it runs in; None: no limit.
+        Bytes of the memory cgroup; None for no limit.
     """
 
     def __init__(self, config: Path, weights: Path, *, scratch: Path, memory: int | None):
@@ -126,7 +125,7 @@ class MemoryScenario:
         self._file = files[-1]
 
     def row(self) -> dict[str, object]:
-        """All columns but those that say where and when."""
+        """Return all columns except those of date and machine."""
         before = raw_rate(self._file)
         peak = self._run()
         disk = statistics.mean((before, raw_rate(self._file)))
@@ -159,7 +158,7 @@ class MemoryScenario:
         return row
 
     def _run(self) -> int:
-        """Run it; the most memory that its group, or its process, had in use."""
+        """Run the scenario. Return the peak memory of its group, or of its process."""
         command = [sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(self._config),
                    "--path", str(self._weights), "--csv", str(self._scratch / "run.csv"),
                    "--trace", str(self._scratch / "run.json"), "--no-log", "--verbose", "1"]
@@ -172,13 +171,13 @@ class MemoryScenario:
             return group.peak()
 
     def _outcome(self, path: Path) -> tuple[dict, dict[str, str]]:
-        """The resolved config of a run, and its row of results."""
+        """Return the resolved config of a run and its result row."""
         with open(path, newline="", encoding="utf-8") as file:
             (row,) = csv.DictReader(file)
         return yaml.safe_load(Path(f"{path}.config.yaml").read_text(encoding="utf-8")), row
 
     def _compute_alone(self, values: dict) -> dict[str, float]:
-        """Seconds of the prefill and of a decode step with all weights and the cache in memory."""
+        """Return seconds of the prefill and of a decode step with weights and cache in memory."""
         sizes = json.loads((self._weights / "config.json").read_text(encoding="utf-8"))
         layers = sizes.get("text_config", sizes)["num_hidden_layers"]
         few = tuple(min(count, layers) for count in FEW_LAYERS)
@@ -202,7 +201,7 @@ class MemoryScenario:
 
 
 def policy_text(values: dict) -> str:
-    """The policy of a resolved config, as flags."""
+    """Return the policy of a resolved config as flags."""
     percent = " ".join(f"{share:g}" for share in values["percent"])
     return (f"--percent {percent} --gpu-batch-size {values['gpu_batch_size']} "
             f"--num-gpu-batches {values['num_gpu_batches']}")
@@ -211,10 +210,10 @@ def policy_text(values: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--config", type=Path, required=True, help="of flex_opt, YAML")
+    parser.add_argument("--config", type=Path, required=True, help="YAML file of flex_opt")
     parser.add_argument("--path", type=Path, required=True, help="folder of the weights")
     parser.add_argument("--memory", type=lambda text: parse_size("--memory", text),
-                        help="of the cgroup, such as 6GB; without it there is no limit")
+                        help="limit of the cgroup, such as 6GB (default: none)")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scenarios.csv"))
     args = parser.parse_args(argv)
     check_writable("--out", str(args.out))

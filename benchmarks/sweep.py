@@ -1,13 +1,13 @@
-"""Runs of the engine over a grid of any flags, into one CSV file.
+"""Run the engine over a grid of flags, into one CSV file.
 
     python benchmarks/sweep.py --config configs/sweep_batch.yaml --out sweep_batch.csv
 
-A config has `base`, the flags of every run, named as `flex_opt --config` takes them; `grid`, whose
-product is run, the last key fastest; and `repeats`. A key of the grid is a flag with a list of
-values, or a label whose names stand for several flags each. Every run is a process of its own; all
-cells are run once, then again. A cell that does not fit, takes too long or fails is a row with its
-reason and no figures, and is not repeated. Rows are on disk as they come, and the same command goes
-on where it was stopped.
+A config has `base`, the flags of every run, named as in `flex_opt --config`; `grid`, whose product
+is run, the last key fastest; and `repeats`. A key of the grid is a flag with a list of values, or a
+label whose names stand for several flags each. Each run is a separate process; all cells are run
+once, then again. A cell that does not fit, times out or fails is a row with a reason and without
+figures, and is not repeated. Each row is on disk as soon as it is measured, and the same command
+resumes a stopped sweep.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ Run = Callable[[RunConfig], Outcome]
 FIGURES = ("total_tokens_per_second", "decode_tokens_per_second", "prefill_seconds",
            "decode_seconds", "peak_process_bytes")
 """Columns whose medians are shown at the end."""
-
-
 PLACE = ("sweep", "flags", "repeat")
-"""Columns that say which run a row is."""
+"""Columns that identify a run."""
 ENDING = ("status", "reason")
 NOT_SWEPT = ("config", "plan_only", "hardware", "output", "csv", "trace", "log_file", "no_log",
              "verbose", "debug_mode")
-"""Flags of files and printing, of which a sweep has its own, and of runs that compute nothing."""
+"""Flags of files and printing, which a sweep sets itself, and of runs that compute nothing."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,9 @@ class Cell:
     sweep : str
         The sweep's name.
     axes : mapping of str to str
-        Each key of the grid and its value here, as the CSV file has it.
+        Each key of the grid and its value, as in the CSV file.
     given : mapping of str to object
-        The flags that the file gives it, and their checked values.
+        The flags of the config, with checked values.
     config : RunConfig
         All flags.
     """
@@ -78,12 +76,12 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """The values of the grid, in short."""
+        """The grid values in short."""
         return _label(self.axes)
 
     @property
     def flags(self) -> str:
-        """The given values as arguments of the command line."""
+        """The given values as command-line arguments."""
         words: list[str] = []
         for name, value in self.given.items():
             several = value if isinstance(value, tuple) else () if value is None else (value,)
@@ -96,13 +94,13 @@ class Cell:
         return shlex.join(words)
 
     def place(self, repeat: int) -> dict[str, object]:
-        """The columns `PLACE` of one of its runs."""
+        """Return the columns `PLACE` of a run."""
         return {"sweep": self.sweep, "flags": self.flags, "repeat": repeat}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All of a file: its name without the ending, the cells in order, and runs of each cell."""
+    """A config: its file name without suffix, the cells in order, and the runs of each cell."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -128,13 +126,13 @@ def load(path: Path, *, models: Path) -> Sweep:
     ----------
     path : Path
     models : Path
-        A model that is a folder below it is taken from there.
+        Folder that is searched for the model.
 
     Raises
     ------
     UserError
-        The file cannot be read, a key in it is unknown, a value is wrong, or the flags of a cell
-        contradict each other; it names the cell.
+        The file cannot be read, a key is unknown, a value is invalid, or the flags of a cell
+        contradict each other.
     """
     file = validated(_SweepFile, load_yaml(path), str(path))
     base = file.base
@@ -155,7 +153,7 @@ def load(path: Path, *, models: Path) -> Sweep:
 
 @dataclass(frozen=True)
 class _Value:
-    """One of an axis: the flags that it stands for, under a name if it has one."""
+    """A value of an axis: the flags that it stands for, with or without a name."""
 
     shown: str
     flags: Mapping[str, object]
@@ -163,9 +161,7 @@ class _Value:
 
 
 def _axis(name: str, spec: object) -> list[_Value]:
-    """The values of a key of the grid.
-
-    A flag has a list of them; any other key is a label, of names that stand for flags each.
+    """Return the values of a grid key: a list for a flag, names with flags for a label.
     """
     is_flag = name in {spec.name for spec in fields(RunConfig)}
     if not spec or not isinstance(spec, (list, dict)):
@@ -192,7 +188,7 @@ def _check_swept(where: str, flags: Mapping[str, object]) -> None:
 
 
 def _check_apart(base: Mapping[str, object], axes: Mapping[str, list[_Value]]) -> None:
-    """Refuse a flag that two keys of the grid set, or the base for nothing."""
+    """Refuse a flag that two grid keys set, or that the base sets without effect."""
     owners: dict[str, str] = {}
     for axis, values in axes.items():
         for name in dict.fromkeys(name for value in values for name in value.flags):
@@ -204,7 +200,7 @@ def _check_apart(base: Mapping[str, object], axes: Mapping[str, list[_Value]]) -
 
 def _cell(sweep: str, base: Mapping[str, object], point: Mapping[str, _Value], *, models: Path
           ) -> Cell:
-    """A point of the grid: the flags that its values stand for, over those of the base."""
+    """Return a point of the grid: the flags of its values override those of the base."""
     flags = dict(base)
     for value in point.values():
         flags |= value.flags
@@ -234,15 +230,13 @@ def _label(axes: Mapping[str, str]) -> str:
 
 
 def columns(sweeps: Sequence[Sweep]) -> tuple[str, ...]:
-    """Columns of the CSV file: which run it is, what of the grid results have no column for, the
-    rest."""
+    """Return the columns of the CSV file: the run, grid keys without a result column, results."""
     axes = dict.fromkeys(axis for sweep in sweeps for axis in sweep.axes)
     return (*PLACE, *(axis for axis in axes if axis not in CSV_COLUMNS), *CSV_COLUMNS, *ENDING)
 
 
 def row_of(cell: Cell, repeat: int, outcome: Outcome) -> dict[str, object]:
-    """A run's row but for other sweeps' keys. One that failed has what was asked for, no figures.
-    """
+    """Return the row of a run. A failed run has its given flags and no figures."""
     row: dict[str, object] = dict.fromkeys(CSV_COLUMNS)
     if outcome.status == OK:
         row |= outcome.row
@@ -254,13 +248,13 @@ def row_of(cell: Cell, repeat: int, outcome: Outcome) -> dict[str, object]:
 
 
 def runs_of(cell: Cell, repeats: int, table: RowTable) -> list[dict[str, str] | None]:
-    """The rows that a table has of a cell, None where it lacks one."""
+    """Return a cell's rows by repeat; None where one is missing."""
     return [table.find(cell.place(repeat)) for repeat in range(1, repeats + 1)]
 
 
 def to_run(sweeps: Sequence[Sweep], table: RowTable, *, retry_failed: bool
            ) -> list[tuple[Cell, int]]:
-    """Cells, and which of their repeats: what the table lacks, of cells that have not failed."""
+    """Return the missing (cell, repeat) pairs of cells that have not failed."""
     found = []
     for sweep in sweeps:
         for repeat in range(1, sweep.repeats + 1):
@@ -274,7 +268,7 @@ def to_run(sweeps: Sequence[Sweep], table: RowTable, *, retry_failed: bool
 
 
 def measure(todo: Sequence[tuple[Cell, int]], table: RowTable, run: Run) -> None:
-    """Run what is to be run, and add a row for each."""
+    """Run the pairs, and add a row for each."""
     failed = set()
     with tqdm(total=len(todo), unit="run", disable=None) as bar:
         for cell, repeat in todo:
@@ -293,7 +287,7 @@ def measure(todo: Sequence[tuple[Cell, int]], table: RowTable, run: Run) -> None
 
 
 def summary(sweep: Sweep, table: RowTable) -> str:
-    """Medians of each cell as aligned text, or why there are none."""
+    """Return the medians of each cell, or why there are none, as an aligned table."""
     lines = [(*sweep.axes, "runs", "tokens/s", "decode tokens/s", "prefill s", "decode s",
               "peak GB")]
     for cell in sweep.cells:
@@ -305,7 +299,7 @@ def summary(sweep: Sweep, table: RowTable) -> str:
 
 
 def figures(rows: Sequence[Mapping[str, str]]) -> list[str]:
-    """Medians of the columns `FIGURES`; a projected one says so."""
+    """Return the medians of the columns `FIGURES`; projected ones are marked."""
     texts = []
     for name in FIGURES:
         values = [float(row[name]) for row in rows if row[name]]
@@ -317,7 +311,7 @@ def figures(rows: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def read_sweeps(paths: Sequence[Path], models: Path) -> list[Sweep]:
-    """The sweeps of several files. Raises `UserError`, also for two of one name."""
+    """Read several configs. Raises `UserError`, also for two of the same name."""
     sweeps = [load(path, models=models) for path in paths]
     names = [sweep.name for sweep in sweeps]
     for name in names:
@@ -327,7 +321,7 @@ def read_sweeps(paths: Sequence[Path], models: Path) -> list[Sweep]:
 
 
 def check_rows(out: str, table: RowTable, sweeps: Sequence[Sweep]) -> None:
-    """Refuse a file with rows of runs that are not of these sweeps, before it is added to."""
+    """Refuse a file with rows of runs that are not of these sweeps."""
     known = {(sweep.name, cell.flags) for sweep in sweeps for cell in sweep.cells}
     for row in table.rows():
         if (row["sweep"], row["flags"]) not in known:
@@ -338,14 +332,14 @@ def check_rows(out: str, table: RowTable, sweeps: Sequence[Sweep]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--config", type=Path, nargs="+", required=True, help="of the sweep, YAML")
+    parser.add_argument("--config", type=Path, nargs="+", required=True, help="YAML file")
     parser.add_argument("--out", required=True,
-                        help="CSV file, which is gone on with where it is there")
+                        help="CSV file; an existing one is continued")
     parser.add_argument("--models", type=Path, default=Path("."),
-                        help="folder that holds models' folders; other names are fetched")
+                        help="folder of model folders; other models are fetched")
     parser.add_argument("--timeout", type=int, default=3600, help="seconds of one run")
     parser.add_argument("--retry-failed", action="store_true",
-                        help="run again what did not fit, took too long or failed")
+                        help="run cells again that did not fit, timed out or failed")
     args = parser.parse_args(argv)
     check_int("--timeout", args.timeout, low=1)
     sweeps = read_sweeps(args.config, args.models)

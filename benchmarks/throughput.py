@@ -1,14 +1,13 @@
-"""Prefill and decode beside transformers' generate, in memory and from disk, in one run.
+"""Time prefill and decode of the engine and of transformers, in memory and from disk.
 
     python benchmarks/make_checkpoint.py --model facebook/opt-1.3b --out /tmp/opt-1.3b
     python benchmarks/throughput.py --model /tmp/opt-1.3b --batches 1 4 16
 
-Every system runs in a process of its own on the same weights, prompts, lengths and threads; a
-warm-up (2 tokens after shorter prompts, same batch), then the systems in turn, `--repeats` times;
-medians. The baseline also runs with glibc's allocator tuned to its best (huge pages, nothing
-returned to the system); the engine runs as it is installed, since it allocates next to nothing in
-its loop. Beside each figure stands its roofline: bytes over the read rate measured in the same run,
-or FLOPs over the rate of matrix products, whichever is longer.
+Each system runs in a separate process with the same weights, prompts, lengths and threads. After a
+warm-up of 2 tokens on shorter prompts, the systems take turns `--repeats` times; figures are
+medians. transformers also runs with a tuned glibc allocator (huge pages, nothing returned to the
+system); the engine needs no tuning, as its loop hardly allocates. Each figure has its roofline:
+bytes over the measured read rate or FLOPs over the matmul rate, whichever is longer.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ COLUMNS = (
 
 
 def run_engine(args) -> list[dict]:
-    """The engine: all weights in memory, or all on disk (read with O_DIRECT: no page cache).
+    """Run the engine with all weights in memory or on disk (O_DIRECT, without page cache).
 
-    "h2o" keeps the heavy hitters and the newest tokens, `--hh-ratio` of the prompt each. Weights
-    of fewer bits come from the weight cache, which is filled before anything is timed.
+    "h2o" keeps heavy hitters and recent tokens, `--hh-ratio` of the prompt each. Quantized weights
+    come from the weight cache, which is filled first.
     """
     from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 
@@ -81,12 +80,12 @@ def run_engine(args) -> list[dict]:
 
 
 def weight_bits(system: str) -> int:
-    """Bits of the weights of a system of `SYSTEMS`."""
+    """Return the weight bits of a system of `SYSTEMS`."""
     return next((bits for bits in (12, 8, 4) if f"{bits}-bit" in system), 16)
 
 
 def run_transformers(args) -> list[dict]:
-    """transformers' generate with its default (sdpa) attention and cache."""
+    """Run transformers' generate with its default attention (SDPA) and cache."""
     import torch
     from baselines.huggingface import timed_generate
     from transformers import AutoModelForCausalLM
@@ -107,7 +106,7 @@ def run_transformers(args) -> list[dict]:
 
 
 def spawn(args, system: str, batch: int) -> list[dict]:
-    """Run one system in a process of its own and read its rows. `UserError` if it fails."""
+    """Run a system in a separate process and return its rows. Raises `UserError`."""
     command = [sys.executable, __file__, "--worker", system, "--batch", str(batch)]
     for name in ("model", "prompt_len", "warm_len", "gen_len", "dtype", "threads", "inner",
                  "hh_ratio"):
@@ -123,7 +122,7 @@ def spawn(args, system: str, batch: int) -> list[dict]:
 
 
 def amounts(config, batch: int, system: str, args) -> WorkAmount:
-    """Bytes of a decode step, FLOPs of a decode step and of a prefill (attention included)."""
+    """Return the bytes and FLOPs of a system's workload."""
     cached = args.prompt_len + args.gen_len / 2
     if "h2o" in system:
         cached = 2 * int(args.hh_ratio * args.prompt_len)
@@ -132,7 +131,7 @@ def amounts(config, batch: int, system: str, args) -> WorkAmount:
 
 
 def rates_of(args) -> dict[str, float]:
-    """This machine's rates, measured now."""
+    """Measure this machine's rates."""
     files = list(Path(args.model).glob("*.safetensors"))
     if not files:
         raise UserError(f"no safetensors file in --model {args.model}: make_checkpoint.py writes "
@@ -143,10 +142,9 @@ def rates_of(args) -> dict[str, float]:
 
 def rooflines(system: str, amount: WorkAmount, read: float, rates: dict, compute_alone: float
               ) -> tuple[float, float]:
-    """(prefill, decode step) in seconds: no system on this machine can be faster.
+    """Return the least seconds of the prefill and of a decode step.
 
-    From disk, `read` bytes a step, a step's compute alone is what the engine's step takes with the
-    weights in memory.
+    With weights on disk (`read` bytes a step), compute alone is the engine's step in memory.
     """
     prefill = amount.prefill_flops / rates["gemm"]
     from_memory = (amount.weight_bytes + amount.cache_bytes) / rates["memory"]
@@ -158,7 +156,7 @@ def rooflines(system: str, amount: WorkAmount, read: float, rates: dict, compute
 
 
 def describe(args) -> dict[str, object]:
-    """Columns that are the same for every row."""
+    """Return the columns that all rows share."""
     from importlib.metadata import version
 
     from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -172,7 +170,7 @@ def describe(args) -> dict[str, object]:
 
 
 def compare(args):
-    """All systems at each batch, interleaved; yields a row of medians for each system."""
+    """Measure all systems in turn at each batch size; yield a row of medians for each."""
     from flexgen_h2o.models.registry import from_transformers, read_config
 
     config = from_transformers(read_config(Path(args.model)), args.model)
@@ -193,7 +191,7 @@ def compare(args):
 
 
 def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
-    """One row of the table, from the medians of all systems at one batch."""
+    """Return a row from the medians of all systems at one batch size."""
     mine = middle[system]
     amount = amounts(config, batch, system, args)
     prefill_roofline, decode_roofline = rooflines(system, amount, mine["read"], rates,
@@ -219,7 +217,7 @@ def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> 
 
 
 def show(table: list[dict]) -> str:
-    """The rows as a Markdown table of the figures that matter."""
+    """Return the main figures as a Markdown table."""
     head = ("batch", "system", "load s", "prefill s", "decode step s", "tokens/s", "peak RSS GB",
             "prefill / roofline", "step / roofline", "decode vs transformers", "vs tuned",
             "vs engine")
@@ -241,16 +239,16 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens")
-    parser.add_argument("--warm-len", type=int, default=128, help="warm-up prompts' tokens")
+    parser.add_argument("--warm-len", type=int, default=128, help="tokens of warm-up prompts")
     parser.add_argument("--gen-len", type=int, default=16, help="tokens")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=3, help="rounds over all systems")
-    parser.add_argument("--inner", type=int, default=1, help="measurements a process and round")
+    parser.add_argument("--inner", type=int, default=1, help="measurements in each process")
     parser.add_argument("--csv", default="benchmarks/results/throughput.csv")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS),
-                        help="'engine' is needed: it is what others are compared with")
-    parser.add_argument("--hh-ratio", type=float, default=0.1, help="of 'engine h2o'")
+                        help="must include 'engine', which others are compared with")
+    parser.add_argument("--hh-ratio", type=float, default=0.1, help="for 'engine h2o'")
     parser.add_argument("--worker", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

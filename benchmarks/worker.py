@@ -17,8 +17,8 @@ from processes import FAILED, MEMORY, OK, REFUSED, drop_page_cache, enter_loaded
 from rooflines import measure_rates
 
 WARM_SHARE, WARM_TOKENS = 4, 2
-"""A warm-up has 1/WARM_SHARE of each prompt and generates WARM_TOKENS. On a GPU it is a whole run, as
-kernels are compiled and tuned for its lengths."""
+"""A warm-up has 1/WARM_SHARE of each prompt and generates WARM_TOKENS. On a GPU it is a whole run,
+as kernels are compiled and tuned for its lengths."""
 
 
 def bytes_read() -> int | None:

@@ -1,4 +1,4 @@
-"""The interface of a compared system, and what its files share. No torch."""
+"""Baselines of `compare.py`: other systems and this engine behind one interface. No torch."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from flexgen_h2o.metrics import provenance
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
                  "cannot allocate memory", "the run does not fit")
-"""Parts of out-of-memory errors of torch, the system and the engine, in lower case."""
+"""Parts of out-of-memory messages of torch, the system and the engine, in lower case."""
 NO_CUDA = "it needs CUDA, and there is no such device here"
 
 
 @dataclass(frozen=True)
 class BaselineSettings:
-    """Settings that all systems of a cell share, and the options of one.
+    """Settings shared by all systems of a cell, and the options of one.
 
     Attributes
     ----------
     dtype : str
-        float32, bfloat16 or float16: of weights and cache, where the options say nothing else.
+        float32, bfloat16 or float16: weights and cache, unless the options say otherwise.
     batch : int
-        Sequences at once.
+        Sequences computed together.
     prompt_len, gen_len : int
-        Tokens: the longest prompt, and what follows each. Fewer may be generated, to be projected.
+        Length of the longest prompt, and tokens to generate.
     scratch : str
-        A folder of the run's own, for what it offloads; its caller removes it.
+        Folder for offloaded data; the caller removes it.
     mean_prompt_len : float
-        Tokens.
     device_memory : int or None
-        Bytes of a GPU's memory that it may allocate; who runs it sees to that.
+        Bytes of GPU memory that it may allocate; the worker enforces it.
     options : mapping
-        As the configuration of the comparison has them.
+        Options from the config.
     """
 
     dtype: str
@@ -53,8 +52,9 @@ class BaselineSettings:
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of the prefill, which makes the first token, and of each decode step of all
-    sequences; the tokens of each sequence, in the order of the prompts, where the system tells.
+    """Seconds of the prefill and of each decode step, and the tokens of each sequence.
+
+    The prefill ends with the first token. Tokens are None if the system does not report them.
     """
 
     prefill: float
@@ -68,13 +68,13 @@ class Baseline(ABC):
     Attributes
     ----------
     documented : str
-        Where the settings that it is run with are documented as its best for this job.
+        Documentation of the settings that are used.
     options : mapping of str to object
-        The options that it takes, with their defaults.
+        Its options and their defaults.
     warms : bool
-        Whether a first call of `generate` warms up the next.
+        Whether a first call of `generate` is a warm-up.
     loads_alike : bool
-        Whether `prepare` does the same at every batch.
+        Whether `prepare` does the same at every batch size.
 
     Parameters
     ----------
@@ -92,45 +92,44 @@ class Baseline(ABC):
 
     @abstractmethod
     def refusal(self) -> str | None:
-        """Why it cannot run here; None if it can."""
+        """Return why the system cannot run here; None if it can."""
 
     @abstractmethod
     def version(self) -> str:
-        """The version, from the system's package or checkout."""
+        """Return the version of the package or checkout."""
 
     @classmethod
     def loads_beyond(cls, options: Mapping[str, Any]) -> bool:
-        """True if loading takes more memory than running, which alone is limited then: a system
-        that can do the job is not left out for how it begins. Its row says so.
+        """Return whether loading needs more memory than running.
+
+        If so, the memory limit starts after loading, and the row says so.
         """
         return False
 
     @classmethod
     def weight_bits(cls, options: Mapping[str, Any]) -> int:
-        """Bits of matrices; 16 stands for the scenario's dtype."""
+        """Return the bits of weight matrices; 16 means the scenario's dtype."""
         return options.get("weight_bits", 16)
 
-    def ready(self, model: Path) -> None:  # noqa: B027 - most need nothing
-        """Do once, in a process without limits, what would need more memory than a run may have,
-        and is kept: builds, measurements, converted weights.
-        """
+    def ready(self, model: Path) -> None:  # noqa: B027 (optional)
+        """Prepare what runs reuse, once and without limits: builds, converted weights, rates."""
 
     @abstractmethod
     def prepare(self, model: Path) -> str:
-        """Load a Hugging Face folder; how it is run, in a few words. Raises what it raises."""
+        """Load a Hugging Face folder. Return a short description of the settings."""
 
     @abstractmethod
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
-        """Continue token ids by `gen_len` tokens each, at least 2."""
+        """Generate `gen_len` tokens, at least 2, for each prompt."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Let go of everything; also after a failed `prepare`."""
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Release everything, also after a failed `prepare`."""
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of the system called `name`, those left out at their defaults.
+        """Return the options of the system `name`, with defaults.
 
-        Raises `UserError` of one that it does not take.
+        Raises `UserError` for an unknown option.
         """
         unknown = sorted(set(options) - set(cls.options))
         if unknown:
@@ -140,27 +139,27 @@ class Baseline(ABC):
 
 
 def missing(package: str, extra: str) -> str | None:
-    """Why a package cannot be used, if it is not installed."""
+    """Return why a package cannot be used; None if it is installed."""
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed: pip install '.[{extra}]'"
     return None
 
 
 def no_cuda() -> str | None:
-    """Why a system that needs CUDA cannot run here, if it can't. Loads torch."""
+    """Return why CUDA cannot be used; None if it can. Loads torch."""
     import torch
 
     return None if torch.cuda.is_available() else NO_CUDA
 
 
 def installed(*packages: str) -> str:
-    """Names and versions of packages, for a row; of one that is not installed only its name."""
+    """Return names and versions of packages; only the name of one that is not installed."""
     return " ".join(f"{package} {provenance.package_version(package)}".strip()
                     for package in packages)
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """True if an exception says that memory was too small."""
+    """Return whether an exception is an out-of-memory error."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(words in text for words in OUT_OF_MEMORY)
 

@@ -1,8 +1,8 @@
-"""FlexGen 0.1.8 by its own command line, whose log says what a run took. CUDA only.
+"""FlexGen 0.1.8 and the H2O authors' fork of it, by their command lines. CUDA only.
 
-It knows OPT shapes by name and takes prompts of its own, so that it runs on random weights of the
-shape (``--path _DUMMY_``) and no tokens can be compared. Each call is a process of its own, with
-FlexGen's own warm-up in it. A run that is cut short keeps the whole cache, and needs four tokens.
+They know OPT shapes by name and have their own prompts. They run on random weights (``--path
+_DUMMY_``), so tokens cannot be compared. Each call is a process with FlexGen's own warm-up. A
+shortened run keeps the whole cache and needs four tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_i
 sys.argv[:] = sys.argv[2:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-"""Program that runs a module as ``python -m`` does, in a share of the GPU's memory: BYTES MODULE
-ARGUMENTS..."""
+"""Program that runs a module like ``python -m`` in limited GPU memory: BYTES MODULE ARGUMENT..."""
 _FIGURES = re.compile(r"prefill latency: ([\d.]+) s.*?decode latency: ([\d.]+) s", re.DOTALL)
 
 
 def latencies(log: str) -> tuple[float, float]:
-    """Seconds of prefill and decode in what FlexGen has logged. `UserError` if it has not."""
+    """Return seconds of prefill and decode from FlexGen's log. Raises `UserError`."""
     found = _FIGURES.search(log)
     if found is None:
         raise UserError(f"FlexGen logged no latencies: {log.strip()[-200:]!r}")
@@ -41,10 +40,10 @@ def latencies(log: str) -> tuple[float, float]:
 
 
 class FlexGen(Baseline):
-    """See `baselines.base.Baseline`.
+    """FlexGen.
 
-    The option `flags` is given to its command line as it is, such as ``--percent 20 80 0 100 0
-    100``: its placement is chosen by hand. `num_gpu_batches` divides the batch.
+    `flags` go to its command line, such as ``--percent 20 80 0 100 0 100``: the placement is chosen
+    by hand. `num_gpu_batches` divides the batch.
     """
 
     documented = "https://github.com/FMInference/FlexLLMGen#readme"
@@ -78,7 +77,7 @@ class FlexGen(Baseline):
         return f"random weights, {settings.options['flags']} --num-gpu-batches {batches}"
 
     def command(self, gen_len: int, log: Path) -> list[str]:
-        """Its command line."""
+        """Return the command line."""
         settings, batches = self.settings, self.settings.options["num_gpu_batches"]
         within = ["-m"] if settings.device_memory is None else [
             "-c", LIMITED, str(settings.device_memory)]
@@ -91,7 +90,7 @@ class FlexGen(Baseline):
                 *settings.options["flags"].split()]
 
     def folder(self) -> str | None:
-        """Folder of its module; None: the installed packages."""
+        """Return the folder of its module; None for the installed package."""
         return None
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
@@ -105,16 +104,17 @@ class FlexGen(Baseline):
         if done.returncode:
             raise UserError(f"FlexGen failed: {done.stderr.strip()[-400:]}")
         prefill, decode = latencies(log.read_text(encoding="utf-8"))
-        log.unlink()  # it appends
-        step = decode / (self.settings.gen_len - 1)  # a cut run is projected by itself
+        log.unlink()  # FlexGen appends
+        step = decode / (self.settings.gen_len - 1)  # FlexGen projects a shortened run
         return Timings(prefill, (step,) * (gen_len - 1), None)
 
 
 class H2OFork(FlexGen):
-    """See `baselines.base.Baseline` and `FlexGen`.
+    """The H2O authors' fork of FlexGen, with ``--hh-ratio``.
 
-    The option `path` is the checkout's folder ``h2o_flexgen``; `cache_share` is that of prompt and
-    generated tokens which stays cached.
+    `path` is the folder ``h2o_flexgen`` of a checkout of https://github.com/FMInference/H2O;
+    `cache_share` is the share of prompt and generated tokens that stays cached. The warm-up that
+    the fork logs is commented out in its sources.
     """
 
     documented = "https://github.com/FMInference/H2O/tree/main/h2o_flexgen#readme"

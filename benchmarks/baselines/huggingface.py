@@ -1,6 +1,6 @@
-"""transformers' generate with a clock: what all systems that run its models share.
+"""Baselines that run models of transformers: in memory, offloaded by Accelerate or by DeepSpeed.
 
-torch is loaded only where a model runs: what a comparison asks of a system before that needs none.
+torch is imported only to run a model.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import torch
 
 class StepClock:
-    """Notes the time after each token, and before all: the first token ends the prefill.
+    """Stopping criterion that never stops and records the time after each token.
 
-    A stopping criterion that never stops; transformers only calls it.
+    The first token ends the prefill.
     """
 
     def __init__(self):
         self.times = [time.perf_counter()]
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_) -> torch.Tensor:
-        if input_ids.is_cuda:  # the token is only queued there; `generate` waits for it right after
+        if input_ids.is_cuda:  # the token is only queued; `generate` waits for it next
             import torch
 
             torch.cuda.current_stream().synchronize()
@@ -38,20 +38,20 @@ class StepClock:
         return input_ids.new_zeros(len(input_ids)).bool()
 
     def timings(self, tokens: torch.Tensor) -> Timings:
-        """With the tokens that were generated, [batch, new]."""
+        """Return the times with the generated tokens, [batch, new]."""
         prefill, *steps = (b - a for a, b in zip(self.times, self.times[1:], strict=False))
         return Timings(prefill, tuple(steps), tuple(map(tuple, tokens.tolist())))
 
 
 def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
-    """Greedy tokens of token ids of any lengths, never stopping early; shorter ones are padded.
+    """Generate greedily for prompts of any lengths, which are left-padded; never stop early.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Its end of text is an ordinary token from now on.
+        Its end-of-text token becomes an ordinary one.
     prompts, gen_len
-        As of `Baseline.generate`.
+        As in `Baseline.generate`.
     """
     import torch
 
@@ -74,7 +74,7 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
 
 @contextmanager
 def holding_cache(model, tokens: int) -> Iterator[None]:
-    """Use as much memory as the keys and values of so many tokens, where they would be."""
+    """Hold as much memory as the keys and values of `tokens` tokens."""
     import torch
 
     shape = from_transformers(model.config, "model")
@@ -86,7 +86,7 @@ def holding_cache(model, tokens: int) -> Iterator[None]:
 
 
 def empty_model(folder: Path):
-    """A model of a folder's config without any weights, to see what it is made of."""
+    """Return a model on the meta device, to inspect its modules."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,12 +95,12 @@ def empty_model(folder: Path):
 
 
 class HuggingFaceBaseline(Baseline):
-    """One that runs a model of transformers: `prepare` sets `model`."""
+    """A baseline that runs a model of transformers: `prepare` sets `model`."""
 
     model: Any = None
 
     def generate(self, prompts: Sequence[Sequence[int]], gen_len: int) -> Timings:
-        # Its cache grows: a run that is cut short must have room for the tokens that are left out.
+        # The cache grows: a shortened run must leave memory for the omitted tokens.
         with holding_cache(self.model, len(prompts) * (self.settings.gen_len - gen_len)):
             return timed_generate(self.model, prompts, gen_len)
 
@@ -109,7 +109,7 @@ class HuggingFaceBaseline(Baseline):
 
 
 class TransformersMemory(HuggingFaceBaseline):
-    """See `baselines.base.Baseline`."""
+    """transformers with all weights in memory, SDPA attention and its dynamic cache."""
 
     documented = "https://huggingface.co/docs/transformers/llm_optims"
 
@@ -134,9 +134,7 @@ ACCELERATE_TIERS = ("disk", "cpu")
 
 def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
                ) -> dict[str, str]:
-    """The device map of a transformers model: its `layers` decoder layers `far`, but for the
-    first `near_layers`.
-    """
+    """Return a device map: decoder layers on `far`, except the first `near_layers`."""
     from torch.nn import ModuleList
 
     def placed(module, prefix: str) -> Iterator[tuple[str, str]]:
@@ -154,9 +152,12 @@ def device_map(model, layers: int, *, near: str, far: str, near_layers: int = 0
 
 
 class AccelerateOffload(HuggingFaceBaseline):
-    """See `baselines.base.Baseline`.
+    """Accelerate's big model inference: decoder layers on disk or in host memory.
 
-    The option `offload` is one of `PLACES`; so many `near_layers` stay where they are computed.
+    Layers on disk are read from the checkpoint's safetensors file, through its memory map, for
+    every token; `load_checkpoint_and_dispatch`, which writes a copy first, was slower. Without a
+    GPU, layers in host memory are used in place. The first `near_layers` stay on the compute
+    device.
     """
 
     documented = "https://huggingface.co/docs/accelerate/usage_guides/big_modeling"
@@ -195,15 +196,15 @@ DEEPSPEED_TIERS = ("cpu", "nvme")
 
 def zero_config(settings: BaselineSettings, *, hidden: int, largest: int, pinned: bool
                 ) -> dict[str, Any]:
-    """DeepSpeed's configuration for inference: no optimizer, parameters fetched layer by layer.
+    """Return DeepSpeed's configuration for inference: parameters are fetched layer by layer.
 
     Parameters
     ----------
     settings : BaselineSettings
     hidden, largest : int
-        The model's hidden size, and the elements of its largest parameter.
+        The model's hidden size, and the number of elements of its largest parameter.
     pinned : bool
-        Whether buffers in host memory are page-locked, which copies to a GPU need to be fast.
+        Whether host buffers are page-locked, for fast copies to a GPU.
     """
     place = settings.options["offload"]
     offload: dict[str, Any] = {"device": place, "pin_memory": pinned}
@@ -226,7 +227,12 @@ def zero_config(settings: BaselineSettings, *, hidden: int, largest: int, pinned
 
 
 class DeepSpeedZero(HuggingFaceBaseline):
-    """See `baselines.base.Baseline`. The option `offload` is one of `PLACES`."""
+    """DeepSpeed ZeRO-Inference: ZeRO stage 3 with parameters in host memory or on NVMe.
+
+    Without a GPU, DeepSpeed's CPU accelerator computes. Its C++ parts are compiled at first use;
+    NVMe needs the headers of libaio (Debian: libaio-dev). A build that was killed leaves a `lock`
+    file below ~/.cache/torch_extensions, on which later builds wait: remove it.
+    """
 
     documented = "https://www.deepspeed.ai/2022/09/09/zero-inference.html"
     options: Mapping[str, Any] = {"offload": "cpu"}
@@ -259,7 +265,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
     def ready(self, model: Path) -> None:
         import torch
 
-        _start()  # builds what processes talk by, on a CPU
+        _start()  # builds the communication backend for CPUs
         if self.settings.options["offload"] == "nvme":
             from deepspeed.accelerator import get_accelerator
             from deepspeed.ops.op_builder import AsyncIOBuilder
@@ -279,7 +285,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
         config = zero_config(self.settings, hidden=empty.config.hidden_size,
                              largest=max(p.numel() for p in empty.parameters()),
                              pinned=torch.cuda.is_available())
-        # from_pretrained looks for a live one, to partition weights as they are loaded.
+        # from_pretrained looks for a live object, to partition weights while loading.
         self._kept = HfDeepSpeedConfig(config)
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype=getattr(torch, self.settings.dtype))
@@ -298,7 +304,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
 
 
 def _choose_accelerator() -> None:
-    """Tell DeepSpeed, before it is imported, that there is no GPU."""
+    """Select DeepSpeed's CPU accelerator without a GPU. Call it before importing deepspeed."""
     import torch
 
     if not torch.cuda.is_available():
@@ -306,7 +312,7 @@ def _choose_accelerator() -> None:
 
 
 def _start() -> None:
-    """Begin as a launcher of one process would."""
+    """Set up a process group of one, as a launcher would."""
     _choose_accelerator()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,8 +1,11 @@
 """llama.cpp on a CPU, by the low-level functions of llama-cpp-python: parallel sequences, greedy.
 
-One context holds all sequences of the batch, each in a stream of its own, as llama.cpp's
-`llama-batched-bench` has them. A step of all of them is one call. Tokens are chosen by the highest
-logit outside of it: its sampler first copies every logit into a list of candidates.
+One context holds all sequences of the batch, each in its own stream, as in `llama-batched-bench`. A
+decode step is one call. The argmax is taken outside, as llama.cpp's sampler copies all logits into
+a list of candidates first.
+
+GGUF files are written by the `gguf` package from Hugging Face folders of LLaMA or Qwen3-MoE, with
+the tensor names that the engine reads. They have no tokenizer: benchmarks give token ids.
 """
 
 from __future__ import annotations
@@ -32,27 +35,26 @@ if TYPE_CHECKING:
     from flexgen_h2o.models.checkpoint import Checkpoint
 
 N_BATCH, PADDED = 2048, 256
-"""Tokens of a call, llama.cpp's default; and to what it rounds a sequence's room up."""
+"""Tokens of a call (llama.cpp's default), and the multiple of a sequence's capacity."""
 PROBE_TOKENS, PROBE_STEPS, PROBES = 16, 4, 2
 _ERROR = 3  # level of log messages
 
 
 class LlamaCpp(Baseline):
-    """See `baselines.base.Baseline`.
+    """llama.cpp.
 
-    Options are the type of all matrices, `weights`, one of `llama_gguf.BITS`; `threads` (default:
-    as many of those that the comparison gives as are fastest, for prompts and for steps, tried on
-    the batch while it loads); `n_ubatch`, tokens that compute together; `flash_attention`; and
-    `repack`, llama.cpp's default: weights are held in memory in the order that its fastest products
-    take. Without it they are read from the file through the page cache, as they must be where
-    memory does not hold them. The cache is in float16, llama.cpp's default.
+    `weights` is the type of all matrices, one of `BITS`. `threads` is by default the fastest count
+    for prompts and for steps, measured while loading. `n_ubatch` is the number of tokens computed
+    together. `repack`, llama.cpp's default, keeps weights in memory in the layout of its fastest
+    kernels; without it they are read through the page cache, as they must be if memory is too
+    small. The cache is in float16, llama.cpp's default.
     """
 
     documented = ("https://github.com/ggml-org/llama.cpp/blob/master/docs/development/"
                   "token_generation_performance_tips.md")
     options: Mapping[str, Any] = {"weights": "Q4_0", "threads": None, "n_ubatch": 512,
                                   "flash_attention": True, "repack": True}
-    loads_alike = False  # its cache is of the batch
+    loads_alike = False  # the cache depends on the batch size
     _lib: Any = None
     _model = _context = _batch = None
 
@@ -104,17 +106,17 @@ class LlamaCpp(Baseline):
                 f"{' '.join(info.split())}")
 
     def _listen(self) -> None:
-        """Keep what it says of errors, and let it print nothing."""
+        """Record error messages and print nothing."""
         @self._lib.llama_log_callback
         def heard(level: int, text: bytes, _) -> None:
             if level == _ERROR:
                 self._errors.append(text.decode(errors="replace").strip())
 
-        self._heard = heard  # it must outlive the calls
+        self._heard = heard  # must outlive the calls
         self._lib.llama_log_set(heard, None)
 
     def _open(self, path: Path) -> None:
-        """Load the model, and make room for all tokens of all sequences."""
+        """Load the model, and make a context for all sequences."""
         settings = self.settings
         wanted = self._lib.llama_model_default_params()
         wanted.n_gpu_layers = 0
@@ -127,7 +129,7 @@ class LlamaCpp(Baseline):
         room = -(-(settings.prompt_len + settings.gen_len) // PADDED) * PADDED
         asked = self._lib.llama_context_default_params()
         asked.n_ctx, asked.n_seq_max = room * settings.batch, settings.batch
-        asked.kv_unified = False  # a stream for each, as the others' tokens are masked otherwise
+        asked.kv_unified = False  # one stream a sequence; else other sequences are masked
         asked.n_batch, asked.n_ubatch = N_BATCH, settings.options["n_ubatch"]
         asked.flash_attn_type = int(settings.options["flash_attention"])
         self._context = self._lib.llama_init_from_model(self._model, asked)
@@ -135,7 +137,7 @@ class LlamaCpp(Baseline):
             raise RuntimeError(f"llama.cpp makes no context: {' '.join(self._errors[-3:])}")
 
     def _choose_threads(self) -> tuple[int, int]:
-        """Set the numbers of threads for prompts and for steps; the fastest unless one is given."""
+        """Set and return the numbers of threads for prompts and for steps."""
         tried = [self.settings.options["threads"]]
         if tried == [None]:
             most = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
@@ -167,7 +169,7 @@ class LlamaCpp(Baseline):
         return Timings(prefill, tuple(steps), tuple(map(tuple, tokens)))
 
     def _prompted(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """The token that follows each prompt."""
+        """Return the first token of each sequence."""
         entries = list(chain.from_iterable(
             ((token, position, row, position == len(prompt) - 1)
              for position, token in enumerate(prompt)) for row, prompt in enumerate(prompts)))
@@ -177,9 +179,7 @@ class LlamaCpp(Baseline):
         return [first[row] for row in range(len(prompts))]
 
     def _decoded(self, entries: Iterable[tuple[int, int, int, bool]]) -> dict[int, int]:
-        """Run tokens, each with its position, its sequence, and whether one is to follow it: those
-        that follow, by sequence.
-        """
+        """Run (token, position, sequence, predict) entries. Return tokens by sequence."""
         batch, wanted = self._batch, []
         for index, (token, position, row, follows) in enumerate(entries):
             batch.token[index], batch.pos[index] = token, position
@@ -208,21 +208,21 @@ class LlamaCpp(Baseline):
 
 
 BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F32": 16}
-"""Types of matrices, and the bits of a weight as scenarios count them: 16 is their dtype.
+"""Matrix types and nominal bits; 16 means the scenario's dtype.
 
-Q4_0 has a float16 scale for 32 weights, 4.5 bits in all; Q4_1 a float16 minimum beside it, 5 bits.
-The engine's 4-bit groups have both for 64 weights, 4.5 bits.
+Q4_0 has a float16 scale for 32 weights (4.5 bits in all), Q4_1 also a float16 minimum (5 bits). The
+engine's 4-bit groups have both for 64 weights (4.5 bits).
 """
 _BLOCK = 32
 _NAMES: Mapping[str, str] = {"llama": "llama", "qwen3_moe": "qwen3moe"}
-"""From a family to `general.architecture`."""
+"""Model family to `general.architecture`."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of the file: its name, shape and type, and the model's that it is made of.
+    """A tensor of the file: name, shape, type, and the checkpoint tensors that it is made of.
 
-    Those are one matrix or vector by its name on the hub, or one of each expert of a layer.
+    Experts of a layer are stacked into one tensor.
     """
 
     name: str
@@ -232,10 +232,10 @@ class FileTensor:
 
 
 def gguf_file(folder: Path, weights: str) -> Path:
-    """The GGUF file of a folder, written into the user's cache once.
+    """Return the GGUF file of a folder, which is written into the cache once.
 
-    All matrices are of the type `weights`, the embedding and the head too, as the engine's are in
-    4 bits; norms and routers are float32.
+    All matrices have the type `weights`, also the embedding and the head, as in the engine with 4
+    bits. Norms and routers are float32.
 
     Parameters
     ----------
@@ -247,8 +247,8 @@ def gguf_file(folder: Path, weights: str) -> Path:
     Raises
     ------
     UserError
-        The model is of another architecture, has rows that do not fill blocks, cannot be read,
-        or the cache cannot be written.
+        The architecture is not supported, rows do not fill blocks, or a file cannot be read or
+        written.
     """
     from flexgen_h2o.models.convert import build_once, converted, weight_files
 
@@ -265,8 +265,7 @@ def _file(folder: Path) -> Path:
 
 
 def gguf_config(folder: Path) -> ModelConfig:
-    """The sizes of a folder's model. Raises `UserError` unless it is a LLaMA or Qwen3-MoE without
-    biases."""
+    """Return the config of a LLaMA or Qwen3-MoE without biases. Raises `UserError` for others."""
     values = read_config(folder)
     config = from_transformers(values, folder.name)
     known = (values["model_type"] in _NAMES and config.activation == "silu"
@@ -328,7 +327,7 @@ def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
 
 def _tensors(config: ModelConfig, weights: GGMLQuantizationType, plain: GGMLQuantizationType
              ) -> list[FileTensor]:
-    """The tensors of the file. Raises `UserError` where rows do not fill blocks."""
+    """Return the tensors of the file. Raises `UserError` if rows do not fill blocks."""
     specs = {spec.name: spec for group in config.weights.groups() for spec in group.values()}
     parts: dict[str, list[str]] = {}
     for name in specs:
@@ -346,7 +345,7 @@ def _tensors(config: ModelConfig, weights: GGMLQuantizationType, plain: GGMLQuan
 
 
 def _add_metadata(writer: GGUFWriter, config: ModelConfig) -> None:
-    """The values that llama.cpp asks of a model, and of a file that has no tokenizer."""
+    """Add the metadata that llama.cpp needs."""
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.hidden_size)
@@ -367,7 +366,7 @@ def _add_metadata(writer: GGUFWriter, config: ModelConfig) -> None:
 
 
 def rope_factors(config: ModelConfig) -> np.ndarray | None:
-    """The divisors of the rotation's frequencies, float32 [head_dim / 2]; None where all are 1."""
+    """Return the divisors of RoPE frequencies, float32 [head_dim / 2]; None if all are 1."""
     import torch
 
     from flexgen_h2o.models.rope import frequencies
@@ -388,7 +387,7 @@ def _read(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> np.ndarray
 
 
 def _gguf_name(name: str, config: ModelConfig) -> str:
-    """llama.cpp's name of a tensor of the hub; all experts of a layer are in one."""
+    """Return llama.cpp's name of a checkpoint tensor; experts of a layer share one."""
     known = ARCHITECTURES[_NAMES[config.family]]
     outer = {hub: own for own, hub in known.outer.items()}
     inner = {hub: own for own, hub in known.layer.items()}
@@ -400,10 +399,10 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
 
 
 def in_pairs(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a query or key projection so that those which rotate together are neighbours.
+    """Interleave the rows of a query or key projection, as llama.cpp's LLaMA expects.
 
-    On the hub the two halves of a head rotate together, in llama.cpp's LLaMA pairs do. With no
-    `heads` the rows stay as they are.
+    Hugging Face checkpoints rotate the two halves of a head together, llama.cpp rotates pairs. With
+    0 `heads` nothing changes.
     """
     if not heads:
         return values

@@ -1,4 +1,4 @@
-"""This engine: full cache or heavy hitters, weights and cache in 16 bits or fewer."""
+"""This engine, with a full, evicting or retrieving cache, and 16 bits or fewer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from flexgen_h2o.errors import UserError
 
 
 def ratio_of_text(settings: BaselineSettings) -> float | None:
-    """``--hh-ratio`` that keeps the option `cache_share` of prompt and generated tokens.
+    """Return the ``--hh-ratio`` that keeps `cache_share` of prompt and generated tokens.
 
-    A ratio is of the prompt, and heavy hitters and recent tokens take it each; the paper counts
-    both, of the whole text. Prompts of several lengths get it for their mean. None: the full cache.
+    The ratio is a share of the prompt, for heavy hitters and for recent tokens each; the paper
+    counts both as a share of the whole text. Prompts of different lengths count by their mean.
+    None means the full cache.
     """
     share = settings.options["cache_share"]
     if share is None or share >= 1:
@@ -30,18 +31,16 @@ def ratio_of_text(settings: BaselineSettings) -> float | None:
 
 
 def by_step(seconds: Sequence[float], steps: int) -> tuple[float, ...]:
-    """Seconds of each step of all sequences, from those of one block after the other."""
+    """Return seconds of each step of all sequences, from the steps of consecutive blocks."""
     return tuple(sum(seconds[step::steps]) for step in range(steps))
 
 
 class Ours(Baseline):
-    """See `baselines.base.Baseline`.
+    """This engine.
 
-    Options are `cache_share`, that of prompt and generated tokens which stays cached;
-    `weight_bits`, `activation_bits` and `cache_bits`; `recall`, with which nothing is evicted and
-    `cache_share` is what a new token attends to, its `index_bits`, `fetch_chosen` and `fast_set`;
-    and how it is run, as `flex_opt` takes it: `percent` (default: auto, planned for the batch),
-    `gpu_batch_size`, `num_gpu_batches` and `hh_long_seq`.
+    `cache_share` is the share of prompt and generated tokens that stays cached or, with `recall`,
+    that a new token attends to. The other options are those of `flex_opt`; `percent` is planned
+    for the batch size by default.
     """
 
     documented = "README.md, --percent auto"
@@ -49,7 +48,7 @@ class Ours(Baseline):
         "cache_share": None, "weight_bits": 16, "activation_bits": 16, "cache_bits": 16,
         "recall": False, "index_bits": 4, "fetch_chosen": False, "fast_set": None,
         "percent": AUTO, "gpu_batch_size": None, "num_gpu_batches": None, "hh_long_seq": False}
-    loads_alike = False  # it plans for the batch
+    loads_alike = False  # plans depend on the batch size
     _llm = None
 
     @classmethod
@@ -79,7 +78,7 @@ class Ours(Baseline):
         if config.percent == AUTO:
             load_or_calibrate(open_device(config.device), config.offload_dir,
                               progress=lambda words: None)
-        if config.resolved_weight_bits != 16:  # quantized, into the cache of such weights
+        if config.resolved_weight_bits != 16:  # fills the cache of quantized weights
             open_llm(config, policy=Policy(weights=Placement(0, 0, 100)), progress=False).close()
 
     def prepare(self, model: Path) -> str:
@@ -98,9 +97,9 @@ class Ours(Baseline):
 
     @staticmethod
     def config(model: Path, settings: BaselineSettings) -> RunConfig:
-        """The configuration of this run, as `flex_opt` would read it. Raises `UserError`."""
+        """Return the configuration of this run. Raises `UserError`."""
         options = dict(settings.options)
-        del options["cache_share"]  # in the form of a ratio
+        del options["cache_share"]  # becomes a ratio
         ratio = ratio_of_text(settings)
         if ratio is not None:
             options["hh_ratio"] = ratio
