@@ -1,12 +1,12 @@
-"""Savings of a smaller cache: memory, decode time and traffic, beside the full cache, in one run.
+"""Memory, decode time and disk traffic of smaller caches, compared with the full cache.
 
     python benchmarks/studies/cache.py
 
-OPT-125M's shape with random weights. The caches go in turn, `--repeats` times, each after a short
-warm-up; medians. The roofline of a decode step is the bytes that it has to read: weights, and the
-cache at rest, over the memory rate measured in the same run; with the cache on disk, its bytes over
-the raw O_DIRECT rate of the same run (page cache bypassed). What a step writes to disk is without
-what the prefill writes, which is measured by a run that ends with it.
+The model has OPT-125M's shape and random weights. Caches take turns `--repeats` times, each after a
+short warm-up; figures are medians. The roofline of a decode step is the bytes of weights and cache
+over the memory rate of the same run or, with the cache on disk, its bytes over the raw O_DIRECT
+rate of the same run. Disk writes of a step exclude those of the prefill, which a run that ends
+after the prefill measures.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ COLUMNS = (
 
 
 def measure(args, name: str) -> dict[str, float]:
-    """One run of one cache."""
+    """Measure one run of a cache."""
     options = dict(CACHES[name])
     tiers.GROWTH = options.pop("growth", GROWTH)
     policy = Policy(gpu_batch_size=args.batch,
@@ -59,7 +59,7 @@ def measure(args, name: str) -> dict[str, float]:
         llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=2, eos_token_id=-1)
         outputs = llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=-1)
         stats, steps, by_prefill = llm.stats, args.gen_len - 1, 0
-        if policy.cache.disk:  # the same once more, where the first tokens end it
+        if policy.cache.disk:  # run again, ending with the first tokens
             ends = [output.token_ids[0] for output in outputs]
             llm.generate(prompts, max_new_tokens=args.gen_len, eos_token_id=ends)
             by_prefill = written_bytes(llm.stats)
@@ -75,7 +75,7 @@ def measure(args, name: str) -> dict[str, float]:
 
 
 def written_bytes(stats: RunStats) -> int:
-    """Bytes that a run has written to disk."""
+    """Return the bytes that a run has written to disk."""
     return stats.links.get("cpu->disk", (0,))[0]
 
 
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def write(args, found, memory_rate: float, disk_rate: float) -> None:
-    """Medians, rooflines and ratios as CSV and as a table."""
+    """Write medians, rooflines and ratios as CSV, and print them."""
     middle = {name: {key: statistics.median(row[key] for row in rows) for key in rows[0]
                      if key != "dtype"} for name, rows in found.items()}
     rows = []

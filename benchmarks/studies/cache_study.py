@@ -1,4 +1,4 @@
-"""Flags, rates and rows of studies that set several caches of one model beside each other."""
+"""Flags, rates and rows of studies that compare caches of one model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ RUN_COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "
 
 def parser(text: str, caches: Collection[str], *, model: str, prompt_len: int, gen_len: int,
            batch: int, csv: str) -> argparse.ArgumentParser:
-    """The flags of a study: what is run, by these defaults, and where rows are written.
+    """Return the parser of a study, with these defaults.
 
     Parameters
     ----------
     text : str
         The study's docstring, whose first line describes it.
     caches : collection of str
-        Names that ``--caches`` takes.
+        Choices of ``--caches``.
     """
     flags = argparse.ArgumentParser(description=text.splitlines()[0])
     flags.add_argument("--model", default=model)
@@ -48,10 +48,7 @@ def parser(text: str, caches: Collection[str], *, model: str, prompt_len: int, g
 
 
 def parsed(flags: argparse.ArgumentParser) -> argparse.Namespace:
-    """The values of a study's flags.
-
-    Raises `UserError` for numbers of which no figures would come, and for rows that could not be
-    written.
+    """Parse the flags of a study. Raises `UserError` for invalid numbers or an unwritable file.
     """
     args = flags.parse_args()
     for name, low in (("prompt_len", 1), ("gen_len", 2), ("batch", 1)):
@@ -61,7 +58,7 @@ def parsed(flags: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def offload_read_rate(offload_dir: str | None) -> float:
-    """Bytes per second of long O_DIRECT reads in a folder; None: the one of the disk tier."""
+    """Return the bytes per second of long O_DIRECT reads in a folder (default: the disk tier's)."""
     place = Path(offload_dir or OFFLOAD_DIR).expanduser()
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=place) as file:
@@ -73,7 +70,7 @@ def offload_read_rate(offload_dir: str | None) -> float:
 
 def write_rows(args: argparse.Namespace, columns: Sequence[str],
                rows: Iterable[Mapping[str, object]]) -> None:
-    """Write the rows as they come, and print them; those of a run that is stopped stay."""
+    """Write each row at once and print it; a stopped run keeps its rows."""
     file = RowsFile(args.csv, columns)
     with keeping(file):
         for row in rows:
@@ -83,12 +80,12 @@ def write_rows(args: argparse.Namespace, columns: Sequence[str],
 
 
 def full_first(caches: Collection[str]) -> list[str]:
-    """The names of caches, with that of the full one, which others are compared with, in front."""
+    """Return the names of caches, the full one first."""
     return sorted(caches, key=lambda name: name != "full")
 
 
 def run_columns(args: argparse.Namespace) -> dict[str, object]:
-    """When, with what and on which machine the flags' runs were done."""
+    """Return the columns of date, versions, machine and flags."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": source_commit(), "host": platform.node(), "threads": torch.get_num_threads(),

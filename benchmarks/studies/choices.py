@@ -1,11 +1,11 @@
-"""Accuracy on items of four choices, by cache: this engine's policies, recall, presses of kvpress.
+"""Accuracy on multiple-choice items by cache: this engine's policies, recall, kvpress.
 
-    pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
+    pip install kvpress==0.5.5    # in a separate environment: needs transformers < 5.3
     python benchmarks/studies/choices.py --input-path xsum_0shot.jsonl --presses SnapKV TOVA
 
-The items are those of lm_eval_budgets.py, and so is what counts as right; here everybody reads an
-article whole, cuts its cache once and keeps all that follows, as kvpress does. `which` has the
-choice of each item. Rows that the file has already, of the same items, are not made again.
+Items and scoring are those of lm_eval_budgets.py. Each cache is cut once after the article, and
+keeps all later tokens, as in kvpress. The column `which` has the choice for each item. Existing
+rows of the same items are not measured again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ TOGETHER = 8
 
 @dataclass(frozen=True)
 class ChoiceItem:
-    """An article, summaries, and which of them is its, as tokens; `lengths` are of characters."""
+    """An article, candidate summaries and the right one, as tokens; `lengths` in characters."""
 
     prompt: list[int]
     choices: list[list[int]]
@@ -64,17 +64,17 @@ class ChoiceItem:
     gold: int
 
     def right(self, scores: Sequence[float]) -> bool:
-        """True if the likeliest choice is the article's."""
+        """Return whether the likeliest choice is the right one."""
         return max(range(len(scores)), key=scores.__getitem__) == self.gold
 
     def right_by_length(self, scores: Sequence[float]) -> bool:
-        """The same of scores per character, as the harness's acc_norm counts."""
+        """Return the same for scores per character, as in acc_norm."""
         return self.right([score / length for score, length in zip(scores, self.lengths,
                                                                    strict=True)])
 
 
 def make_items(items: Iterable[Mapping], tokenizer) -> list[ChoiceItem]:
-    """Items of `lm_eval_budgets.items` as the harness cuts them into tokens."""
+    """Tokenize items of `lm_eval_budgets.items` as the harness does."""
     found = []
     for item in items:
         context = f"Article: {item['article']}\nSummary:"
@@ -88,10 +88,9 @@ def make_items(items: Iterable[Mapping], tokenizer) -> list[ChoiceItem]:
 
 def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
            ) -> tuple[list[list[float]], int]:
-    """Log-probabilities of each item's choices by this engine, and bytes of a sequence's cache,
-    with the room that it has for a choice.
+    """Score each item's choices with this engine. Returns log-probabilities and cache bytes.
 
-    All choices of some items are a batch, for which a cache that is cut reads each article once.
+    A batch has all choices of some items, so that an evicting cache reads each article once.
     """
     each = len(items[0].choices)
     batch = each * min(TOGETHER, len(items))
@@ -105,8 +104,10 @@ def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | Non
 
 def pressed_scores(items: Sequence[ChoiceItem], model, one: Rival, percent: float
                    ) -> tuple[list[list[float]], int]:
-    """The same by kvpress on transformers, which reads an article once too; bytes are those of the
-    longest, when it has been cut."""
+    """Score each item's choices with kvpress on transformers.
+
+    The bytes are those of the largest cache after the cut.
+    """
     attention_of(model, one)
     found, most = [], 0
     for item in items:
@@ -129,7 +130,7 @@ def pressed_scores(items: Sequence[ChoiceItem], model, one: Rival, percent: floa
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
-    """The cache of a name that keeps, or attends to, `percent` of a prompt."""
+    """Return the cache that keeps, or attends to, `percent` of a prompt."""
     share = percent / 200
     if cache == FULL:
         return None
@@ -139,7 +140,7 @@ def config_of(cache: str, percent: float) -> H2OConfig | None:
 
 
 class ChoiceRows:
-    """Items, what answers them, and the file of what came of it."""
+    """Rows of the results of items by cache."""
 
     def __init__(self, args: argparse.Namespace, made: Sequence[ChoiceItem]):
         self.args, self.items = args, made
@@ -149,7 +150,7 @@ class ChoiceRows:
             INPUT: digest(made)})
 
     def add(self, system: str, cache: str, percent: float) -> None:
-        """The row of a cache, unless the file has it; the full cache's comes first."""
+        """Add the row of a cache unless it exists; the full cache's must be first."""
         key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}"}
         if self.table.find(**key) is not None:
             return
@@ -190,7 +191,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All rows that the file lacks."""
+    """Measure all rows that the file lacks."""
     if args.presses and kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     if args.items < OPTIONS:

@@ -1,4 +1,8 @@
-"""Cards that stand for the architectures which kernels are compiled for, and what fits on each."""
+"""Compile Triton kernels for GPUs that are not there, and read what ptxas reports.
+
+Triton compiles at a launch. Every launch is intercepted here: each configuration that the autotuner
+would try is compiled for the card, and none runs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ from flexgen_h2o.kernels.dispatch import GPU, assume_gpu
 
 KIB = 1 << 10
 REGISTERS = 64 * KIB
-"""Of a multiprocessor, for all of the architectures here."""
+"""Registers of a multiprocessor, for all architectures here."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,11 @@ class Card:
     name : str
     gpu : GPU
     shared, shared_of_all : int
-        Bytes of shared memory that a program may have, and that all programs of a multiprocessor
-        have together.
+        Bytes of shared memory of a program, and of all programs of a multiprocessor.
     reserved : int
-        Bytes of it that the system takes for each program.
+        Bytes of shared memory reserved by the system for each program.
     warps, programs : int
-        The most on a multiprocessor.
+        Maximum on a multiprocessor.
     """
 
     name: str
@@ -58,9 +61,9 @@ class Card:
     programs: int
 
     def together(self, registers: int, shared: int, warps: int) -> int:
-        """Programs of a kernel that a multiprocessor holds at once; 0 if none fits.
+        """Return the number of resident programs of a kernel on a multiprocessor.
 
-        Registers are handed out to whole warps, 256 at a time.
+        Registers are allocated to whole warps, in units of 256.
         """
         if shared > self.shared:
             return 0
@@ -83,13 +86,17 @@ _LOOP = re.compile(r"^( *)(?:%[\w:]+ = )?scf\.(?:for|while) [^\n]*\n(.*?)^\1\}",
 
 
 def left_under_way(code: str) -> int:
-    """Products from registers that may be under way when a step of a loop ends: the most of any
-    loop.
+    """Return the maximum number of async matmuls from registers in flight when a loop step ends.
+
+    A warp-group matmul of sm_90 may read its left operand from registers while the program
+    continues. If a loop step ends with one in flight, some compilers (Triton 3.6) let the next step
+    overwrite registers that have not been read yet (github.com/triton-lang/triton/issues/9433).
+    Results are then wrong occasionally, which a check of one call does not find.
 
     Parameters
     ----------
     code : str
-        A kernel in Triton's dialect for GPUs (``asm["ttgir"]``).
+        A kernel in Triton's GPU dialect (``asm["ttgir"]``).
     """
     most = 0
     for _, body in _LOOP.findall(code):
@@ -106,7 +113,7 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
 class _AbsentGPU:
-    """A driver that answers what Triton asks as long as nothing is launched."""
+    """A Triton driver for compilation only."""
 
     def __init__(self, architecture: int):
         self._target = GPUTarget("cuda", architecture, 32)
@@ -122,7 +129,7 @@ class _AbsentGPU:
 
 
 class Variant(NamedTuple):
-    """A call, and what tells it from its like; `size` is of a head, or the rows of a product."""
+    """A call and its identity; `size` is the head size or the rows of a matmul."""
 
     operation: str
     dtype: torch.dtype
@@ -132,7 +139,7 @@ class Variant(NamedTuple):
 
 
 class KernelLaunch(NamedTuple):
-    """A kernel with all that decides its code."""
+    """A kernel with everything that determines its code."""
 
     kernel: str
     variant: Variant
@@ -142,13 +149,13 @@ class KernelLaunch(NamedTuple):
 
 
 def constants_text(constants: dict[str, object]) -> str:
-    """Constants in the words of the file."""
+    """Return constants as text for the file."""
     return " ".join(f"{name}={value}" for name, value in constants.items())
 
 
 @contextmanager
 def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None]) -> Iterator[None]:
-    """Within it, `take` gets the function and arguments of every launch."""
+    """Context in which `take` gets the function and arguments of every launch."""
 
     def launched(self, *args, grid, warmup, **options):
         take(self, args, options)
@@ -169,7 +176,7 @@ def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None])
 
 
 def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
-    """Launches of the variants on a card: each kernel once for the same code."""
+    """Return the launches of the variants on a card, without duplicates."""
     found: dict[tuple, KernelLaunch] = {}
     run = JITFunction.run
     variant = None
@@ -221,13 +228,13 @@ def _digest(function: JITFunction) -> str:
 
 
 def _fresh(run: Callable[..., Any], function: JITFunction, args: tuple, options: dict) -> Any:
-    """The kernel of a launch, compiled now: what the function keeps may be another card's."""
+    """Compile the kernel of a launch; clear the cache, which may hold another card's."""
     function.device_caches.clear()
     return run(function, *args, grid=(1,), warmup=True, **options)
 
 
 def _kind(value: object) -> object:
-    """An argument as the compiler sees it."""
+    """Return the specialization key of an argument."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, int):
@@ -236,12 +243,9 @@ def _kind(value: object) -> object:
 
 
 def compiled(card: Card, launch: KernelLaunch) -> dict[str, object]:
-    """The row of a launch: what ptxas reports of it, and what follows for the card.
+    """Return the row of a launch: ptxas' report, and the occupancy on the card.
 
-    Raises
-    ------
-    Exception
-        As Triton's, where the kernel does not compile.
+    Raises Triton's exception if the kernel does not compile.
     """
     driver.set_active(_AbsentGPU(card.gpu.architecture))
     with tempfile.TemporaryDirectory() as cache, knobs.cache.scope(), knobs.nvidia.scope():
@@ -262,7 +266,7 @@ def compiled(card: Card, launch: KernelLaunch) -> dict[str, object]:
 
 
 def identity(card: Card, launch: KernelLaunch) -> dict[str, object]:
-    """The columns that tell a row from the others, and from what its kernel was."""
+    """Return the columns that identify a row and its kernel version."""
     variant = launch.variant
     return {"architecture": f"sm_{card.gpu.architecture}", "card": card.name,
             "kernel": launch.kernel, "operation": variant.operation,
@@ -272,10 +276,9 @@ def identity(card: Card, launch: KernelLaunch) -> dict[str, object]:
 
 
 def bytes_per_flop(launch: KernelLaunch) -> float | None:
-    """Bytes that the kernel's loop reads per FLOP of its products; None if it has none.
+    """Return the bytes that the kernel's loop reads per FLOP of its matmuls; None without matmuls.
 
-    They come from the GPU's memory or from its caches: of `_forward` each block of rows reads all
-    keys and values again.
+    They come from GPU memory or its caches: each row block of `_forward` reads all keys and values.
     """
     held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
     size = launch.variant.size

@@ -1,13 +1,13 @@
-"""GPU kernels without a GPU: every Triton kernel compiled, and ptxas' report of each.
+"""Compile every Triton kernel without a GPU, and collect ptxas' reports.
 
     python benchmarks/studies/gpu_static.py
 
-All variants (dtypes, head sizes, bits, and the configurations that the tuner tries) for the cards
-of `gpu_compiler`. A row has registers, spills and shared memory as ptxas reports them,
-the occupancy that follows, and bytes per FLOP of the main loop. The file is gone on with: only what
-is new, or whose kernel has changed, is compiled. Ends with status 1 if a kernel does not compile,
-spills, does not fit, or has the fault of `gpu_compiler`. `--check` compiles nothing
-but `--sample` of the variants, and fails if the file is not what all others would write.
+All variants (dtypes, head sizes, bits, autotune configurations) are compiled for the cards of
+`gpu_compiler`. A row has registers, spills and shared memory by ptxas, the resulting occupancy, and
+bytes per FLOP of the main loop. An existing file is updated: only new variants and changed kernels
+are compiled. The exit status is 1 if a kernel does not compile, spills, does not fit, or has the
+fault of `left_under_way`. `--check` compares the file with the variants, and compiles only
+`--sample` of them.
 """
 
 from __future__ import annotations
@@ -45,32 +45,31 @@ COLUMNS = ("architecture", "card", "kernel", "operation", "dtype", "size", "bits
            "triton", "source", "registers", "spill_stores", "spill_loads", "shared",
            "shared_limit", "programs", "occupancy", "bytes_per_flop", "left_under_way")
 KEY = COLUMNS[:8]
-"""Columns that tell a row from the others."""
+"""Columns that identify a row."""
 SAVED_EVERY = 60.0
-"""Seconds after which what is compiled is saved."""
+"""Seconds between saves."""
 
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 HEAD_SIZES = (64, 80, 96, 128, 256)
-"""Of the published shapes: OPT has 64, 80 and 128, LLaMA 64 and 128, GPT-NeoX 96, Pythia 64 to 256.
-"""
+"""Of published shapes: OPT 64, 80, 128; LLaMA 64, 128; GPT-NeoX 96; Pythia 64 to 256."""
 BITS = (16, 8, 4)
 GROUP = 4
-"""Query heads of a KV head, where there is more than one."""
+"""Query heads of a KV head, if more than one."""
 ROWS = (1, 2, 16, 32, 64, 65)
-"""Rows of products: few (one by one, without matrix units), more, and unpacked."""
+"""Rows of matmuls: few (without tensor cores), more, and unpacked."""
 FEW_ROWS = (1, 2, 4, 8)
-"""The same of short floats, which matrix units do not take."""
+"""Rows for 12-bit and MXFP4 weights, without tensor cores."""
 RECENT = 416
 MANY_SLOTS = 16384
-"""Of a decode step whose scores are added up in parts."""
+"""Slots of a decode step whose scores are reduced in parts."""
 LENGTHS = (300, 1000, 2000, 4096, 8192, 16384, 32768, 65536)
-"""Tokens that stay, and prompts that are cut: up to the longest whose scores stay in registers, and
-one beyond. Strides are multiples of 16, for which kernels are compiled apart."""
+"""Prompt lengths, up to the longest whose scores fit registers and one beyond. Strides are
+multiples of 16, which Triton specializes."""
 
 
 def variants() -> Iterator[Variant]:
-    """All of them, in a fixed order."""
+    """Yield all variants in a fixed order."""
     for dtype in (HALF, BRAIN, FULL):
         for size in HEAD_SIZES:
             for scored in (True, False):
@@ -120,7 +119,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _decodes(dtype: torch.dtype, size: int) -> list[tuple[int, int]]:
-    """Query heads of a KV head and rotary dimensions: each dtype has others, to have all pairs."""
+    """Return (query heads of a KV head, rotary dimensions) pairs, which differ by dtype."""
     if dtype == FULL:
         return [(1, size)]
     if dtype == BRAIN:
@@ -160,7 +159,7 @@ def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:
 
 def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *,
             mean: bool = False) -> None:
-    """Without heavy hitters no score decides, and there are none."""
+    """Select tokens; without heavy hitters there are no scores."""
     k = torch.empty(length, 1, size, dtype=dtype)
     shape, scores = (1, 1, heavy or RECENT), torch.empty(1, length) if heavy else None
     triton_select.select_heavy_hitters(
@@ -171,7 +170,7 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
 
 def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *,
             index_bits: int = 4) -> None:
-    """A step of a text of so many tokens, a fifth of which it chooses; its key is indexed."""
+    """A decode step with recall that selects a fifth of `length` tokens."""
     layout = IndexLayout(size, index_bits)
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     slots = _slots(dtype, size, bits, 1, 4, length)
@@ -199,8 +198,7 @@ def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
 
 
 def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
-    """A product of 512 inputs, in one part if rows are few; or of 576, in parts that are not all
-    whole."""
+    """A matmul of 512 inputs, or of 576, which are not divisible into whole parts."""
     x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
     triton_matrix.linear_quantized(x, _matrix(layout), out[0].clone(), out, layout.inputs > 512)
 
@@ -218,7 +216,7 @@ def key(row: dict) -> tuple[str, ...]:
 
 
 def read(path: Path) -> dict[tuple[str, ...], dict]:
-    """Rows of a file by their keys; none if there is no file. `UserError` for other columns."""
+    """Return the rows of a file by key; none without a file. Raises `UserError`."""
     if not path.exists():
         return {}
     check_header(path, COLUMNS, flag="--csv")
@@ -227,12 +225,12 @@ def read(path: Path) -> dict[tuple[str, ...], dict]:
 
 
 def stale(row: dict | None, wanted: dict) -> bool:
-    """True if a row is missing, or is of another kernel or compiler than here."""
+    """Return whether a row is missing, or of another kernel or compiler version."""
     return row is None or any(row[name] != wanted[name] for name in ("triton", "source"))
 
 
 def faults(row: dict) -> str:
-    """The faults of a row in words; empty if it has none."""
+    """Return the faults of a row as text; empty without faults."""
     found = []
     if int(row["spill_stores"]) or int(row["spill_loads"]):
         found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
@@ -244,7 +242,7 @@ def faults(row: dict) -> str:
 
 
 def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
-    """Write a file with a row for each; the number of faults."""
+    """Write a row for each launch. Returns the number of faults."""
     held = read(path)
     rows: dict[tuple[str, ...], dict] = {}
     saved, wrong = time.monotonic(), 0
@@ -264,7 +262,7 @@ def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
 
 
 def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
-    """Differences of a file from what would be written; `sample` rows are compiled to compare."""
+    """Return the differences between a file and the variants; compile `sample` rows."""
     held = read(path)
     expected = {key(row): (row, card, launch) for card, launch in wanted
                 for row in [identity(card, launch)]}
@@ -288,8 +286,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, default=Path("benchmarks/results/gpu_static.csv"))
     parser.add_argument("--architectures", nargs="+", type=int, default=list(CARDS),
-                        choices=list(CARDS), help="only these; the others' rows are not kept")
-    parser.add_argument("--check", action="store_true", help="compare the file, write nothing")
+                        choices=list(CARDS), help="only these; other rows are dropped")
+    parser.add_argument("--check", action="store_true", help="check the file and write nothing")
     parser.add_argument("--sample", type=int, default=6, help="rows that --check compiles")
     args = parser.parse_args()
     wanted = [(CARDS[one], launch) for one in args.architectures

@@ -1,15 +1,15 @@
-"""Accuracy by cache budget, measured by lm-evaluation-harness: the H2O paper's Figure 4 in small.
+"""Accuracy by cache budget with lm-evaluation-harness: a small version of H2O's Figure 4.
 
     python benchmarks/studies/lm_eval_budgets.py --input-path xsum_0shot.jsonl
 
-The paper's tasks come from hubs; this one is made of the articles alone. Each item is the beginning
-of an article and four summaries, its own and those of three others; the likeliest is the answer, so
-that chance is 25 %. Examples of few-shot prompts are of other articles. It is a task of the harness
-like any other, a .jsonl file and a YAML file, and runs through its `simple_evaluate`.
+The paper's tasks are downloads; this one is made of articles alone. Each item is the beginning of
+an article and four summaries, its own and three others; the likeliest is the answer, so chance is
+25 %. Few-shot examples are of other articles. The task is a .jsonl file and a YAML file, and runs
+through the harness's `simple_evaluate`.
 
-With evict_prompt (as in arXiv 2306.14048) eviction acts inside the prompt too, after every
-`--prompt-chunk` tokens; without, the prompt is read whole and cut at its end. Recall evicts
-nothing: the tokens of the answers attend to a budget's worth of each prompt.
+With evict_prompt (as in arXiv 2306.14048) eviction also acts inside the prompt, after every
+`--prompt-chunk` tokens; without it, the prompt is cut once at its end. Recall evicts nothing:
+answers attend to as many tokens of the prompt as the budget has.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ metric_list:
 
 def items(articles: Sequence[Article], *, words: int, rng: random.Random
           ) -> Iterator[dict[str, object]]:
-    """An item of each article: its first `words` words, summaries in any order, and which is its.
+    """Yield an item for each article: its first `words` words, shuffled summaries, the right index.
 
-    The wrong ones belong to others of `articles`. Raises `UserError` if these have too few.
+    Wrong summaries are those of other articles. Raises `UserError` if there are too few.
     """
     summaries = list(dict.fromkeys(article.reference for article in articles))
     if len(summaries) < OPTIONS:
@@ -81,9 +81,9 @@ def items(articles: Sequence[Article], *, words: int, rng: random.Random
 
 
 def write_task(args: argparse.Namespace, folder: Path) -> None:
-    """The task as the harness reads it: two .jsonl files and a YAML file in `folder`."""
+    """Write the task for the harness: two .jsonl files and a YAML file in `folder`."""
     shots = max(args.shots)
-    spare = max(shots, OPTIONS) if shots else 0  # wrong summaries of examples are of examples
+    spare = max(shots, OPTIONS) if shots else 0  # examples have wrong summaries of examples
     articles = read_article_prompts(args.input_path, most=args.items + spare)
     if len(articles) < args.items + spare:
         raise UserError(f"--input-path has {len(articles)} articles and {args.items + spare} are "
@@ -101,7 +101,7 @@ def write_task(args: argparse.Namespace, folder: Path) -> None:
 
 def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_prompt: bool
                     ) -> dict[str, object]:
-    """``--model_args`` of a cache that keeps `budget` percent of each prompt."""
+    """Return the ``--model_args`` of a cache that keeps `budget` percent of each prompt."""
     found: dict[str, object] = {"pretrained": args.model, "dtype": args.dtype,
                                 "batch_size": args.batch_size}
     if policy == FULL:
@@ -116,8 +116,10 @@ def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
-    """(shots, evict_prompt, policy, budget) of each row; the full cache once for each shots, and
-    recall once for each budget."""
+    """Yield (shots, evict_prompt, policy, budget) of each row.
+
+    The full cache has one row for each number of shots, recall one for each budget.
+    """
     for shots in args.shots:
         if FULL in args.policies:
             yield shots, False, FULL, 100
@@ -132,7 +134,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
-    """Run the harness on the task with every cache; rows are on disk as they come."""
+    """Run the harness on the task with every cache; each row is written at once."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -170,7 +172,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
 
 
 def read_rows(path: str) -> list[dict[str, object]]:
-    """Rows that `measure` wrote, numbers as numbers. `UserError` if they are not such."""
+    """Read rows that `measure` wrote. Raises `UserError` for other files."""
     rows = read_csv(path, (COLUMNS,), texts=TEXT, may_lack=("prompt_chunk",))
     if not rows:
         raise UserError(f"--from-csv {path} has no rows")
@@ -178,8 +180,10 @@ def read_rows(path: str) -> list[dict[str, object]]:
 
 
 def draw(rows: Sequence[dict], path: str) -> None:
-    """Accuracy by budget: a line for each policy and the full cache's level; a panel for each
-    number of shots, and a row of panels for each evict_prompt."""
+    """Draw accuracy by budget with a line for each policy.
+
+    There is a column of panels for each number of shots, and a row for each evict_prompt.
+    """
     shots = sorted({int(row["shots"]) for row in rows})
     modes = sorted({str(row["evict_prompt"]) for row in rows
                     if row["policy"] not in (FULL, RECALL)}) or ["False"]
@@ -234,17 +238,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evict-prompt", nargs="+", choices=("true", "false"), default=["true"])
     parser.add_argument("--prompt-chunk", type=int, default=32)
     parser.add_argument("--batch-size", default="64")
-    parser.add_argument("--limit", type=int, help="measure on the first so many items only")
+    parser.add_argument("--limit", type=int, help="measure only the first LIMIT items")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", default="benchmarks/results/lm_eval_budgets.csv")
     parser.add_argument("--plot", default="benchmarks/results/lm_eval_budgets.png")
-    parser.add_argument("--from-csv", help="run nothing: draw the plot of these rows")
+    parser.add_argument("--from-csv", help="only draw the plot of these rows")
     return parser.parse_args(argv)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raise `UserError` for numbers of which no task or no figures would come."""
-    check_int("--items", args.items, low=OPTIONS)  # the wrong summaries are other items'
+    """Raise `UserError` for invalid numbers."""
+    check_int("--items", args.items, low=OPTIONS)  # wrong summaries are those of other items
     if args.limit is not None:
         check_int("--limit", args.limit, low=2)  # one has no standard error
     for name in ("words", "shot_words"):
@@ -256,7 +260,7 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, or read what was measured, and draw."""
+    """Measure or read rows, and draw the plot."""
     check_plot("--plot", args.plot)
     if args.from_csv is not None:
         draw(read_rows(args.from_csv), args.plot)

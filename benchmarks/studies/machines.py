@@ -1,10 +1,10 @@
-"""Replicas and a pipeline over several processes or machines: measured here, and simulated.
+"""Throughput of replicas and pipelines over several processes or machines.
 
     python benchmarks/studies/machines.py
 
-Measured: the commands of docs/several-machines.md on this machine, one thread to a process, beside
-as many times one process. Simulated: clusters of configs/hardware/ by the planner's cost model,
-with an assumed network; all that is assumed stands in the rows.
+Measured rows are of the commands in docs/several-machines.md on this machine, with one thread for
+each process, compared with linear scaling. Simulated rows are of clusters of configs/hardware/ by
+the planner's cost model; each row has its assumptions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ASSUMED = ("each machine is a GPU and a host of its own as in the hardware file;
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many machines of a hardware file, joined by an assumed network."""
+    """Machines of a hardware file, connected by an assumed network."""
 
     hardware: str
     machines: int
@@ -71,13 +71,13 @@ CLUSTERS = (Cluster("t4", 4, Network(1.25e9, 100e-6)),  # 10 Gbit/s Ethernet
 MODELS = ("facebook/opt-30b", "facebook/opt-175b")
 LENGTHS = (512, 128)
 PROMPTS = (32, 256, 2048)
-"""Of the whole job: a few of them fill no block of each replica."""
+"""Prompts of the whole job; a few do not fill a block of each replica."""
 
 
 def simulated_rows(clusters: Sequence[Cluster] = CLUSTERS, models: Sequence[str] = MODELS,
                    prompts: Sequence[int] = PROMPTS, lengths: tuple[int, int] = LENGTHS
                    ) -> Iterator[dict[str, object]]:
-    """Two rows, of the pipeline and of the replicas, for each cluster, model, cache and job."""
+    """Yield rows of the pipeline and of replicas for each cluster, model, cache and job."""
     for cluster in clusters:
         for model in models:
             for cache in CACHES:
@@ -87,7 +87,7 @@ def simulated_rows(clusters: Sequence[Cluster] = CLUSTERS, models: Sequence[str]
 
 def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[int, int]
          ) -> list[dict[str, object]]:
-    """Both ways to run a job; the faster one `wins`."""
+    """Return the rows of both ways to run a job; the faster one `wins`."""
     hardware = load_hardware(HARDWARE / f"{cluster.hardware}.yaml")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)
     shape = published(model)
@@ -116,8 +116,8 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
         except UserError as error:
             row["reason"] = str(error)
         if way == PIPELINE:
-            # Hidden states of the prompt and of all new tokens but the last, for each rank that
-            # has a next one; tokens to all others.
+            # Hidden states of the prompt and of all new tokens except the last, for each rank
+            # but the last; tokens to all other ranks.
             positions = lengths[0] + lengths[1] - 1
             row["sent_bytes_per_token"] = (cluster.machines - 1) * (
                 shape.hidden_size * 2 * positions / lengths[1] + 8)
@@ -130,7 +130,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
 
 
 def _figures(choice: Choice, prompts: int) -> dict[str, object]:
-    """Columns of the best policy: its rate for all prompts, and what it keeps where."""
+    """Return the columns of the best policy: its rate and placement."""
     policy = choice.run.policy
     return {"tokens_per_s": prompts * choice.run.workload.gen_len / choice.seconds,
             "gpu_batch_size": policy.gpu_batch_size, "num_gpu_batches": policy.num_gpu_batches,
@@ -147,9 +147,9 @@ _SENT = re.compile(r"^sent to next rank +([\d.]+) GB", re.MULTILINE)
 
 @dataclass(frozen=True)
 class MeasuredJob:
-    """The job that all ways do: `requests` of `prompt_len` random tokens, `gen_len` new ones each.
+    """The measured job: `requests` of `prompt_len` random tokens, `gen_len` new ones each.
 
-    A block is of `gpu_batch_size` x `num_gpu_batches` sequences.
+    A block has `gpu_batch_size` x `num_gpu_batches` sequences.
     """
 
     model: str = "opt-125m"
@@ -160,7 +160,7 @@ class MeasuredJob:
     num_gpu_batches: int = 4
 
     def write(self, path: Path, repeat: int) -> None:
-        """Its requests, others for each repeat."""
+        """Write the requests, with new prompts for each repeat."""
         draw = random.Random(repeat)
         with path.open("w", encoding="utf-8") as file:
             for number in range(self.requests):
@@ -172,14 +172,14 @@ class MeasuredJob:
 
 @dataclass(frozen=True)
 class Rate:
-    """Generated tokens per second since loading, and bytes that the first rank sent for each."""
+    """Generated tokens per second after loading, and bytes that the first rank sends for each."""
 
     tokens_per_second: float
     sent_bytes: float
 
 
 def run_job(job: MeasuredJob, way: str, processes: int, repeat: int) -> Rate:
-    """Do the job in so many processes of one thread each. Raises `UserError` if that fails."""
+    """Run the job in processes of one thread each. Raises `UserError` on failure."""
     with tempfile.TemporaryDirectory(prefix="machines-") as folder:
         requests, progress = Path(folder) / "requests.jsonl", Path(folder) / "progress.json"
         job.write(requests, repeat)
@@ -204,7 +204,7 @@ def run_job(job: MeasuredJob, way: str, processes: int, repeat: int) -> Rate:
 
 
 def ways(cpus: int) -> list[tuple[str, int]]:
-    """One process, and pipelines and replicas of 2 and 4 where there are as many CPUs."""
+    """Return one process, and pipelines and replicas of 2 and 4 if there are enough CPUs."""
     return [(ONE, 1), *((way, count) for count in (2, 4) if count <= cpus
                         for way in (PIPELINE, REPLICAS))]
 
@@ -212,7 +212,7 @@ def ways(cpus: int) -> list[tuple[str, int]]:
 def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
                   run: Callable[[MeasuredJob, str, int, int], Rate] = run_job
                   ) -> Iterator[dict[str, object]]:
-    """A row for each way: medians of repeats, which take turns, and the share of the ideal."""
+    """Yield a row for each way: medians of alternating repeats, and the share of the ideal."""
     order: Sequence[tuple[str, int]] = ways(cpus)
     found: dict[tuple[str, int], list[Rate]] = {each: [] for each in order}
     for repeat in range(repeats):
@@ -236,7 +236,7 @@ def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
 
 
 def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
-    """The rows of a file that are of none of these kinds. `UserError` if it has other columns."""
+    """Return the rows of a file of other kinds. Raises `UserError` for other columns."""
     if not path.exists():
         return []
     check_header(path, COLUMNS, flag="--out")
@@ -245,7 +245,7 @@ def kept(path: Path, kinds: Sequence[str]) -> list[dict[str, object]]:
 
 
 def shown(row: dict[str, object]) -> str:
-    """A row as a line."""
+    """Return a row as a line of text."""
     rate = row.get("tokens_per_s")
     words = f"{rate:9.2f} tokens/s" if rate else str(row["reason"])
     where = row.get("hardware") or "measured"
@@ -257,9 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/machines.csv"))
-    parser.add_argument("--only", choices=KINDS, help="leave the other rows as they are")
+    parser.add_argument("--only", choices=KINDS, help="measure only these rows and keep the others")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--conditions", default="", help="words for the rows that are measured")
+    parser.add_argument("--conditions", default="", help="text for the measured rows")
     args = parser.parse_args(argv)
     check_int("--repeats", args.repeats, low=1)
     check_folder("--out", str(args.out.parent), [str(args.out)])

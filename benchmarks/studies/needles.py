@@ -1,12 +1,11 @@
-"""Numbers to be found in longer texts, by cache: the full one, H2O's policies, recall, kvpress.
+"""Retrieval of numbers from long texts by cache: full, H2O's policies, recall, kvpress.
 
     python benchmarks/studies/needles.py --input-path xsum_0shot.jsonl --tokens 1000 --texts 8
 
-A text is made of articles and hides six numbers, each of which is a task. The question comes after
-the prompt (`later`), when an evicting cache has forgotten most of it, or at the prompt's end. A
-task is solved if greedy decoding writes the number. Rows that the file has already, of the same
-tasks, are not made again. Presses of kvpress need kvpress 0.5.5, in an environment of its own: it
-wants transformers < 5.3.
+A text consists of articles and hides six numbers, each of which is a task. The question follows the
+prompt (`later`), after most of the cache was evicted, or is at the prompt's end. A task is solved
+if greedy decoding writes the number. Existing rows of the same tasks are not measured again.
+--presses needs kvpress 0.5.5 in a separate environment, as it requires transformers < 5.3.
 """
 
 from __future__ import annotations
@@ -60,42 +59,42 @@ QUESTIONS = (
     " Goalkeeper Almeida's locker has the code",
     " The number of visitors to the glass museum was",
 )
-"""Each is followed by a number where a text hides it, and by nothing where it is asked for."""
+"""A number follows each in the text."""
 ASKED = ("later", "in the prompt")
-"""Places of the question: after the prompt, which was read and cut without it, or at its end."""
+"""Position of the question: after the prompt, which was cut without it, or at its end."""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A text with numbers in it, the question for one of them, and this number, as tokens."""
+    """A text with hidden numbers, a question for one of them, and this number, as tokens."""
 
     text: list[int]
     question: list[int]
     answer: list[int]
 
     def parts(self, asked: str) -> tuple[list[int], list[int]]:
-        """The prompt and what follows it, which ends with the answer."""
+        """Return the prompt and its continuation, which ends with the answer."""
         if asked == "later":
             return self.text, self.question + self.answer
         return self.text + self.question, self.answer
 
 
 def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> list[NeedleTask]:
-    """A task for each of `QUESTIONS` in each of so many texts of so many tokens.
+    """Make a task for each of `QUESTIONS` in each of `texts` texts of `tokens` tokens.
 
-    Needles stand at even depths, in an order that is drawn for each text.
+    Needles are at even depths, in a random order for each text.
 
     Parameters
     ----------
     hay : sequence of int
-        Tokens of articles, each of which gets into one text at most.
+        Tokens of articles, each of which is used at most once.
     tokenizer : tokenizer of transformers
     tokens, texts : int
 
     Raises
     ------
     UserError
-        There is too little hay.
+        There are too few articles.
     """
     draw, taken = random.Random(0), 0
     made: list[NeedleTask] = []
@@ -125,9 +124,9 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
 
 def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, asked: str
             ) -> tuple[list[Scored], int]:
-    """The scores of the answers' tokens by this engine, and its cache's bytes.
+    """Score the answers with this engine. Returns scores and cache bytes of a sequence.
 
-    The questions of a text are a batch, which reads it once.
+    The questions of a text are a batch, which reads the text once.
     """
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
              policy=Policy(gpu_batch_size=len(QUESTIONS))) as llm:
@@ -139,7 +138,7 @@ def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, ask
 
 def pressed_answers(tasks: Sequence[NeedleTask], model, one: Rival, percent: float,
                     asked: str) -> tuple[list[Scored], int]:
-    """The same by kvpress on transformers, which cuts prompts alone."""
+    """Score the answers with kvpress on transformers, which evicts only from prompts."""
     attention_of(model, one)
     found, most = [], 0
     for task in tasks:
@@ -156,7 +155,7 @@ def pressed_answers(tasks: Sequence[NeedleTask], model, one: Rival, percent: flo
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
-    """The cache of a name that keeps, or attends to, `percent` of a prompt."""
+    """Return the cache that keeps, or attends to, `percent` of a prompt."""
     share = percent / 100
     if cache == FULL:
         return None
@@ -168,7 +167,7 @@ def config_of(cache: str, percent: float) -> H2OConfig | None:
 
 
 class NeedleRows:
-    """Tasks, what solves them, and the file of what came of it."""
+    """Rows of the results of tasks by cache."""
 
     def __init__(self, args: argparse.Namespace, tasks: Sequence[NeedleTask]):
         self.args, self.tasks = args, tasks
@@ -178,7 +177,7 @@ class NeedleRows:
             "tasks": len(tasks), INPUT: digest(tasks)})
 
     def add(self, system: str, cache: str, percent: float, asked: str) -> None:
-        """The row of a cache, after that of the full one: unless the file has it."""
+        """Add the row of a cache unless it exists; the full cache's must be first."""
         key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}", "asked": asked}
         if self.table.find(**key) is not None:
             return
@@ -214,7 +213,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m", help="of the LLaMA architecture")
     parser.add_argument("--input-path", required=True, help="articles, as `quality` reads them")
-    parser.add_argument("--tokens", type=int, default=1000, help="of a text with its needles")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a text with needles")
     parser.add_argument("--texts", type=int, default=8)
     parser.add_argument("--asked", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
@@ -226,7 +225,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """All rows that the file lacks."""
+    """Measure all rows that the file lacks."""
     if args.presses and kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     check_int("--texts", args.texts, low=1)

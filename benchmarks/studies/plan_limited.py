@@ -1,17 +1,17 @@
-"""Plans of a model in too little memory, and how far they are from what is then measured.
+"""Compare plans for a model in limited memory with measured runs.
 
     python benchmarks/studies/plan_limited.py --memory-limit 2GB
 
-OPT-1.3B's shape with 128 + 512 tokens in what 2.5 GB leave beside Python and PyTorch: the full
-cache, H2O's of 20 % of the text, and the latter with 4 bits of weights and cache, at a small batch
-and at a large one. Each is planned (`--percent auto`), by rates of the machine that are measured
-anew at first, as other work on it changes them. The placement that the plan finds is then run for a
-few tokens, in a process of its own and after a warm-up, and stands beside what the cost model says
-of these: of the full cache in the middle of its text, where a step takes what the mean one does. Of
-the steps the median counts.
+The runs have OPT-1.3B's shape and 128 + 512 tokens in the 2 GB that a limit of 2.5 GB leaves beside
+Python and PyTorch: the full cache, H2O with 20 % of the text, and H2O with 4-bit weights and cache,
+at a small and at a large batch size. Each is planned (`--percent auto`) after a new calibration, as
+other work changes the machine's rates. The planned placement then runs for a few tokens in a
+separate process after a warm-up, and is compared with the cost model's prediction for these tokens.
+With the full cache they are in the middle of the text, where a step takes about the mean time. The
+median step counts.
 
-"full-in-memory" is what the search did not choose: the whole cache in memory, and as much of the
-weights as that leaves room for.
+"full-in-memory" is not the plan's choice: the whole cache in memory, with as much of the weights as
+fits beside it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
 SHARE = 0.2
-"""Of prompt and generated tokens, that H2O keeps: half of it heavy hitters, half recent tokens."""
+"""Share of prompt and generated tokens that H2O keeps: half heavy hitters, half recent tokens."""
 
 WARM_UP = 16
-"""Tokens of a prompt that warm up."""
+"""Tokens of a warm-up prompt."""
 
 COLUMNS = ("commit", "cpu", "model", "memory_limit", "system", "batch", "policy", "plan_tokens_s",
            "plan_prefill_s", "plan_step_s", "bound_decode", "run_prompt_len", "run_gen_len",
@@ -54,14 +54,13 @@ COLUMNS = ("commit", "cpu", "model", "memory_limit", "system", "batch", "policy"
 
 @dataclass(frozen=True)
 class LimitedRun:
-    """A system at a batch size."""
+    """A system at a batch size. `in_memory` keeps the whole cache in memory."""
 
     system: str
     batch: int
     h2o: bool = False
     bits: int = 16
     in_memory: bool = False
-    """The cache is."""
 
 
 RUNS = (LimitedRun("full", 4), LimitedRun("full-in-memory", 4, in_memory=True),
@@ -71,7 +70,7 @@ RUNS = (LimitedRun("full", 4), LimitedRun("full-in-memory", 4, in_memory=True),
 
 
 def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
-    """The whole run, its placement to be planned."""
+    """Return the configuration of the whole run, to be planned."""
     limit = parse_size("--memory-limit", args.memory_limit)
     kept = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
@@ -85,7 +84,7 @@ def _half(args: argparse.Namespace) -> int:
 
 
 def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict[str, object]:
-    """One plan, and the short run of its placement unless only plans are wanted."""
+    """Plan a run, and measure a short run of the planned placement unless ``--plan-only``."""
     plan = planned(replace(configured(args, run), recalibrate=recalibrate), run)
     best, policy = plan.best, plan.config.policy()
     found: dict[str, object] = {
@@ -105,7 +104,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         prefill, step = process.submit(measured, short, plan.implementations).result()
     blocks = math.ceil(run.batch / (policy.gpu_batch_size * policy.num_gpu_batches))
-    predicted_step = predicted.decode / blocks / (args.tokens - 1)  # as a step is measured: of one
+    predicted_step = predicted.decode / blocks / (args.tokens - 1)  # steps are of one block
     return found | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
         "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
@@ -115,7 +114,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
 
 
 def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
-    """The plan of a run, whose cache is in memory if it is to be."""
+    """Return the plan of a run."""
     plan = planner.plan(config, workload(config, ()), run.batch)
     if not run.in_memory:
         return plan
@@ -128,8 +127,7 @@ def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
 
 
 def measured(config: RunConfig, implementations: AutotuneTable) -> tuple[float, float]:
-    """Seconds of the prefill and of the median step, after a warm-up with a few tokens of each
-    prompt, with the implementations that the plan goes by."""
+    """Return the seconds of the prefill and of the median step, after a warm-up."""
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=False) as llm:
         prompts = synthetic_prompts(config, llm.vocab_size)
@@ -139,13 +137,13 @@ def measured(config: RunConfig, implementations: AutotuneTable) -> tuple[float, 
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each of the runs that are wanted."""
+    """Yield a row for each selected run."""
     wanted = [run for run in RUNS
               if args.systems is None or f"{run.system}-{run.batch}" in args.systems]
     for run in wanted:
         try:
             yield row(args, run, recalibrate=run is wanted[0])
-        except TooLittleMemory as error:  # the others are still worth measuring
+        except TooLittleMemory as error:  # measure the others
             print(f"{run.system:14} {run.batch:4}  left out: {error}", flush=True)
 
 
@@ -153,17 +151,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0],
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="facebook/opt-1.3b")
-    parser.add_argument("--path", default="_DUMMY_", help="weights; _DUMMY_: random ones")
+    parser.add_argument("--path", default="_DUMMY_", help="folder of weights (_DUMMY_: random)")
     parser.add_argument("--memory-limit", default="2GB")
     parser.add_argument("--prompt-len", type=int, default=128)
     parser.add_argument("--gen-len", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=17, help="of a run that is measured")
+    parser.add_argument("--tokens", type=int, default=17, help="generated tokens of a measured run")
     parser.add_argument("--run-prompt-len", type=int,
-                        help="of a run that is measured, where its prompts would take too long")
+                        help="prompt length of a measured run, if the default takes too long")
     parser.add_argument("--offload-dir", default="~/.cache/flexgen_h2o/offload")
     parser.add_argument("--systems", nargs="+", metavar="SYSTEM-BATCH",
                         choices=[f"{run.system}-{run.batch}" for run in RUNS],
-                        help="a part of the rows")
+                        help="only these rows")
     parser.add_argument("--plan-only", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_limited.csv"))
     args = parser.parse_args(argv)
@@ -180,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{phase} of the short run {found[f'predicted_{phase}_s']:.3g} s predicted, "
                 f"{found[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
                 flush=True)
-        write_csv(args.out, COLUMNS, table)  # what there is, should a later row be stopped
+        write_csv(args.out, COLUMNS, table)  # keep rows if a later run is stopped
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Plans for the paper's machines and runs, beside what the papers measured.
+"""Plan the runs of the H2O paper on its machines, and compare with its measurements.
 
     python benchmarks/studies/plan_table.py
 
-The throughput table of H2O (arXiv 2306.14048, Table 3; a T4 of 16 GB with weights and cache mostly
-in host memory) and its latency on an A100: each run is planned on the machine's file in
-configs/hardware/, and stands beside the paper's figure. Nothing is run: the planned figures are
-this engine's cost model on rates from data sheets and FlexGen's published constants, the others are
-another engine's measurements.
+The runs are the throughput table of H2O (arXiv 2306.14048, Table 3: a 16 GB T4 with weights and
+cache mostly in host memory) and its latency on an A100. Each is planned on the machine's file in
+configs/hardware/. Nothing is run: planned figures are this engine's cost model on rates from data
+sheets and FlexGen's published constants, the paper's are measurements of another engine.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ SYSTEMS = {
     "H2O 20 %, 4-bit weights": ({"hh_ratio": 0.1, "weight_bits": 4},
                                 (50.5, None, 72.5, None, 62.3, None)),
 }
-"""Flags, and the paper's generated tokens per second: lengths in turn, both models of each."""
+"""Flags, and the paper's tokens per second for each of LENGTHS and MODELS."""
 LATENCY = {"FlexGen": ({}, 99.5), "H2O 20 %": ({"hh_ratio": 0.1}, 53.5)}
-"""Seconds of 24 sequences of 2048 + 2048 tokens through OPT-6.7B on the A100."""
+"""Flags, and seconds for 24 sequences of 2048 + 2048 tokens with OPT-6.7B on the A100."""
 COLUMNS = ("commit", "machine", "model", "prompt_len", "gen_len", "system", "quantity", "paper",
            "planned", "planned_over_paper", "bound_prefill", "bound_decode", "policy")
 
 
 def rows() -> Iterator[dict[str, object]]:
-    """A row for each of the paper's figures."""
+    """Yield a row for each of the paper's figures."""
     for system, (flags, figures) in SYSTEMS.items():
         runs = ((lengths, model) for lengths in LENGTHS for model in MODELS)
         for (lengths, model), paper in zip(runs, figures, strict=True):
@@ -53,7 +52,7 @@ def rows() -> Iterator[dict[str, object]]:
 
 def row(machine: str, model: str, lengths: Sequence[int], system: str, paper: float | None,
         **flags: object) -> dict[str, object]:
-    """One run, planned."""
+    """Plan one run."""
     config = RunConfig(model=model, path="_DUMMY_", prompt_len=lengths[0], gen_len=lengths[1],
                        percent="auto", plan_only=True, hardware=str(HARDWARE / f"{machine}.yaml"),
                        **flags)

@@ -1,13 +1,13 @@
-"""The cost in perplexity of policies of eviction, and NVIDIA's kvpress beside this engine.
+"""Perplexity of eviction policies, and of NVIDIA's kvpress against this engine.
 
-    pip install kvpress==0.5.5    # in an environment of its own: it wants transformers < 5.3
+    pip install kvpress==0.5.5    # in a separate environment: needs transformers < 5.3
     python benchmarks/studies/policies.py --input-path xsum_0shot.jsonl
 
-Three parts. `masked`: candidates for a policy as masks over a full cache, 256 tokens of each
-article after 256, at 5 and 20 % of the prompt and of the text. `cut` and `decode`: this engine and
-kvpress on the same articles with as many tokens kept, where the prompt alone is cut and where
-generated tokens are evicted too; `seconds` are those of all articles, which are one batch. Rows
-that the file has already, of the same articles, are not made again.
+Part `masked` simulates candidate policies as masks over a full cache: 256 tokens of each article
+after 256, at 5 and 20 % of the prompt and of the text. Parts `cut` and `decode` run this engine and
+kvpress on the same articles with equally many tokens kept: `cut` evicts only from prompts, `decode`
+also generated tokens. `seconds` are of all articles, which are one batch. Existing rows of the same
+articles are not measured again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HALVES = 2 * PROMPT
 
 
 class PolicyRows(GrowingTable):
-    """The rows of this study: those that are added are dated and printed."""
+    """The rows of this study; new ones are dated and printed."""
 
     def __init__(self, path: str, common: dict):
         super().__init__(path, COLUMNS, KEY, common)
@@ -69,8 +69,7 @@ class PolicyRows(GrowingTable):
 
 
 def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | None) -> dict:
-    """Columns of [articles, tokens] beside the full cache and beside H2O's sum, with intervals of
-    95 % over articles."""
+    """Compare [articles, tokens] with the full cache and with H2O's sum, with 95 % intervals."""
     over = (full - log_probs).double()
     tokens = [over.shape[1]] * len(over)
     low, high = bootstrap_interval(over.sum(1).tolist(), tokens)
@@ -86,7 +85,7 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
 
 
 def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -> None:
-    """All candidates in the settings."""
+    """Measure all candidates in the settings."""
     full = None
     for setting in settings:
         plain = None
@@ -107,7 +106,7 @@ def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -
 
 
 def config_of(one: Rival, percent: float, part: str) -> H2OConfig:
-    """This engine's cache of a policy that keeps `percent` of the prompt, or attends to as many."""
+    """Return this engine's cache that keeps, or attends to, `percent` of the prompt."""
     if one is RECALL:
         return H2OConfig(heavy_ratio=percent / 200, recall=True)
     return H2OConfig(heavy_ratio=percent / 200, score=one.name, evict_generated=part == "decode")
@@ -115,7 +114,7 @@ def config_of(one: Rival, percent: float, part: str) -> H2OConfig:
 
 def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting],
                folder: str) -> None:
-    """This engine's policies and kvpress: part `cut` or `decode`."""
+    """Measure this engine's policies and kvpress in part `cut` or `decode`."""
     model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
     for percent in [one.percent for one in settings if one.budget_of == "prompt"]:

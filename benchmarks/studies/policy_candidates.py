@@ -1,4 +1,4 @@
-"""Candidates for a policy, and the state of a masked cache that they score.
+"""Candidate eviction policies, simulated as masks over a full cache in plain PyTorch.
 
 Shapes: a articles, h KV heads, g query heads of each, n tokens so far.
 """
@@ -15,33 +15,32 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from flexgen_h2o.h2o.policies import PolicyState, attention_mean, attention_sum
 
 POOL = 5
-"""Neighbouring keys over which SnapKV smooths."""
+"""Width of SnapKV's pooling."""
 FLOOR = 0.2
-"""Share of its even budget that Ada-KV leaves each head, as in its authors' code."""
+"""Share of the even budget that Ada-KV guarantees each head, as in its authors' code."""
 REDUNDANCY = 0.1
-"""Weight of attention in R-KV's sum, as in its authors' code; the rest is redundancy's."""
+"""Weight of attention in R-KV's score, as in its authors' code."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A policy to be tried.
+    """A candidate policy.
 
     Attributes
     ----------
     name : str
     score : callable (CandidateState) -> Tensor [a, h, n]
-        The lowest goes first.
+        The lowest is evicted first.
     decay : float
         Factor per query on accumulated attention.
     window : int
-        Queries whose rows are kept for the score; 0: none.
+        Queries whose attention rows are kept for the score.
     prompt_window : int
-        Queries at a prompt's end that count for accumulated attention; 0: all.
+        Queries at a prompt's end that accumulate attention; 0 for all.
     joint : bool
-        One choice over the heads of a layer in place of one for each.
+        Whether heads of a layer share one budget.
     pyramid : float
-        How much more than the even share of heavy hitters the first layer gets, and the last one
-        less.
+        Extra share of heavy hitters for the first layer, taken from the last.
     sinks : int
     """
 
@@ -55,14 +54,14 @@ class Candidate:
     sinks: int = 0
 
     def layer_share(self, layer: int, layers: int) -> float:
-        """Heavy hitters of a layer over the even share; the mean over layers is 1."""
+        """Return a layer's heavy hitters over the even share; the mean over layers is 1."""
         return 1 + self.pyramid * (1 - 2 * layer / max(1, layers - 1))
 
 
 class CandidateState:
-    """A masked cache of one layer: what is alive, and what candidates look at.
+    """A masked cache of one layer: alive keys, and the inputs of scores.
 
-    keys and values [a, h, all tokens, dim] are those of the whole text; only the first n count.
+    keys and values [a, h, all tokens, dim] are of the whole text; only the first n are visible.
     """
 
     def __init__(self, candidate: Candidate, keys, values, prompt: int):
@@ -79,7 +78,7 @@ class CandidateState:
         self._recent = torch.zeros(shape)
 
     def read_prompt(self, weights: torch.Tensor) -> None:
-        """Weights [a, h, g, n, n] of the prompt's queries."""
+        """Accumulate attention weights [a, h, g, n, n] of the prompt's queries."""
         one, n = self.candidate, self.tokens
         first = n - one.prompt_window if one.prompt_window else 0
         age = torch.arange(n - 1, -1, -1)[first:]
@@ -90,13 +89,13 @@ class CandidateState:
             self._recent[:, :, :n] = weights[:, :, :, -one.window :].sum((2, 3))
 
     def append(self) -> None:
-        """A new token comes."""
+        """Add a new token."""
         self.alive[:, :, self.tokens] = True
         self.tokens += 1
         self.cached += 1
 
     def receive(self, row: torch.Tensor) -> None:
-        """Weights [a, h, g, n] of its query."""
+        """Accumulate attention weights [a, h, g, n] of the new token's query."""
         attention = self._attention[:, :, : self.tokens]
         attention.mul_(self.candidate.decay).add_(row.sum(2))
         if self.candidate.window:
@@ -105,7 +104,7 @@ class CandidateState:
             self._recent[:, :, : self.tokens] += row.sum(2)
 
     def evict(self, keep: int, recent: int) -> None:
-        """Down to `keep` in each head (in the mean of the heads, if they choose together)."""
+        """Evict down to `keep` in each head, or in the mean of heads if `joint`."""
         n, alive = self.tokens, self.alive[:, :, : self.tokens]
         score = self.candidate.score(self).clone()
         score[:, :, n - recent :] = torch.inf
@@ -128,7 +127,7 @@ class CandidateState:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Rows of the newest queries, [a, h, g, queries, n]; 0 where a query came before a key."""
+        """Attention rows of the newest queries, [a, h, g, queries, n]; 0 for later keys."""
         n = self.tokens
         return torch.stack([F.pad(row, (0, n - row.shape[-1])) for row in self._rows], 3)
 
@@ -139,7 +138,7 @@ class CandidateState:
 
     @property
     def plain(self) -> PolicyState:
-        """The state that the engine's policies are given."""
+        """The state as the engine's policies get it."""
         n = self.tokens
         return PolicyState(self._attention[:, :, :n], torch.arange(n), n,
                            self._keys[:, :, :n], self._values[:, :, :n])
@@ -166,23 +165,23 @@ class CandidateState:
 
 
 def total(state: CandidateState) -> torch.Tensor:
-    """H2O: the sum."""
+    """H2O: accumulated attention."""
     return attention_sum(state.plain)
 
 
 def mean(state: CandidateState) -> torch.Tensor:
-    """Over the queries that could see the key."""
+    """Accumulated attention over the number of queries that could see the key."""
     return attention_mean(state.plain)
 
 
 def by_value(score) -> Callable[[CandidateState], torch.Tensor]:
-    """Another score times the norm of the value."""
+    """Return a score times the norm of the value."""
     return lambda state: score(state) * state.norms
 
 
 def caote(score) -> Callable[[CandidateState], torch.Tensor]:
-    """CAOTE (arXiv 2504.14051): how far the output moves if a token goes, weights being the score's
-    shares."""
+    """CAOTE (arXiv 2504.14051): the output error if a token is evicted, with normalized scores as
+    attention weights."""
 
     def error(state: CandidateState) -> torch.Tensor:
         share = score(state) * state.living
@@ -197,13 +196,12 @@ def caote(score) -> Callable[[CandidateState], torch.Tensor]:
 
 
 def last_queries(state: CandidateState) -> torch.Tensor:
-    """Attention from the newest queries, over those of them that could see the key (TOVA with one
-    of them)."""
+    """Mean attention from the newest queries that could see the key (one query: TOVA)."""
     return state.recent / state.plain.queries.clamp(max=state.candidate.window)
 
 
 def pooled(state: CandidateState) -> torch.Tensor:
-    """SnapKV (arXiv 2404.14469): attention from the newest queries, smoothed over neighbours."""
+    """SnapKV (arXiv 2404.14469): attention from the newest queries, average-pooled."""
     return F.avg_pool1d(last_queries(state), POOL, 1, POOL // 2)
 
 
@@ -213,7 +211,7 @@ def defensive(state: CandidateState) -> torch.Tensor:
 
 
 def redundancy(state: CandidateState) -> torch.Tensor:
-    """R-KV (arXiv 2505.24133): attention against likeness to other keys that are cached."""
+    """R-KV (arXiv 2505.24133): attention minus similarity to other cached keys."""
     living = state.living
     together = torch.einsum("ahn,ahnd->ahd", living, state.units)
     likeness = (torch.einsum("ahd,ahnd->ahn", together, state.units) - 1) / living.sum(
@@ -249,14 +247,14 @@ ENGINE = {one: next(each for each in CANDIDATES if each.name == name)
 
 
 CHUNK = 4
-"""Articles whose logits are made together."""
+"""Articles whose logits are computed together."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A budget: `percent` of the prompt or of the text so far; half of it heavy, half recent.
+    """A budget: `percent` of the prompt or of the text so far, half heavy, half recent tokens.
 
-    If generated tokens are not evicted, prompts alone are cut.
+    Without `evicts_generated`, only prompts are cut.
     """
 
     percent: int
@@ -264,14 +262,14 @@ class Setting:
     evicts_generated: bool = True
 
     def sizes(self, prompt: int, tokens: int) -> tuple[int, int]:
-        """All tokens that are kept after so many, and the newest among them."""
+        """Return the numbers of kept and of recent tokens after `tokens` tokens."""
         part = max(1, int(self.percent / 200 * (prompt if self.budget_of == "prompt" else tokens)
                           + 1e-9))
         return 2 * part, part
 
 
 class MaskedModel:
-    """A LLaMA of transformers over articles [articles, tokens], of which `prompt` come first."""
+    """A LLaMA of transformers over articles [articles, tokens] with prompts of `prompt` tokens."""
 
     def __init__(self, model, tokens: torch.Tensor, prompt: int):
         self.model, self.tokens, self.prompt = model, tokens, prompt
@@ -284,8 +282,7 @@ class MaskedModel:
         self._prompts: list[tuple[torch.Tensor, ...]] = []
 
     def _project(self, layer, hidden: torch.Tensor, places: slice) -> list[torch.Tensor]:
-        """Rotated queries [articles, kv_heads, group, n, dim], and keys and values without a
-        group."""
+        """Return rotated queries [articles, kv_heads, group, n, dim], keys and values."""
         normed, attention = layer.input_layernorm(hidden), layer.self_attn
         q, k, v = (proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
                    for proj in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -295,12 +292,12 @@ class MaskedModel:
 
     @staticmethod
     def _finish(layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of a layer: attended [articles, kv_heads, group, n, dim]."""
+        """Run the rest of a layer on attended [articles, kv_heads, group, n, dim]."""
         hidden = hidden + layer.self_attn.o_proj(attended.flatten(1, 2).transpose(1, 2).flatten(2))
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def read_prompts(self) -> None:
-        """Attend within all prompts; keep queries, keys and values of each layer."""
+        """Attend within all prompts, and keep queries, keys and values of each layer."""
         hidden = self.model.model.embed_tokens(self.tokens[:, : self.prompt])
         for layer in self.layers:
             q, k, v = self._project(layer, hidden, slice(0, self.prompt))
@@ -312,9 +309,9 @@ class MaskedModel:
         self._last = hidden[:, -1:]
 
     def log_probs(self, candidate: Candidate | None, setting: Setting | None) -> torch.Tensor:
-        """Log-probabilities [articles, tokens - prompt] of what follows the prompts.
+        """Return log-probabilities [articles, tokens - prompt] after the prompts.
 
-        None for both gives the full cache's.
+        None for both arguments means the full cache.
         """
         if not self._prompts:
             self.read_prompts()
@@ -347,8 +344,7 @@ class MaskedModel:
 
     def _steps(self, products, keys, values, candidate: Candidate, setting: Setting, layer: int,
                share: float) -> torch.Tensor:
-        """Weights of all steps [articles, kv_heads, group, steps, keys] with what is evicted
-        hidden."""
+        """Return weights [articles, kv_heads, group, steps, keys] with evicted keys hidden."""
         weights = torch.zeros_like(products)
         q, k, _ = self._prompts[layer]
         state = CandidateState(candidate, keys, values, self.prompt)

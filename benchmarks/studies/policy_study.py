@@ -1,4 +1,4 @@
-"""A file of rows that grows from run to run: those that it has are known again."""
+"""Shared by the studies of policies: a table that grows, and presses of kvpress as baselines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from flexgen_h2o.files.rows import append_row, check_header
 from flexgen_h2o.files.writing import check_writable, writing
 
 INPUT = "input_digest"
-"""The column with the `digest` of what the rows were made of."""
+"""Column with the `digest` of the input."""
 
 
 def digest(texts: Sequence[object]) -> str:
-    """16 hex digits that stand for these texts, or for tasks made of them."""
+    """Return 16 hex digits that identify these texts or tasks."""
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 
 class GrowingTable:
-    """A CSV file of `columns`, of which those of `key` say which row it is.
+    """A CSV file of `columns`, whose rows are identified by the columns `key`.
 
     Parameters
     ----------
     path : str
-        Made with the first row if it is not there.
+        Created with the first row.
     columns, key : sequence of str
     common : mapping
         Columns that all new rows share.
@@ -41,7 +41,7 @@ class GrowingTable:
     Raises
     ------
     UserError
-        It cannot be written, or has other columns.
+        The file cannot be written or has other columns.
     """
 
     def __init__(self, path: str, columns: Sequence[str], key: Sequence[str], common: Mapping):
@@ -51,7 +51,7 @@ class GrowingTable:
         self._common = dict(common)
 
     def find(self, **row) -> dict[str, str] | None:
-        """The file's row of this key, None if it has none."""
+        """Return the row with this key, or None."""
         if not os.path.exists(self._path):
             return None
         wanted = {name: str((self._common | row).get(name, "")) for name in self._key}
@@ -60,7 +60,7 @@ class GrowingTable:
                          if all(old[name] == wanted[name] for name in self._key)), None)
 
     def add(self, **row) -> None:
-        """Write a row. `UserError` if it cannot be written."""
+        """Append a row. Raises `UserError`."""
         with writing("--csv", str(self._path)):
             append_row(self._path, self._columns, self._common | row, flag="--csv")
 
@@ -71,17 +71,16 @@ except ImportError:
     kvpress = None
 
 SNAP_WINDOW = 32
-"""Queries that SnapKV looks at when a prompt is cut."""
+"""Observation window of SnapKV for prompts."""
 INTERVAL = 8
-"""Steps after each of which kvpress evicts while decoding: of the sizes in between, the mean is the
-budget."""
+"""Decode steps between evictions of kvpress, whose mean cache size is the budget."""
 FEWEST = 7
-"""Queries that SnapKV looks at while decoding, fewer than it is handed."""
+"""Observation window of SnapKV while decoding."""
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A way to keep less: an engine's policy, or a press of kvpress."""
+    """A policy of this engine, or a press of kvpress."""
 
     system: str
     name: str
@@ -97,11 +96,11 @@ ALL_PRESSES = {one.name: one for one in [*PRESSES, *ADAPTIVE]}
 """By name."""
 OURS = [Rival("flexgen_h2o", name) for name in ("sum", "mean", "caote")]
 RECALL = Rival("flexgen_h2o", "recall")
-"""Evicts nothing: of its cache as many tokens as others keep are attended to."""
+"""Recall attends to as many tokens as the others keep."""
 
 
 def systems(part: str) -> list[Rival]:
-    """Those of a part; of kvpress none where it is not installed."""
+    """Return the systems of a part, without kvpress if it is not installed."""
     ours = OURS if part == "cut" else [*OURS, RECALL]
     if kvpress is None:
         logging.warning("kvpress is not installed: its rows are left out")
@@ -111,8 +110,7 @@ def systems(part: str) -> list[Rival]:
 
 def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None
            ) -> tuple[torch.Tensor, float]:
-    """Log-probabilities [articles, tokens] of what follows the prompts by this engine, and the
-    seconds that it took, with the prompts."""
+    """Return log-probabilities [articles, tokens] after the prompts by this engine, and seconds."""
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
              policy=Policy(gpu_batch_size=len(ids))) as llm:
         began = time.perf_counter()
@@ -121,7 +119,7 @@ def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None
 
 
 def make_press(one: Rival, part: str, keep: int, prompt: int):
-    """A press that leaves `keep` of `prompt` tokens, and evicts later ones too in part `decode`."""
+    """Return a press that keeps `keep` of `prompt` tokens; part `decode` evicts later ones, too."""
 
     def press(ratio: float, queries: int):
         options = {"window_size": queries} if one.name.endswith("SnapKV") else {}
@@ -137,15 +135,16 @@ def make_press(one: Rival, part: str, keep: int, prompt: int):
 
 
 def attention_of(model, one: Rival) -> None:
-    """Weights have to be seen for the attention that was observed."""
+    """Select the attention implementation; ObservedAttention needs attention weights."""
     model.set_attn_implementation("eager" if one.name == "ObservedAttention" else "sdpa")
 
 
 def pressed(made, model, ids: torch.Tensor, prompt: int, *, steps: bool
             ) -> tuple[torch.Tensor, int]:
-    """Logits [articles, tokens, vocabulary] of what follows the prompts under a press of kvpress on
-    transformers, and bytes of keys and values after the prompts were cut; a forward pass for each
-    token, or one for all."""
+    """Return logits [articles, tokens, vocabulary] after the prompts, and bytes of the cut cache.
+
+    With `steps` there is a forward pass for each token, else one for all.
+    """
     found, cache, width = [], DynamicCache(), 1 if steps else ids.shape[1]
     with made(model):
         logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
@@ -159,15 +158,15 @@ def pressed(made, model, ids: torch.Tensor, prompt: int, *, steps: bool
 
 
 def cache_bytes(cache: DynamicCache) -> int:
-    """Bytes of keys and values."""
+    """Return the bytes of keys and values."""
     return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
 
 
 def chosen(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of tokens [articles, n]."""
+    """Return the log-probabilities of tokens [articles, n]."""
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
 
 def kept(percent: float, prompt: int) -> int:
-    """Tokens kept of a prompt of so many, half of them heavy hitters."""
+    """Return the number of kept tokens of a prompt, half of them heavy hitters."""
     return 2 * max(1, int(percent / 200 * prompt + 1e-9))

@@ -1,11 +1,10 @@
-"""Memory of a long prefill: what a prompt takes above the loaded weights, by cache and chunk.
+"""Measure the memory of a long prefill above the loaded weights, by cache and chunk.
 
     python benchmarks/studies/prefill_memory.py --lengths 4096 16384
 
-Each row is a process of its own, with the real smollm2-135m and its context stretched on paper
-(the config's limit raised: memory and time do not depend on what the model makes of it). The least
-is what must be held whatever the engine does: keys and values that stay, and those of the prompt
-where chunks have to find them again, or the hidden states where the prompt is one chunk.
+Each row is a separate process with smollm2-135m and a raised context limit, which affects neither
+memory nor time. `least_mb` is the lower bound: kept keys and values, and those of the prompt if
+there are chunks, or its hidden states if not.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from flexgen_h2o.files.rows import RowsFile, cell, keeping
 from flexgen_h2o.files.writing import check_writable
 
 CACHES = (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512))
-"""Names, and tokens of a chunk."""
+"""Cache names, and tokens of a chunk."""
 COLUMNS = ("prompt_len", "cache", "prefill_chunk", "peak_above_weights_mb", "least_mb",
            "kv_cache_mb", "scores_matrix_mb", "prefill_seconds", "prefill_tokens_per_second")
 
 
 def measure(length: int, cache: str, chunk: int | None) -> dict:
-    """One row, in this process."""
+    """Measure one row in this process."""
     from flexgen_h2o import LLM, H2OConfig, Policy
     from flexgen_h2o.models import checkpoint_folder
 
@@ -50,7 +49,7 @@ def measure(length: int, cache: str, chunk: int | None) -> dict:
             rng = random.Random(0)
             llm.generate([[rng.randrange(3, 40000) for _ in range(64)]], max_new_tokens=3)
             loaded = _status("VmRSS")
-            Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             prompt = [rng.randrange(3, 40000) for _ in range(length)]
             llm.generate([prompt], max_new_tokens=4, eos_token_id=-1)
             shape, stats = llm.model_config, llm.stats
@@ -95,7 +94,7 @@ def main() -> None:
 
 
 def measured(length: int, cache: str, chunk: int | None) -> dict:
-    """One row, by a process of its own. Raises `UserError` if that fails."""
+    """Measure one row in a new process. Raises `UserError` on failure."""
     done = subprocess.run([sys.executable, __file__, "--one", json.dumps([length, cache, chunk])],
                           capture_output=True, text=True)
     if done.returncode:

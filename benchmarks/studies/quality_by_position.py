@@ -1,10 +1,10 @@
-"""Why a small cache costs perplexity: nats per token over the full cache, by quarter of the text.
+"""Loss of small caches over the full cache, in nats per token, by quarter of the text.
 
     python benchmarks/studies/quality_by_position.py --input-path xsum_0shot.jsonl
 
-The articles and halves are those of `quality.py`. A budget is a share of the prompt;
-as the text goes on, it is an ever smaller share of what there is to remember, unless generated
-tokens are left in (``evict_generated=False``).
+The articles and halves are those of `quality.py`. A budget is a share of the prompt.
+As the text grows it becomes a smaller share of the text, unless generated tokens stay
+(``evict_generated=False``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS = ("model", "articles", "cache", "quarter", "nats_per_token", "nats_over
 
 
 def quarters(log_probs: list[list[float]]) -> list[float]:
-    """Mean negative log-likelihood per token of each quarter of the articles' second halves."""
+    """Return mean nats per token for each quarter of the articles' second halves."""
     parts: list[list[float]] = [[] for _ in range(QUARTERS)]
     for article in log_probs:
         for place, value in enumerate(article):
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--csv", default="benchmarks/results/quality_by_position.csv")
     args = parser.parse_args()
     check_int("--articles", args.articles, low=1)
-    for name in ("min_tokens", "max_tokens"):  # of which each quarter of a half has one
+    for name in ("min_tokens", "max_tokens"):  # each quarter of a half has a token
         check_int(flag_name(name), getattr(args, name), low=2 * QUARTERS)
     check_writable("--csv", args.csv)
     full: list[float] = []

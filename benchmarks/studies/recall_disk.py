@@ -1,13 +1,12 @@
-"""Decode steps with the cache on disk: all of it in each step, or what is recalled, in one run.
+"""Time decode steps with the cache on disk, read whole or by recall.
 
     python benchmarks/studies/recall_disk.py --prompt-len 4096 --batch 2
 
-A real model goes on with a real text (this repository's pages), each sequence with draws of its
-own. Reads are O_DIRECT, so that none comes out of the page cache. With `overlap` the engine tries
-guesses at what is chosen next, and goes on with them where steps are faster; without it there are
-none. `read_gb_per_s` is what long reads of the same disk give in the same run, `roofline_step_s`
-the full cache's bytes over it. `disk_overlapped` is the share of the seconds in which the disk read
-that compute did not wait for.
+A real model continues a real text (this repository's pages) with a different seed for each
+sequence. Reads are O_DIRECT and bypass the page cache. With `overlap` the engine tries speculative
+prefetch and keeps it if steps are faster. `read_gb_per_s` is the rate of long reads of the same
+disk in the same run, and `roofline_step_s` the full cache's bytes over it. `disk_overlapped` is the
+share of disk seconds that compute did not wait for.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ CACHES = {
     "recall 5 %": (H2OConfig(heavy_ratio=0.025, recall=True), None),
     "recall 5 %, 20 % in memory": (H2OConfig(heavy_ratio=0.025, recall=True), 0.2),
 }
-"""What stays cached, and the share of it that `Policy.fast_set` has in memory."""
+"""The cache, and the share of it that `Policy.fast_set` keeps in memory."""
 COLUMNS = (*RUN_COLUMNS, "fast_set", "overlap", "kv_cache_mb", "prefill_s", "decode_step_s",
            "disk_read_mb_per_step", "recall_hit_rate", "recall_wait_s_per_step",
            "disk_overlapped", "read_gb_per_s", "roofline_step_s", "decode_speedup_over_full")
 
 
 def measure(args, name: str, overlap: bool) -> dict[str, object]:
-    """One run of one cache."""
+    """Measure one run of a cache."""
     h2o, fast_set = CACHES[name]
     policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100), overlap=overlap,
                     fetch_chosen=h2o is not None, fast_set=fast_set)
@@ -78,7 +77,7 @@ def measure(args, name: str, overlap: bool) -> dict[str, object]:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each cache, with and without guesses where it recalls."""
+    """Yield a row for each cache; with and without speculative prefetch for recall."""
     rate, full = offload_read_rate(args.offload_dir), None
     about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
     for name in full_first(args.caches):

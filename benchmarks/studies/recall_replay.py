@@ -1,15 +1,14 @@
-"""Attention of decode steps in LLaMA-8B's shape with its cache on disk, by a real text's queries.
+"""Time attention in LLaMA-8B's shape with the cache on disk, replaying queries of a real text.
 
     python benchmarks/studies/recall_replay.py --prompt-len 8192 --batch 4
 
-No weights of that shape come with this project, and how much of what a step chooses was chosen just
-before is a property of real ones. So smollm2's keys and queries are recorded as it reads this
-repository's pages, and replayed: each of the 8 KV heads of a layer here is one of its 90 KV heads
-(the fourth query of a group is the first again), and an isometry takes their 64 dimensions to 128,
-so that all weights of attention are the recorded ones. Values are random. A step is attention
-alone, layer by layer, as `KVCache` does it: over the whole cache, fetched one layer ahead, or over
-what is recalled, of which nothing is guessed. Reads are O_DIRECT. `roofline_s` is the time in
-which the disk's long reads bring a layer's whole cache.
+The project has no weights of that shape, and the hit rate of recall depends on real ones. So keys
+and queries of smollm2 are recorded while it reads this repository's pages, and replayed. Each of
+the 8 KV heads of a layer is one of its 90 KV heads (the fourth query of a group repeats the first).
+An isometry maps their 64 dimensions to 128, which keeps the attention weights. Values are random. A
+step is attention alone, layer by layer, by `KVCache`: over the whole cache, prefetched one layer
+ahead, or over recalled tokens, without speculative prefetch. Reads are O_DIRECT. `roofline_s` is
+the time of long reads of a layer's whole cache.
 """
 
 from __future__ import annotations
@@ -66,12 +65,12 @@ COLUMNS = (*RUN_COLUMNS, "layers", "attended_share", "fast_set", "cache_mb",
 
 
 class AttentionRecording:
-    """Queries and keys of a model as it reads texts, of some of its KV heads.
+    """Recorded queries and keys of some KV heads of a model that reads texts.
 
     Attributes
     ----------
     q : Tensor [LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM]
-        Of the last tokens, one after the other.
+        Queries of the last tokens.
     k : Tensor [LAYERS, sequences, tokens, KV_HEADS, HEAD_DIM]
     """
 
@@ -88,7 +87,7 @@ class AttentionRecording:
         self._wanted = [number * heads // (LAYERS * KV_HEADS)
                         for number in range(LAYERS * KV_HEADS)]
         isometry = torch.linalg.qr(torch.randn(HEAD_DIM, width))[0].T
-        scale = (HEAD_DIM / width) ** 0.25  # the kernels divide products by the root of HEAD_DIM
+        scale = (HEAD_DIM / width) ** 0.25  # kernels divide logits by the root of HEAD_DIM
         self.q = torch.empty(LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM,
                              dtype=torch.bfloat16)
         self.k = torch.empty(LAYERS, sequences, tokens, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
@@ -124,7 +123,7 @@ class AttentionRecording:
 
 
 def prefill(cache: KVCache, recording: AttentionRecording, length: int) -> None:
-    """Cache the recorded keys of prompts with random values; what their queries are is all one."""
+    """Cache the recorded keys of prompts with random values and queries."""
     sequences = recording.k.shape[1]
     for layer in range(LAYERS):
         cache.load(layer, 0, 0)
@@ -138,7 +137,7 @@ def prefill(cache: KVCache, recording: AttentionRecording, length: int) -> None:
 
 
 def decode(cache: KVCache, recording: AttentionRecording, step: int, transfers: Transfers) -> float:
-    """Attend in all layers in step number `step` (from 1): seconds of a layer."""
+    """Run decode step `step` (from 1) in all layers. Returns the seconds of a layer."""
     q, k = recording.q[:, :, step - 1].clone(), recording.k[:, :, step - 1 - recording.q.shape[2]]
     k, v = k.clone(), torch.randn(k.shape).bfloat16()
     began = time.perf_counter()
@@ -153,7 +152,7 @@ def decode(cache: KVCache, recording: AttentionRecording, step: int, transfers: 
 
 
 def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]:
-    """Steps with one cache, after the first, which fills the hot set."""
+    """Measure steps with a cache, after the first, which fills the hot set."""
     share, fast_set = CACHES[name]
     h2o = None if share is None else H2OConfig(heavy_ratio=share / 2, recall=True)
     policy = Policy(gpu_batch_size=args.batch, cache=Placement(0, 0, 100),
@@ -188,7 +187,7 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each cache."""
+    """Yield a row for each cache."""
     recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
                                    steps=args.gen_len)
     rate, full = offload_read_rate(args.offload_dir), None

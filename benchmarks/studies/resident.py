@@ -1,11 +1,10 @@
-"""Resident memory of a process that has imported the package, and opened and run a tiny model.
+"""Measure the resident memory of a process that imports the package and runs a tiny model.
 
     python benchmarks/studies/resident.py
 
-Each stage is what `/proc/self/status` says of one fresh process after another has been read through
-once, so that the libraries' files are in the page cache: anonymous memory, and pages of files that
-are mapped, which processes share. Beside them stand the modules whose import takes longest
-(`python -X importtime`), with all that they import in turn.
+Rows of stages have the anonymous memory and the mapped file pages, which processes share, of a new
+process by `/proc/self/status`. An earlier process has brought the libraries into the page cache.
+Further rows have the modules with the longest import times (`python -X importtime`), cumulative.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ with LLM(sys.argv[1], device="cpu", progress=False) as llm:
 
 
 def write_tiny(folder: Path) -> None:
-    """A folder of a tiny LLaMA with seeded random weights."""
+    """Write a tiny LLaMA with seeded random weights."""
     (folder / "config.json").write_text(json.dumps(TINY))
     config = from_transformers(TINY, "tiny")
     weights = family(config).weights(config)
@@ -75,7 +74,7 @@ def write_tiny(folder: Path) -> None:
 
 
 def ran(flags: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The stages in a process of its own."""
+    """Run the stages in a separate process."""
     done = subprocess.run([sys.executable, *flags, "-c", STAGES, str(folder)],
                           capture_output=True, text=True)
     if done.returncode:
@@ -84,7 +83,7 @@ def ran(flags: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def rows(top: int) -> Iterator[dict[str, object]]:
-    """A row for each stage, and for each of the longest imports."""
+    """Yield a row for each stage and for each of the longest imports."""
     common = {"commit": source_commit(), "cpu": cpu_model(),
               "python": sys.version.split()[0], "torch": torch.__version__}
     with tempfile.TemporaryDirectory(prefix="resident-") as name:

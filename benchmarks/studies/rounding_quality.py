@@ -1,10 +1,10 @@
-"""The cost in perplexity of rounding a model's matrices, with and without a search for scales.
+"""Perplexity of a model with quantized matrices, with and without a search for scales.
 
     python benchmarks/studies/rounding_quality.py --input-path xsum_0shot.jsonl
 
-Copies of the model are written whose matrices are what quantization makes of them, and measured in
-float32, so that nothing but the rounding differs: perplexity of each article after its first token,
-teacher-forced. The model itself is measured in bfloat16 too, to compare with.
+Matrices are quantized and dequantized into copies of the model, which are measured in float32, so
+that only the rounding differs. Perplexity is teacher-forced over each article after its first
+token. The model itself is also measured in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from flexgen_h2o.models.sources import checkpoint_folder
 
 ROUNDINGS = [(12, 64, False), (8, 64, False), (8, 64, True), (4, 64, False), (4, 64, True),
              (4, 32, False), (4, 32, True)]
-"""Bits, groups of so many inputs, and whether scales are searched."""
+"""Bits, group size, and whether scales are searched."""
 COLUMNS = ("date", "commit", "host", "model", "articles", "tokens", "bits", "group", "search",
            "dtype", "perplexity", "over_float32")
 
 
 def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool) -> None:
-    """A copy of a Hugging Face folder in float32, its matrices quantized and taken back."""
+    """Write a copy of a Hugging Face folder in float32 with quantized and dequantized matrices."""
     shutil.copytree(source, made, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     with open_checkpoint(source) as checkpoint:
 
@@ -64,8 +64,7 @@ def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool)
 
 
 def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
-    """Mean negative log-likelihood of all tokens but the first of each article, and their
-    number."""
+    """Return the perplexity of all tokens but the first of each article, and their number."""
     with LLM(str(folder), dtype=dtype, policy=Policy(gpu_batch_size=8), progress=False) as llm:
         chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"],
                         articles=args.articles, min_tokens=args.min_tokens,
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """A row for each copy, after those of the model itself."""
+    """Yield the rows of the model itself, then one for each copy."""
     source, texts = checkpoint_folder(args.model), read_articles(args.input_path)
     plain, count = perplexity(source, texts, args)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,11 +1,10 @@
-"""A decode step alone and beside busy processes, by how idle OpenMP threads wait.
+"""Time decode steps alone and beside busy processes, by OpenMP wait policy.
 
     python benchmarks/studies/spinning.py
 
-Each way of waiting is a process of its own that stays loaded, since OpenMP reads its settings once.
-They take turns, `--repeats` times, beside 0 to 3 processes that do nothing but compute. A sample is
-the median step of a short generation: what it took to find out who else is there is left out. A
-sample during which other processes than these used more than `--quiet` CPUs is taken again.
+Each wait policy has its own process, since OpenMP reads its settings once. They take turns
+`--repeats` times, beside 0 to 3 processes that only compute. A sample is the median step of a short
+generation. It is repeated if other processes used more than `--quiet` CPUs meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from flexgen_h2o.files.writing import check_folder
 from flexgen_h2o.kernels.cpu.wait_policy import busy_seconds
 
 WAYS: dict[str, dict[str, str]] = {
-    "as it comes": {},  # what kernels/cpu/library.py does
+    "as it comes": {},  # chosen by kernels/cpu/library.py
     "spinning": {"GOMP_SPINCOUNT": "300000"},  # libgomp's own default
     "asleep": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
@@ -42,7 +41,7 @@ COLUMNS = ("date", "commit", "host", "cpu", "cpus", "torch", "model", "batch", "
 
 
 def serve(model: str, batch: int) -> None:
-    """The process of one way: for each length that stdin says, the median step in seconds."""
+    """Serve one wait policy: for each length on stdin, print the median step in seconds."""
     from flexgen_h2o import LLM, H2OConfig, Policy
 
     with LLM(model, h2o=H2OConfig(heavy_ratio=0.2), policy=Policy(gpu_batch_size=batch),
@@ -56,7 +55,7 @@ def serve(model: str, batch: int) -> None:
 
 
 def measure(args) -> dict[tuple[int, str], list[float]]:
-    """Seconds of a step by (busy processes, way of waiting): a sample of each repeat."""
+    """Return step seconds by (busy processes, wait policy), one sample a repeat."""
     with ExitStack() as opened:
         def start(*command: str, **more) -> subprocess.Popen:
             process = subprocess.Popen([sys.executable, *command], **more)
@@ -90,14 +89,14 @@ def measure(args) -> dict[tuple[int, str], list[float]]:
 
 
 def sample(worker: subprocess.Popen, mine: list[psutil.Process], args) -> float:
-    """Seconds of a step while hardly anybody uses the CPUs but the processes `mine`."""
+    """Return the seconds of a step measured while other processes are idle."""
     def others() -> float:
         used = [process.cpu_times() for process in mine]
         return busy_seconds() - sum(times.user + times.system for times in used)
 
     while True:
         before, began = others(), time.monotonic()
-        time.sleep(0.6)  # the last way's threads are asleep, and this one's last look is old
+        time.sleep(0.6)  # until the last process's threads sleep
         print(args.gen_len, file=worker.stdin, flush=True)
         step = float(worker.stdout.readline())
         if (others() - before) / (time.monotonic() - began) <= args.quiet:
@@ -105,7 +104,7 @@ def sample(worker: subprocess.Popen, mine: list[psutil.Process], args) -> float:
 
 
 def write(args, found: dict[tuple[int, str], list[float]]) -> None:
-    """The medians as CSV and as a table; `over_alone` is over spinning threads with no load."""
+    """Write and print the medians; `over_alone` is relative to spinning threads without load."""
     import torch
 
     from flexgen_h2o.metrics.provenance import cpu_model, source_commit

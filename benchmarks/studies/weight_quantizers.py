@@ -1,10 +1,10 @@
-"""Loss of 4-bit weights from one 16-bit source: this engine's quantizer, and llama.cpp's Q4_K_M.
+"""Loss of 4-bit weights from one 16-bit source: this engine's quantizer and llama.cpp's Q4_K_M.
 
     python benchmarks/studies/weight_quantizers.py FOLDER --like FILE.gguf --csv rows.csv
 
-FOLDER holds the source: a Hugging Face model in safetensors. FILE is any GGUF file of the same
-shape: its metadata and tensor names go into the file that llama.cpp quantizes. All are scored on
-the articles of `check_quality.py`, by the same engine.
+FOLDER is the source, a Hugging Face model in safetensors. FILE is any GGUF file of the same shape,
+whose metadata and tensor names are used for the file that llama.cpp quantizes. This engine scores
+all of them on the articles of `check_quality.py`.
 """
 
 from __future__ import annotations
