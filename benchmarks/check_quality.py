@@ -34,7 +34,7 @@ from flexgen_h2o.config.h2o import BUILT_IN
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.report import align_columns
@@ -300,8 +300,8 @@ def main() -> None:
     todo = {length: chosen(args.modes, length) for length in args.lengths}
     check_writable("--csv", args.csv)
     articles = read_articles(args.input_path)
-    file, worse = RowsFile(args.csv, COLUMNS), []
-    with keeping(file):
+    file, worse = CsvWriter(args.csv, COLUMNS), []
+    with report_partial_rows(file):
         print(align_columns([SHOWN]), flush=True)
         for model in args.models:
             path = fetched(model, Path(args.folder))
@@ -309,7 +309,7 @@ def main() -> None:
                 most = args.articles if length == "short" else LONG_TEXTS
                 for row in measure(model, path, length, todo[length], articles, most):
                     file.write(row)
-                    print(*(cell(row[name], 4) for name in SHOWN), sep="  ", flush=True)
+                    print(*(format_cell(row[name], 4) for name in SHOWN), sep="  ", flush=True)
                     if row["held"] == "no":
                         worse.append(f"{model} {row['mode']} ({row['context_tokens']} + {SCORED} "
                                      f"tokens): {row['factor']:.4f}, bound {row['bounds']}")

@@ -50,7 +50,7 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import keeping
+from flexgen_h2o.files.rows import report_partial_rows
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.trace import GB
@@ -416,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return run_job(job, threads=config.threads, timeout=timeout, memory=memory,
                        scratch=args.scratch)
 
-    with keeping(table.file):
+    with report_partial_rows(table.file):
         Cells(config, table, run).run()
     table.finish()
     print(summary(table.rows()))

@@ -15,10 +15,10 @@ from msgspec.structs import asdict, replace
 from processes import LOADING, REFUSED
 
 from flexgen_h2o.cli.values import load_yaml, parse_size
-from flexgen_h2o.config.validation import Count, Entries, check_keys, validated
+from flexgen_h2o.config.validation import Count, StrictStruct, check_keys, validate
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import json_texts
-from flexgen_h2o.files.rows import RowTable, cell
+from flexgen_h2o.files.readers import read_json_texts
+from flexgen_h2o.files.rows import ResumableCsv, format_cell
 from flexgen_h2o.metrics.provenance import ORIGIN
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_length
@@ -59,7 +59,7 @@ class System:
         return self.weight_bits == self.cache_bits == 16 and self.cache_share == 1
 
 
-class ComparisonScenario(Entries):
+class ComparisonScenario(StrictStruct):
     """A model, lengths and memory limits.
 
     Attributes
@@ -142,7 +142,7 @@ class ComparisonScenario(Entries):
         return min(found, self.search_gen_len or found) if search else found
 
 
-class _ComparisonFile(Entries):
+class _ComparisonFile(StrictStruct):
     systems: _Named
     scenarios: _Named
     threads: Count = os.cpu_count() or 1
@@ -168,7 +168,7 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
 
     Raises `UserError` for an unreadable file, an unknown key or name, or an invalid value.
     """
-    values = asdict(validated(_ComparisonFile, load_yaml(str(path)), str(path)))
+    values = asdict(validate(_ComparisonFile, load_yaml(str(path)), str(path)))
     found = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
     kept = _chosen(systems, found, "--systems")
     built = tuple(_scenario(name, spec, kept, found) for name, spec
@@ -191,7 +191,7 @@ def _scenario(name: str, spec: Mapping[str, Any], kept: Mapping[str, System],
     sizes = {key: parse_size(f"{where}: {key}", spec[key]) for key in ("memory", "device_memory")
              if spec.get(key) is not None}
     given = {key: value for key, value in spec.items() if value is not None}  # null: left out
-    found = validated(ComparisonScenario,
+    found = validate(ComparisonScenario,
                     {"systems": list(known), **given, **sizes, "name": name}, where)
     for key, names in (("systems", known), ("cut_gen_len", found.systems),
                        ("best_batch", found.systems)):
@@ -223,7 +223,7 @@ def text_prompts(path: str, key: str, folder: Path, count: int) -> list[list[int
 
     Raises `UserError` if the file is missing or has fewer texts.
     """
-    texts = json_texts("prompts", path, key, if_empty="holds no prompts")
+    texts = read_json_texts("prompts", path, key, if_empty="holds no prompts")
     if len(texts) < count:
         raise UserError(f"prompts {path} has {len(texts)} lines and {count} are needed: lower "
                         "`most` or `batch`")
@@ -296,7 +296,7 @@ EQUAL, SEARCH, BEST = "equal", "search", "best"
 """Values of `at`: all at the same batch size, a search step, each at its best batch size."""
 
 
-class Table(RowTable):
+class Table(ResumableCsv):
     """The rows of a comparison's file, which a new run continues."""
 
     def __init__(self, path: str):
@@ -306,7 +306,7 @@ class Table(RowTable):
         """Return the row that says why this row's system cannot run at any batch size."""
         alike = [name for name in KEY if name not in _OF_A_BATCH]
         return next((each for each in self.rows() if runs_never(each["status"])
-                     and all(each[name] == str(cell(row[name])) for name in alike)), None)
+                     and all(each[name] == str(format_cell(row[name])) for name in alike)), None)
 
 
 def runs_never(status: str) -> bool:

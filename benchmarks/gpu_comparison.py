@@ -24,7 +24,7 @@ from comparison import Comparison, Table, load
 from processes import TIME, run_job
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import keeping
+from flexgen_h2o.files.rows import report_partial_rows
 
 BENCHMARKS = Path(__file__).parent
 CONFIG = BENCHMARKS.parent / "configs" / "compare_gpu_check.yaml"
@@ -171,7 +171,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         table = Table(os.path.join(folder, path.name))
         within = partial(_within, do, config, deadline, Path(folder), {})
-        with keeping(table.file):
+        with report_partial_rows(table.file):
             Cells(config, table, within).run()
         table.finish()
         rows = table.rows()

@@ -188,7 +188,7 @@ def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
 def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads=4, full=True,
                 free=5) -> dict:
     """Return arguments of a decode step; scores are far apart, so rounding changes no eviction."""
-    layout = CacheLayout.of(dim, bits)
+    layout = CacheLayout.from_bits(dim, bits)
     shape = (sequences, kv_heads, slots)
     held = normal(2, *shape, dim, dtype=dtype)
     held = reference.pack_slots(held, layout)
@@ -266,7 +266,7 @@ def check_prefill(rows, dtype, dim, group, decay, lengths, keys) -> None:
 
 
 def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None:
-    layout, kv_heads = CacheLayout.of(dim, bits), 2
+    layout, kv_heads = CacheLayout.from_bits(dim, bits), 2
     cuts = [Cut(length, heavy, recent), Cut(5, heavy, recent), Cut(length // 2, heavy // 2, 3)]
     total = sum(cut.length for cut in cuts)
     k, v = normal(2, total, kv_heads, dim, dtype=dtype)
@@ -303,7 +303,7 @@ def check_groups(rows) -> None:
 
 def time_decode(rows, timed: Callable[..., float], rate: float, sequences: int, slots: int,
                 bits: int, goal: float) -> None:
-    layout = CacheLayout.of(128, bits)
+    layout = CacheLayout.from_bits(128, bits)
     cases = [decode_case(HALF, 128, 1, bits, 0, slots, sequences=sequences, kv_heads=32, free=0)
              for _ in range(2)]
     milliseconds = timed([lambda case=case: ops.decode_attention(**case) for case in cases])

@@ -13,8 +13,8 @@ import torch
 from gpu_kernels import BOUND, BRAIN, FULL, GPU, HALF, error
 from torch import Tensor
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.cache_layout import CacheLayout, IndexLayout, split_slots
+from flexgen_h2o.config.layers import DEFAULT_FORM
 from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
@@ -61,7 +61,7 @@ def make_cache(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=GPU).to(case.dtype)
 
-    records = CacheLayout.of(case.dim, case.bits)
+    records = CacheLayout.from_bits(case.dim, case.bits)
     slots = normal(2, sequences, kv_heads, case.tokens + 1, case.dim)
     slots = reference.pack_slots(slots, records)
     slots[:, :, :, -1] = float("nan") if records is None else 255

@@ -100,7 +100,7 @@ def decode_step(slots: torch.Tensor, bits: int) -> dict:
     q, k, v = (torch.randn(sequences, heads, DIM, dtype=DTYPE)
                for heads in (HEADS, kv_heads, kv_heads))
     return {"q": q, "k": k, "v": v, "slots": slots, "metadata": metadata, "state": state,
-            "layout": CacheLayout.of(DIM, bits)}
+            "layout": CacheLayout.from_bits(DIM, bits)}
 
 
 def successive(steps: list[dict]) -> Iterator[dict]:

@@ -41,7 +41,7 @@ from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import write_csv
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import GB, LinkStats, Trace
 from flexgen_h2o.models import family
@@ -454,7 +454,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.nbytes = 32 * MB if args.quick else int(args.gb * GB) // PAGE * PAGE
     args.repeats = 1 if args.quick else args.repeats
     args.file = args.file or default_file(args.model)
-    with writing("--out", str(args.out)):
+    with catch_write_errors("--out", str(args.out)):
         args.out.parent.mkdir(parents=True, exist_ok=True)
     check_writable("--out", str(args.out))
     return args

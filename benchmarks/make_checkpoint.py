@@ -22,7 +22,7 @@ from tqdm import tqdm
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.writing import writing
+from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key, torch_dtype
 from flexgen_h2o.models.dummy import DummyCheckpoint
@@ -135,7 +135,7 @@ def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,
             checkpoint.read(part, tensor)
             yield tensor
 
-    with writing("--out", str(out)), tqdm(desc=model, unit="B", unit_scale=True) as bar:
+    with catch_write_errors("--out", str(out)), tqdm(desc=model, unit="B", unit_scale=True) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

@@ -35,7 +35,7 @@ from plotting import chosen, read_rows, slide_style
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.figures import check_plot, save
 
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_writable("--out", args.out)
     with slide_style():
         figure = FIGURES[args.figure](args)
-        with writing("--out", args.out):
+        with catch_write_errors("--out", args.out):
             save(figure, args.out)
 
 

@@ -37,7 +37,7 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import append_row, check_header
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 from flexgen_h2o.metrics.trace import GB, Trace
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         row = {"date": now, "commit": source_commit(), "host": platform.node(),
                "cpu": cpu_model(), **scenario.row()}
-    with writing("--out", str(args.out)):
+    with catch_write_errors("--out", str(args.out)):
         append_row(args.out, COLUMNS, row, flag="--out", digits=4)
     for name, value in row.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")

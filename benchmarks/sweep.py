@@ -34,9 +34,9 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, load_yaml
-from flexgen_h2o.config.validation import Count, Entries, check_int, validated
+from flexgen_h2o.config.validation import Count, StrictStruct, check_int, validate
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import RowTable, csv_cell, keeping
+from flexgen_h2o.files.rows import ResumableCsv, format_flag_value, report_partial_rows
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.trace import GB
@@ -112,7 +112,7 @@ class Sweep:
         return tuple(self.cells[0].axes)
 
 
-class _SweepFile(Entries):
+class _SweepFile(StrictStruct):
     grid: Annotated[dict[str, Any], Meta(
         min_length=1, description="give flags with a list of values each")]
     base: dict[str, Any] = {}
@@ -134,7 +134,7 @@ def load(path: Path, *, models: Path) -> Sweep:
         The file cannot be read, a key is unknown, a value is invalid, or the flags of a cell
         contradict each other.
     """
-    file = validated(_SweepFile, load_yaml(path), str(path))
+    file = validate(_SweepFile, load_yaml(path), str(path))
     base = file.base
     try:
         _check_swept("base", base)
@@ -212,7 +212,7 @@ def _cell(sweep: str, base: Mapping[str, object], point: Mapping[str, _Value], *
     except UserError as error:
         shown = _label({axis: value.shown for axis, value in point.items()})
         raise UserError(f"cell {shown}: {error}") from None
-    axes = {axis: value.shown if value.named else str(csv_cell(given[axis]))
+    axes = {axis: value.shown if value.named else str(format_flag_value(given[axis]))
             for axis, value in point.items()}
     return Cell(sweep, axes, given, config)
 
@@ -241,18 +241,18 @@ def row_of(cell: Cell, repeat: int, outcome: Outcome) -> dict[str, object]:
     if outcome.status == OK:
         row |= outcome.row
     else:
-        row |= origin() | {name: csv_cell(value) for name, value in cell.given.items()
+        row |= origin() | {name: format_flag_value(value) for name, value in cell.given.items()
                            if name in CSV_COLUMNS}
     row |= {axis: text for axis, text in cell.axes.items() if axis not in CSV_COLUMNS}
     return row | cell.place(repeat) | {"status": outcome.status, "reason": outcome.reason}
 
 
-def runs_of(cell: Cell, repeats: int, table: RowTable) -> list[dict[str, str] | None]:
+def runs_of(cell: Cell, repeats: int, table: ResumableCsv) -> list[dict[str, str] | None]:
     """Return a cell's rows by repeat; None where one is missing."""
     return [table.find(cell.place(repeat)) for repeat in range(1, repeats + 1)]
 
 
-def to_run(sweeps: Sequence[Sweep], table: RowTable, *, retry_failed: bool
+def to_run(sweeps: Sequence[Sweep], table: ResumableCsv, *, retry_failed: bool
            ) -> list[tuple[Cell, int]]:
     """Return the missing (cell, repeat) pairs of cells that have not failed."""
     found = []
@@ -267,7 +267,7 @@ def to_run(sweeps: Sequence[Sweep], table: RowTable, *, retry_failed: bool
     return found
 
 
-def measure(todo: Sequence[tuple[Cell, int]], table: RowTable, run: Run) -> None:
+def measure(todo: Sequence[tuple[Cell, int]], table: ResumableCsv, run: Run) -> None:
     """Run the pairs, and add a row for each."""
     failed = set()
     with tqdm(total=len(todo), unit="run", disable=None) as bar:
@@ -286,7 +286,7 @@ def measure(todo: Sequence[tuple[Cell, int]], table: RowTable, run: Run) -> None
             bar.update()
 
 
-def summary(sweep: Sweep, table: RowTable) -> str:
+def summary(sweep: Sweep, table: ResumableCsv) -> str:
     """Return the medians of each cell, or why there are none, as an aligned table."""
     lines = [(*sweep.axes, "runs", "tokens/s", "decode tokens/s", "prefill s", "decode s",
               "peak GB")]
@@ -320,7 +320,7 @@ def read_sweeps(paths: Sequence[Path], models: Path) -> list[Sweep]:
     return sweeps
 
 
-def check_rows(out: str, table: RowTable, sweeps: Sequence[Sweep]) -> None:
+def check_rows(out: str, table: ResumableCsv, sweeps: Sequence[Sweep]) -> None:
     """Refuse a file with rows of runs that are not of these sweeps."""
     known = {(sweep.name, cell.flags) for sweep in sweeps for cell in sweep.cells}
     for row in table.rows():
@@ -344,10 +344,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_int("--timeout", args.timeout, low=1)
     sweeps = read_sweeps(args.config, args.models)
     out = os.path.expanduser(args.out)
-    table = RowTable(out, columns(sweeps), PLACE)
+    table = ResumableCsv(out, columns(sweeps), PLACE)
     check_rows(out, table, sweeps)
     todo = to_run(sweeps, table, retry_failed=args.retry_failed)
-    with keeping(table.file):
+    with report_partial_rows(table.file):
         measure(todo, table, partial(run_engine, timeout=args.timeout))
     table.finish()
     print("\n\n".join(summary(sweep, table) for sweep in sweeps))

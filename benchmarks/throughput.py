@@ -31,7 +31,7 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import check_writable, open_atomic
 
 SYSTEMS = ("engine", "engine h2o", "engine disk", "engine 8-bit", "engine 4-bit",
@@ -268,8 +268,8 @@ def main() -> None:
         check_int("--batches", batch, low=1)
     beside_rows = Path(args.csv).with_suffix(".md")
     check_writable("--csv", args.csv, beside=(str(beside_rows),))
-    table, file = [], RowsFile(args.csv, COLUMNS, end="\r\n")
-    with keeping(file):
+    table, file = [], CsvWriter(args.csv, COLUMNS, end="\r\n")
+    with report_partial_rows(file):
         for row in compare(args):
             table.append(row)
             file.write(dict.fromkeys(COLUMNS) | row)

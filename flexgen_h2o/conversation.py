@@ -10,7 +10,7 @@ import torch
 
 from flexgen_h2o.cache.layout import CacheSize, slots_of
 from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.config.sampling import mixed_seed, sampling_params
+from flexgen_h2o.config.sampling import mix_seed, sampling_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.generation import CallLock, Session, exclusive
@@ -146,7 +146,7 @@ class Stream(Session):
             The turn is empty, an option is unknown, or the text would become too long.
         """
         params = sampling_params(sampling)
-        params = replace(params, seed=mixed_seed(params.seed, self._turns))
+        params = replace(params, seed=mix_seed(params.seed, self._turns))
         ids = self._encode(turn)
         self._check_length(len(ids) + params.max_new_tokens)
         request = Request(self._turns, [*self._pending, *ids], seed=params.seed, params=params)

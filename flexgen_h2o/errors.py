@@ -27,11 +27,11 @@ class UserError(Exception):
         super().__init__(line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}")
 
 
-class TooLittleMemory(UserError):
+class InsufficientMemory(UserError):
     """A run for which there is too little memory; one of fewer or shorter sequences may fit."""
 
 
-class NotFinite(UserError):
+class NonFiniteLogits(UserError):
     """Logits that hold NaN or infinity, of the prompt at place `key` of a call."""
 
     def __init__(self, message: str, key: int = 0):
@@ -42,7 +42,7 @@ class NotFinite(UserError):
 def check_text(name: str, value: object) -> None:
     """Raise `UserError` unless `value` is text that UTF-8 can hold."""
     if not isinstance(value, str):
-        raise UserError(f"{name} must be text, got {shown(value)}")
+        raise UserError(f"{name} must be text, got {short_repr(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -51,7 +51,7 @@ def check_text(name: str, value: object) -> None:
                         "for none; mend it") from None
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A wrong value for a message: in one line, not too long."""
     return f"{' '.join(_SHORT.repr(value).split()):.80}"
 

@@ -17,7 +17,7 @@ import torch
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload
-from flexgen_h2o.config.sampling import SamplingParams, params_of_each
+from flexgen_h2o.config.sampling import SamplingParams, expand_params
 from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.conversation import CHUNK, Stream
@@ -36,7 +36,7 @@ from flexgen_h2o.engine.generation import (
 from flexgen_h2o.engine.loading import PreparedModel, prepare_model
 from flexgen_h2o.engine.runner import EngineArgs, Runner
 from flexgen_h2o.engine.tokenizer import check_list
-from flexgen_h2o.errors import TooLittleMemory, UserError, shown
+from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -350,7 +350,7 @@ class LLM(Session):
         """Check the arguments of `generate`, and begin its run on all ranks."""
         check_bool("add_special_tokens", add_special_tokens)
         return self._engine.begin_generation(
-            prompts, params_of_each(sampling_params, sampling, len(prompts)),
+            prompts, expand_params(sampling_params, sampling, len(prompts)),
             cut_gen_len=cut_gen_len, special=add_special_tokens)
 
     @exclusive
@@ -400,7 +400,7 @@ class LLM(Session):
                    for key, text in enumerate(texts)]
         params = [own if own.eos_token_id is not None
                   else replace(own, eos_token_id=self.chat_end_tokens or None)
-                  for own in params_of_each(sampling_params, sampling, len(prompts))]
+                  for own in expand_params(sampling_params, sampling, len(prompts))]
         outputs = self.generate(prompts, params, cut_gen_len=cut_gen_len)
         parser, answers = ReasoningParser(self.tokenizer), []
         for output, text in zip(outputs, texts, strict=True):
@@ -430,7 +430,7 @@ class LLM(Session):
                                                     cut_gen_len=message.cut_gen_len)
             elif run is not None:
                 # The first rank gets this error too, and decides what to do.
-                with contextlib.suppress(TooLittleMemory):
+                with contextlib.suppress(InsufficientMemory):
                     self._step(run)
 
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
@@ -568,7 +568,7 @@ class LLM(Session):
                             "have windows, soft caps, sinks or a scale of their own: take another "
                             "model")
         if not callable(attend):
-            raise UserError(f"attend must be a function, got {shown(attend)}")
+            raise UserError(f"attend must be a function, got {short_repr(attend)}")
         return [scored.log_probs for scored in self._engine.probe(pairs, attend)]
 
     def _check_open(self) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout, split_slots
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library
@@ -121,7 +121,8 @@ def of_form(form, dim: int) -> tuple[torch.dtype, CacheLayout | None]:
     """The dtype of vectors and the layout of slots, of one of `FORMS` or `MIXED`."""
     if isinstance(form, torch.dtype):
         return form, None
-    return torch.bfloat16, CacheLayout.of(dim, *(form if isinstance(form, tuple) else (form,)))
+    bits = form if isinstance(form, tuple) else (form,)
+    return torch.bfloat16, CacheLayout.from_bits(dim, *bits)
 
 
 def views(slots, layout):
@@ -165,7 +166,7 @@ def sinks_of(attention: AttentionForm, heads: int) -> torch.Tensor | None:
 def weights64(products, hidden, *, dim, form, sink):
     """Attention's weights by its form, in float64: products [..., keys], hidden likewise, and the
     one sink of the head."""
-    logits = products * form.scale_of(dim)
+    logits = products * form.scale_for(dim)
     if form.softcap:
         logits = form.softcap * (logits / form.softcap).tanh()
     logits = logits.masked_fill(hidden, float("-inf"))

@@ -10,7 +10,7 @@ from baselines import Baseline, BaselineSettings, Timings, installed
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.config.policy import Policy, format_percent
 from flexgen_h2o.config.validation import check_number
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
@@ -92,7 +92,7 @@ class Ours(Baseline):
         policy = config.policy()
         self._llm = open_llm(config, workload=workload(config, ()),
                              implementations=implementations, progress=False)
-        return (f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
+        return (f"--percent {format_percent(policy)} --gpu-batch-size {policy.gpu_batch_size} "
                 f"--num-gpu-batches {policy.num_gpu_batches}")
 
     @staticmethod

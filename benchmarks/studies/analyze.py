@@ -22,11 +22,11 @@ from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Pair, choose, halves, read_articles
+from flexgen_h2o.files.articles import Pair, read_articles, select_articles, split_halves
 from flexgen_h2o.files.readers import read_text
-from flexgen_h2o.files.rows import RowsFile, keeping
-from flexgen_h2o.files.terminal import ProgressBar, show
-from flexgen_h2o.files.writing import check_folder, writing
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
+from flexgen_h2o.files.terminal import ProgressBar, print_stdout
+from flexgen_h2o.files.writing import catch_write_errors, check_folder
 from flexgen_h2o.metrics.figures import check_plot
 from flexgen_h2o.metrics.provenance import origin
 from flexgen_h2o.metrics.statistics import compare_to_full
@@ -142,7 +142,7 @@ def run(options: AnalyzeOptions) -> None:
     """Look at the texts, write the files, print the summary."""
     check_folder("--output-dir", options.output_dir, options.outputs())
     texts = options.texts()
-    show(summary(analyze(options, texts)))
+    print_stdout(summary(analyze(options, texts)))
 
 
 def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dict[str, object]]]:
@@ -178,13 +178,13 @@ def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:
         return list(llm.tokenizer(text, verbose=False)["input_ids"])
 
     if options.has_articles:
-        return halves(choose(texts, encode, articles=options.articles or _ARTICLES,
+        return split_halves(select_articles(texts, encode, articles=options.articles or _ARTICLES,
                              min_tokens=options.shortest, max_tokens=options.max_tokens))
     (ids,) = map(encode, texts)
     if len(ids) < options.shortest:
         raise UserError(f"--input-path {options.input_path} has {len(ids)} tokens, and "
                         f"{options.shortest} are needed at least: see --min-tokens")
-    return halves([ids[: options.max_tokens]])
+    return split_halves([ids[: options.max_tokens]])
 
 
 def _counting(attend: Callable, bar: ProgressBar) -> Callable:
@@ -211,7 +211,7 @@ def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases:
 
     contexts = [len(head) for head, _ in pairs]
     file, rows = _file(options, "evicted"), []
-    with keeping(file):
+    with report_partial_rows(file):
         for kind, percent in [("none", 0.0), *cases]:
             counts = [share_of(percent, context) if percent else 0 for context in contexts]
             log_probs = full
@@ -221,29 +221,29 @@ def _without_keys(options: AnalyzeOptions, llm, pairs: Sequence[Pair], *, cases:
             rows.append({**run, "evicted": kind, "evicted_percent": percent,
                          "evicted_tokens_mean": fmean(counts),
                          "scored_tokens": sum(map(len, full)), **compare_to_full(log_probs, full)})
-            with writing("--output-dir", options.output_dir):
+            with catch_write_errors("--output-dir", options.output_dir):
                 file.write(rows[-1])
     return _finish(options, "evicted", file, rows)
 
 
-def _file(options: AnalyzeOptions, name: str) -> RowsFile:
-    with writing("--output-dir", options.output_dir):
+def _file(options: AnalyzeOptions, name: str) -> CsvWriter:
+    with catch_write_errors("--output-dir", options.output_dir):
         os.makedirs(options.output_dir, exist_ok=True)
     path = os.path.join(options.output_dir, f"{name}.csv")
-    return RowsFile(path, (*RUN, *PARTS.get(name, EVICTED)))
+    return CsvWriter(path, (*RUN, *PARTS.get(name, EVICTED)))
 
 
 def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
     """Write the file of a part, and its plot."""
     file = _file(options, part)
-    with writing("--output-dir", options.output_dir):
+    with catch_write_errors("--output-dir", options.output_dir):
         for row in rows:
             file.write(row)
     return _finish(options, part, file, rows)
 
 
-def _finish(options: AnalyzeOptions, name: str, file: RowsFile, rows: list[dict]) -> list[dict]:
-    with writing("--output-dir", options.output_dir):
+def _finish(options: AnalyzeOptions, name: str, file: CsvWriter, rows: list[dict]) -> list[dict]:
+    with catch_write_errors("--output-dir", options.output_dir):
         file.finish()
         attention_report.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
     return rows

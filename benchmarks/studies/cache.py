@@ -20,7 +20,7 @@ from cache_study import RUN_COLUMNS, offload_read_rate, parsed, parser, run_colu
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import tiers
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.config.limits import GROWTH
+from flexgen_h2o.config.limits import CACHE_GROWTH
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -48,7 +48,7 @@ COLUMNS = (
 def measure(args, name: str) -> dict[str, float]:
     """Measure one run of a cache."""
     options = dict(CACHES[name])
-    tiers.GROWTH = options.pop("growth", GROWTH)
+    tiers.CACHE_GROWTH = options.pop("growth", CACHE_GROWTH)
     policy = Policy(gpu_batch_size=args.batch,
                     cache=options.pop("place", Placement(100, 0, 0)))
     draw = random.Random(0)

@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.policy import OFFLOAD_DIR
 from flexgen_h2o.config.validation import check_int
-from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.storage.links import disk_read_rate
@@ -71,10 +71,10 @@ def offload_read_rate(offload_dir: str | None) -> float:
 def write_rows(args: argparse.Namespace, columns: Sequence[str],
                rows: Iterable[Mapping[str, object]]) -> None:
     """Write each row at once and print it; a stopped run keeps its rows."""
-    file = RowsFile(args.csv, columns)
-    with keeping(file):
+    file = CsvWriter(args.csv, columns)
+    with report_partial_rows(file):
         for row in rows:
-            file.write({name: cell(row[name], digits=4) for name in columns})
+            file.write({name: format_cell(row[name], digits=4) for name in columns})
             print(dict(row), flush=True)
     file.finish()
 

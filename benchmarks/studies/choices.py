@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import read_article_prompts
+from flexgen_h2o.files.articles import read_summary_tasks
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.models.sources import checkpoint_folder
 
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     if args.items < OPTIONS:
         raise UserError(f"--items must be {OPTIONS} or more: the wrong summaries are other items'")
-    articles = read_article_prompts(args.input_path, most=args.items)
+    articles = read_summary_tasks(args.input_path, most=args.items)
     if len(articles) < args.items:
         raise UserError(f"--input-path has {len(articles)} articles: lower --items {args.items}")
     torch.set_grad_enabled(False)

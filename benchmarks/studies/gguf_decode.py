@@ -20,7 +20,7 @@ import time
 import torch
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 
 PROMPT = 32
@@ -83,8 +83,8 @@ def main() -> None:
         print(json.dumps(llama_cpp(args.path, count, args.tokens) if args.system == SYSTEMS[0]
                          else ours(args.path, count, args.tokens, number)))
         return
-    rows = RowsFile(args.csv, COLUMNS)
-    with keeping(rows):
+    rows = CsvWriter(args.csv, COLUMNS)
+    with report_partial_rows(rows):
         for count in args.sequences:
             found: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
             for _ in range(args.rounds):

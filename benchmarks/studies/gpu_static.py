@@ -30,7 +30,7 @@ from gpu_compiler import CARDS, Card, KernelLaunch, Variant, compiled, identity,
 from flexgen_h2o.cli.command import exit_status  # noqa: E402
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout  # noqa: E402
 from flexgen_h2o.config.weight_layout import MatrixLayout  # noqa: E402
-from flexgen_h2o.files.rows import cell, check_header, write_csv  # noqa: E402
+from flexgen_h2o.files.rows import check_header, format_cell, write_csv  # noqa: E402
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, EvictionArguments  # noqa: E402
 from flexgen_h2o.kernels.matrix import QuantizedMatrix  # noqa: E402
 from flexgen_h2o.kernels.triton import decode as triton_decode  # noqa: E402
@@ -146,7 +146,7 @@ def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     triton_decode.decode_attention(
         q, k, k, slots=_slots(dtype, size, bits, *shape),
-        metadata=torch.empty(4, 1, dtype=torch.int32), layout=CacheLayout.of(size, bits),
+        metadata=torch.empty(4, 1, dtype=torch.int32), layout=CacheLayout.from_bits(size, bits),
         eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0) if scored
         else EvictionArguments.of(None))
 
@@ -164,7 +164,7 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
     shape, scores = (1, 1, heavy or RECENT), torch.empty(1, length) if heavy else None
     triton_select.select_heavy_hitters(
         k, k, scores, cuts=[length, heavy, 0 if heavy else RECENT],
-        layout=CacheLayout.of(size, bits),
+        layout=CacheLayout.from_bits(size, bits),
         slots=_slots(dtype, size, bits, *shape), eviction=_eviction(*shape, mean=mean))
 
 
@@ -180,7 +180,7 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
         q, k, index=index, metadata=metadata, layout=layout, most=length // 80 * 16,
         log_weights=None, form=DEFAULT_ARGUMENTS)
     triton_recall.attend_recalled(q, k, k, slots=slots, chosen=chosen, metadata=metadata,
-                                  layout=CacheLayout.of(size, bits), form=DEFAULT_ARGUMENTS)
+                                  layout=CacheLayout.from_bits(size, bits), form=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
                              layout=layout,
                              records=None if bits == 16 else GroupLayout(size, bits))
@@ -276,7 +276,7 @@ def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> l
     alike = all(row["triton"] == triton.__version__ for row in held.values())
     for place in both[:: max(1, len(both) // sample)] if sample else ():
         _, card, launch = expected[place]
-        row = {name: str(cell(value)) for name, value in compiled(card, launch).items()}
+        row = {name: str(format_cell(value)) for name, value in compiled(card, launch).items()}
         if alike and any(row[name] != held[place][name] for name in COLUMNS):
             found.append(f"compiles to something else: {' '.join(place)}")
     return found

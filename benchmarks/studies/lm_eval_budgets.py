@@ -27,8 +27,8 @@ from pathlib import Path
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article, read_article_prompts, unwrap
-from flexgen_h2o.files.rows import RowsFile, keeping, read_csv
+from flexgen_h2o.files.articles import Article, read_summary_tasks, strip_prompt
+from flexgen_h2o.files.rows import CsvWriter, read_csv, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
@@ -76,7 +76,7 @@ def items(articles: Sequence[Article], *, words: int, rng: random.Random
         choices = rng.sample(others, OPTIONS - 1)
         gold = rng.randrange(OPTIONS)
         choices.insert(gold, article.reference)
-        text = " ".join(unwrap(article.prompt).split()[:words])
+        text = " ".join(strip_prompt(article.prompt).split()[:words])
         yield {"article": text, "choices": choices, "gold": gold}
 
 
@@ -84,7 +84,7 @@ def write_task(args: argparse.Namespace, folder: Path) -> None:
     """Write the task for the harness: two .jsonl files and a YAML file in `folder`."""
     shots = max(args.shots)
     spare = max(shots, OPTIONS) if shots else 0  # examples have wrong summaries of examples
-    articles = read_article_prompts(args.input_path, most=args.items + spare)
+    articles = read_summary_tasks(args.input_path, most=args.items + spare)
     if len(articles) < args.items + spare:
         raise UserError(f"--input-path has {len(articles)} articles and {args.items + spare} are "
                         "needed: lower --items or --shots")
@@ -141,8 +141,8 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     from flexgen_h2o.integrations.lm_eval.model import FlexGenLM
 
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    file, rows = RowsFile(args.csv, COLUMNS), []
-    with keeping(file):
+    file, rows = CsvWriter(args.csv, COLUMNS), []
+    with report_partial_rows(file):
         for shots, evict_prompt, policy, budget in runs(args):
             lm = FlexGenLM(**model_arguments(args, policy, budget, evict_prompt))
             try:

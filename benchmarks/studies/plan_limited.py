@@ -33,9 +33,9 @@ from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, workload
 from flexgen_h2o.cli.parser import Parser
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name, parse_size
-from flexgen_h2o.config.policy import percent_text
+from flexgen_h2o.config.policy import format_percent
 from flexgen_h2o.config.validation import check_int
-from flexgen_h2o.errors import TooLittleMemory
+from flexgen_h2o.errors import InsufficientMemory
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.provenance import cpu_model, source_commit
@@ -90,7 +90,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     found: dict[str, object] = {
         "commit": source_commit(), "cpu": cpu_model(), "model": args.model,
         "memory_limit": args.memory_limit, "system": run.system, "batch": run.batch,
-        "policy": f"--percent {percent_text(policy)} --gpu-batch-size {policy.gpu_batch_size} "
+        "policy": f"--percent {format_percent(policy)} --gpu-batch-size {policy.gpu_batch_size} "
                   f"--num-gpu-batches {policy.num_gpu_batches}",
         "plan_tokens_s": best.tokens_per_second, "plan_prefill_s": best.prefill,
         "plan_step_s": best.decode / (args.gen_len - 1),
@@ -121,9 +121,9 @@ def planned(config: RunConfig, run: LimitedRun) -> planner.Plan:
     for share in range(100, -1, -1):
         tried = replace(config, percent=(share, 0, 100, 0, 100, 0), gpu_batch_size=run.batch,
                         num_gpu_batches=1, recalibrate=False)
-        with suppress(TooLittleMemory):
+        with suppress(InsufficientMemory):
             return planner.plan(tried, workload(tried, ()), run.batch)
-    raise TooLittleMemory(f"the cache of {run.batch} sequences does not fit into --memory-limit")
+    raise InsufficientMemory(f"the cache of {run.batch} sequences does not fit into --memory-limit")
 
 
 def measured(config: RunConfig, implementations: AutotuneTable) -> tuple[float, float]:
@@ -143,7 +143,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for run in wanted:
         try:
             yield row(args, run, recalibrate=run is wanted[0])
-        except TooLittleMemory as error:  # measure the others
+        except InsufficientMemory as error:  # measure the others
             print(f"{run.system:14} {run.batch:4}  left out: {error}", flush=True)
 
 

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexgen_h2o import H2OConfig
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.files.articles import choose, read_articles
+from flexgen_h2o.files.articles import read_articles, select_articles
 from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.statistics import bootstrap_interval
 from flexgen_h2o.models.sources import checkpoint_folder
@@ -159,7 +159,8 @@ def main() -> None:
     folder = str(checkpoint_folder(args.model))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    texts = choose(read_articles(args.input_path), lambda text: tokenizer(text)["input_ids"],
+    texts = select_articles(read_articles(args.input_path),
+                            lambda text: tokenizer(text)["input_ids"],
                    articles=args.articles, min_tokens=HALVES, max_tokens=HALVES)
     masked = MaskedModel(model, torch.tensor(texts), PROMPT)
     rows = PolicyRows(args.csv, {"commit": source_commit(), "host": platform.node(),

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.files.rows import append_row, check_header
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 
 INPUT = "input_digest"
 """Column with the `digest` of the input."""
@@ -61,7 +61,7 @@ class GrowingTable:
 
     def add(self, **row) -> None:
         """Append a row. Raises `UserError`."""
-        with writing("--csv", str(self._path)):
+        with catch_write_errors("--csv", str(self._path)):
             append_row(self._path, self._columns, self._common | row, flag="--csv")
 
 

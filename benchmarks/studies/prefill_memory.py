@@ -21,7 +21,7 @@ from pathlib import Path
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import RowsFile, cell, keeping
+from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 
 CACHES = (("full", None), ("full", 512), ("h2o 20 %", None), ("h2o 20 %", 512))
@@ -82,12 +82,12 @@ def main() -> None:
     for length in args.lengths:
         check_int("--lengths", length, low=1)
     check_writable("--csv", args.csv)
-    file = RowsFile(args.csv, COLUMNS)
-    with keeping(file):
+    file = CsvWriter(args.csv, COLUMNS)
+    with report_partial_rows(file):
         for length in args.lengths:
             for cache, chunk in CACHES:
                 row = measured(length, cache, chunk)
-                file.write({name: cell(value, digits=5) for name, value in row.items()})
+                file.write({name: format_cell(value, digits=5) for name, value in row.items()})
                 print({key: round(value, 1) if isinstance(value, float) else value
                        for key, value in row.items()}, flush=True)
     file.finish()

@@ -24,7 +24,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import terminal
-from flexgen_h2o.files.articles import choose, halves, read_articles
+from flexgen_h2o.files.articles import read_articles, select_articles, split_halves
 from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
 from flexgen_h2o.metrics.provenance import origin
 
@@ -90,7 +90,7 @@ def run(options: QualityOptions) -> None:
     measurements.report(
         options, read=quality_study.read_rows,
         measure=lambda: measure_all(options, read_articles(options.input_path)),
-        show=lambda rows: terminal.show(quality_study.table(rows)), draw=draw)
+        show=lambda rows: terminal.print_stdout(quality_study.table(rows)), draw=draw)
 
 
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
@@ -118,10 +118,10 @@ def _pairs(llm, texts: Sequence[str], options: QualityOptions):
     """Token ids of the halves of each article."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
-    chosen = choose(texts, lambda text: llm.tokenizer(text, verbose=False)["input_ids"],
+    chosen = select_articles(texts, lambda text: llm.tokenizer(text, verbose=False)["input_ids"],
                     articles=options.articles, min_tokens=options.min_tokens,
                     max_tokens=options.max_tokens)
-    return halves(chosen)
+    return split_halves(chosen)
 
 
 main = entry_point(parse_args, run)

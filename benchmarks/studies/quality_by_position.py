@@ -16,8 +16,8 @@ from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.validation import check_int
-from flexgen_h2o.files.articles import choose, halves, read_articles
-from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.articles import read_articles, select_articles, split_halves
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 
 CACHES = {
@@ -54,15 +54,16 @@ def main() -> None:
         check_int(flag_name(name), getattr(args, name), low=2 * QUARTERS)
     check_writable("--csv", args.csv)
     full: list[float] = []
-    texts, file = read_articles(args.input_path), RowsFile(args.csv, COLUMNS)
-    with keeping(file):
+    texts, file = read_articles(args.input_path), CsvWriter(args.csv, COLUMNS)
+    with report_partial_rows(file):
         for name, h2o in CACHES.items():
             with LLM(args.model, policy=Policy(gpu_batch_size=args.articles), h2o=h2o,
                      dtype="float32", progress=False) as llm:
-                chosen = choose(texts, lambda text, llm=llm: llm.tokenizer(text)["input_ids"],
+                chosen = select_articles(texts, lambda text,
+                                         llm=llm: llm.tokenizer(text)["input_ids"],
                                 articles=args.articles, min_tokens=args.min_tokens,
                                 max_tokens=args.max_tokens)
-                found = quarters(llm.loglikelihood(halves(chosen)))
+                found = quarters(llm.loglikelihood(split_halves(chosen)))
             full = full or found
             over = [a - b for a, b in zip(found, full, strict=True)]
             print(name, [f"{each:+.3f}" for each in over], flush=True)

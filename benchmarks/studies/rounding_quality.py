@@ -26,8 +26,8 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import MatrixLayout
-from flexgen_h2o.files.articles import choose, read_articles
-from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.articles import read_articles, select_articles
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -66,7 +66,7 @@ def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool)
 def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
     """Return the perplexity of all tokens but the first of each article, and their number."""
     with LLM(str(folder), dtype=dtype, policy=Policy(gpu_batch_size=8), progress=False) as llm:
-        chosen = choose(texts, lambda text: llm.tokenizer(text)["input_ids"],
+        chosen = select_articles(texts, lambda text: llm.tokenizer(text)["input_ids"],
                         articles=args.articles, min_tokens=args.min_tokens,
                         max_tokens=args.max_tokens)
         found = llm.loglikelihood([(ids[:1], ids[1:]) for ids in chosen])
@@ -87,8 +87,8 @@ def main() -> None:
     for name in ("min_tokens", "max_tokens"):
         check_int(flag_name(name), getattr(args, name), low=2)
     check_writable("--csv", args.csv)
-    file = RowsFile(args.csv, COLUMNS)
-    with keeping(file):
+    file = CsvWriter(args.csv, COLUMNS)
+    with report_partial_rows(file):
         for row in rows(args):
             file.write(row)
             print(*(row[name] for name in ("bits", "group", "search", "dtype")),

@@ -24,7 +24,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.terminal import ProgressBar, show
+from flexgen_h2o.files.terminal import ProgressBar, print_stdout
 
 _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")
@@ -114,7 +114,7 @@ def run(options: StreamQualityOptions) -> None:
     measurements.report(
         options, read=segments.read_rows,
         measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
-        show=lambda rows: show(segments.table(rows)), draw=stream_plot.draw)
+        print_stdout=lambda rows: print_stdout(segments.table(rows)), draw=stream_plot.draw)
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:

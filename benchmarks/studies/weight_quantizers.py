@@ -21,7 +21,7 @@ from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
-from flexgen_h2o.files.rows import RowsFile, keeping
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.metrics.provenance import cpu_model, origin
 from flexgen_h2o.metrics.statistics import compare_to_full
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--articles", type=int, default=24)
     parser.add_argument("--csv", default="benchmarks/results/weight_quantizers.csv")
     args = parser.parse_args()
-    texts, rows = read_articles(gate.TEXTS), RowsFile(args.csv, COLUMNS)
+    texts, rows = read_articles(gate.TEXTS), CsvWriter(args.csv, COLUMNS)
     reference, full = gate.Distributions(args.articles), []
 
     def score(model: str, **options) -> tuple[list, float]:
@@ -97,7 +97,7 @@ def main() -> None:
             return ([each.log_probs for each in scored],
                     8 * llm.stats.weight_bytes / llm.stats.num_parameters)
 
-    with keeping(rows), tempfile.TemporaryDirectory(dir=".") as scratch:
+    with report_partial_rows(rows), tempfile.TemporaryDirectory(dir=".") as scratch:
         plain, quantized = Path(scratch) / "source.gguf", Path(scratch) / "q4_k_m.gguf"
         write_source(args.source, args.like, plain)
         quantize_by_llama_cpp(plain, quantized)

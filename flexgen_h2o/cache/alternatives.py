@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
-from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing, LayerSmoothing
 from flexgen_h2o.h2o.simulation import SimulatedCache

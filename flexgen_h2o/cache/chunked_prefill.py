@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.eviction import Cut, EvictionState, attention_weights
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels import ops

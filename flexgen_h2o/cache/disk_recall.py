@@ -20,7 +20,7 @@ from flexgen_h2o.cache.hot_set import HotSet, RecallCounts, ZeroCopyPart
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
 from flexgen_h2o.cache.tiers import CachePart, FetchedPart, ResidentPart, SelectedTokens
 from flexgen_h2o.config.cache_layout import PageLayout
-from flexgen_h2o.config.limits import TURNS
+from flexgen_h2o.config.limits import RECALL_GROUPS
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.storage.buffer_ring import StagingBuffer
 from flexgen_h2o.storage.disk import CHUNK, AlignedRead, Extent
@@ -222,7 +222,7 @@ class DiskRecallPart(FetchedPart):
                 lane.disk.read([AlignedRead(extent.path, extent.offset, size, head * size)
                                 for head, extent in enumerate(extents)], buffer)
                 by_record[:, :, rows] = view_slots(buffer, pages, self.slot_layout)
-            tokens = torch.arange(pages.first_newest(count), count)
+            tokens = torch.arange(pages.first_recent_token(count), count)
             cache[:, sequence, :, tokens] = newest[
                 sequence, :, tokens % newest.shape[2]].permute(2, 0, 1, 3)
 
@@ -238,7 +238,7 @@ class DiskRecallPart(FetchedPart):
             hot.cached[row], hot.written[row] = end, min(first, hot.written[row])
             hot.empty[row] |= first == 0
             firsts[row] = first
-            new = torch.arange(pages.first_newest(end), end)
+            new = torch.arange(pages.first_recent_token(end), end)
             newest[row, :, new % newest.shape[2]] = cache[:, row, :, new].permute(1, 2, 0, 3)
         hot.hot_set.forget(firsts.view(-1))
 
@@ -275,7 +275,7 @@ class DiskRecallPart(FetchedPart):
     def fetch_groups(self, layer, sequences):
         if self._pages[layer] is None:
             return super().fetch_groups(layer, sequences)
-        groups = min(sequences, TURNS)
+        groups = min(sequences, RECALL_GROUPS)
         return [slice(*ends) for ends in pairwise(
             sequences * group // groups for group in range(groups + 1))]
 
@@ -327,7 +327,7 @@ class DiskRecallPart(FetchedPart):
         Return the slots of all selected tokens, how many were in memory, and how many were not.
         """
         pages, hot = self._pages[layer], self._hot[layer, batch]
-        firsts = [pages.first_newest(cached) for cached in selected.spans[1].tolist()]
+        firsts = [pages.first_recent_token(cached) for cached in selected.spans[1].tolist()]
         slots, missing, hits = hot.hot_set.take(
             selected.slots, torch.tensor(firsts, dtype=torch.int32),
             head=rows.start * self.slot_layout.kv_heads)

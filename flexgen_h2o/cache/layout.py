@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.batch_layout import BatchLayout
 from flexgen_h2o.h2o.budget import budget, slots
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from flexgen_h2o.cache.layout import Capacity, SlotLayout
-from flexgen_h2o.config.limits import CACHE_BUFFERS, GROWTH, WRITE_BACK_TOKENS
+from flexgen_h2o.config.limits import CACHE_BUFFERS, CACHE_GROWTH, WRITE_BACK_TOKENS
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer
 from flexgen_h2o.storage.disk import AlignedRead, Extent
 from flexgen_h2o.storage.tiers import PAGE, Device, round_up, typed
@@ -286,7 +286,7 @@ class FetchedPart(CachePart):
     step writes back only the slots that it changed. On disk these are too small to be written one
     by one: updates wait in memory (`WriteBackLog`) and are applied to what was read, and every
     `WRITE_BACK_TOKENS` tokens the whole store is written. A store whose cache grows has as many
-    slots as it needs, and up to `GROWTH` more, so that empty slots are not transferred.
+    slots as it needs, and up to `CACHE_GROWTH` more, so that empty slots are not transferred.
 
     Parameters
     ----------
@@ -364,7 +364,7 @@ class FetchedPart(CachePart):
         _, slots = self._sizes[layer, batch]
         if cached is not None:
             fits = fetch and cached < store.slots
-            slots = store.slots if fits else min(slots, cached + GROWTH)
+            slots = store.slots if fits else min(slots, cached + CACHE_GROWTH)
         fill = partial(self._fetch, store=store, keys_only=keys_only,
                        stored_shape=self._shape(layer, batch, store.slots or slots),
                        shape=self._shape(layer, batch, slots))

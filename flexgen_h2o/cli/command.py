@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
-from flexgen_h2o.config.launch import MESSAGES
+from flexgen_h2o.config.parallel import CONTROL_THREAD
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.terminal import flush_streams, open_closed_streams, tell
+from flexgen_h2o.files.terminal import flush_streams, open_closed_streams, print_stderr
 
 Options = TypeVar("Options")
 
@@ -75,9 +75,9 @@ class Ending:
         True once a signal has come.
     """
 
-    def __init__(self, tell: Callable[[], None]):
+    def __init__(self, print_stderr: Callable[[], None]):
         self.asked = False
-        self._tell = tell
+        self._tell = print_stderr
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Ending:
@@ -146,7 +146,7 @@ def _leave_what_waits(status: object) -> None:
     Before 3.14, Python aborts if such a thread wakes up during shutdown.
     """
     flush_streams()
-    if any(thread.name == MESSAGES for thread in threading.enumerate()):
+    if any(thread.name == CONTROL_THREAD for thread in threading.enumerate()):
         os._exit(status if isinstance(status, int) else 1)
 
 
@@ -172,7 +172,7 @@ def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
         return _refused("the system lets this process start no more threads: raise its limit "
                         "(ulimit -u, or a container's limit of pids)")
     except KeyboardInterrupt as interrupt:
-        tell(f"interrupted {interrupt}".rstrip())
+        print_stderr(f"interrupted {interrupt}".rstrip())
         return 128 + signals.number
     finally:
         signals.restore(last=last)
@@ -180,5 +180,5 @@ def exit_status(work: Callable[[], int | None], *, last: bool = False) -> int:
 
 def _refused(message: object) -> int:
     """Print the line of a user error and return the exit status."""
-    tell(f"error: {message}")
+    print_stderr(f"error: {message}")
     return 2

@@ -17,7 +17,7 @@ from flexgen_h2o.cli.command import command
 from flexgen_h2o.cli.parser import PACKAGE, SCRIPT, Parser, program
 from flexgen_h2o.config.validation import check_choice
 from flexgen_h2o.errors import UserError, did_you_mean
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import print_stdout
 
 COMMANDS = {
     "generate": "generate text (the default command)",
@@ -78,7 +78,7 @@ def run(words: Sequence[str]) -> int | None:
         return module.run(module.parse_args(flags))
     shell = parser().parse_args(flags).print_completion
     check_choice("--print-completion", shell, SHELLS)
-    show(completion(shell))
+    print_stdout(completion(shell))
     return None
 
 

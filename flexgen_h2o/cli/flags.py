@@ -11,7 +11,7 @@ from typing import Any
 
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.h2o import (
-    BUDGETS_OF,
+    BUDGET_BASES,
     EVICTIONS,
     INDEX_BITS,
     SCORES,
@@ -260,7 +260,7 @@ class RunFlags:
         "--hh-ratio; same forms",
     )
     budget_of: str = _flag(
-        "cache", "text", "prompt", choices=BUDGETS_OF,
+        "cache", "text", "prompt", choices=BUDGET_BASES,
         help="base of --hh-ratio and --recent-ratio: tokens of the prompt, or all tokens so far, "
         "so that the cache grows",
     )

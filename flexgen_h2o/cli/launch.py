@@ -14,10 +14,10 @@ import msgspec
 
 from flexgen_h2o.cli.command import Ending
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.config.launch import check_ranks, launched
+from flexgen_h2o.config.parallel import check_world_size, torchrun_env
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import json_texts, read_lines
+from flexgen_h2o.files.readers import read_json_texts, read_lines
 
 if TYPE_CHECKING:
     from flexgen_h2o.distributed.pipeline import Pipeline
@@ -74,7 +74,7 @@ def read_prompts(path: str) -> list[str]:
     """
     if_empty = "holds no prompts: write one a line"
     if path.endswith(".jsonl"):
-        return json_texts("--prompts", path, "prompt", if_empty=if_empty)
+        return read_json_texts("--prompts", path, "prompt", if_empty=if_empty)
     return [line.rstrip("\r") for _, line in read_lines("--prompts", path, if_empty=if_empty)]
 
 
@@ -123,10 +123,10 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
         The number of ranks differs from `config`, or they do not find each other, or a rank has
         failed or is lost. One rank reports the failure; the others exit with status 2.
     """
-    launch = launched()
+    launch = torchrun_env()
     if replica is not None:
         launch = launch.within(config.pipeline_parallel)
-    check_ranks(config.pipeline_parallel, launch.ranks, command)
+    check_world_size(config.pipeline_parallel, launch.ranks, command)
     if launch.ranks == 1:
         yield None
         return

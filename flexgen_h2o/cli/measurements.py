@@ -8,8 +8,8 @@ from typing import Any
 from flexgen_h2o.cli import parser
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import RowsFile, keeping
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.figures import check_plot
 
 Row = dict[str, object]
@@ -81,7 +81,7 @@ def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[
     rows = measure() if options.from_csv is None else read(options.from_csv)
     show(rows)
     if options.plot is not None:
-        with writing("--plot", options.plot):
+        with catch_write_errors("--plot", options.plot):
             draw(rows, options.plot)
 
 
@@ -96,15 +96,15 @@ def collected(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[s
         The file cannot be written; or what the rows raise, with the name of the file that has the
         rows before.
     """
-    file = None if path is None else RowsFile(path, columns)
+    file = None if path is None else CsvWriter(path, columns)
     found: list[Row] = []
-    with keeping(file):
+    with report_partial_rows(file):
         for row in rows:
             found.append({**row})
             if file is not None:
-                with writing("--csv", path):
+                with catch_write_errors("--csv", path):
                     file.write(row)
     if file is not None:
-        with writing("--csv", path):
+        with catch_write_errors("--csv", path):
             file.finish()
     return found

@@ -18,7 +18,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError, did_you_mean
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import print_stdout
 
 SCRIPT = "flexgen-h2o"
 """The command that the package installs."""
@@ -39,7 +39,7 @@ class _HelpAll(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         assert isinstance(parser, Parser)
-        show(parser.format_help(everything=True).rstrip("\n"))
+        print_stdout(parser.format_help(everything=True).rstrip("\n"))
         parser.exit()
 
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.placement import PLACED, TIERS
-from flexgen_h2o.config.policy import Policy, percent_text
+from flexgen_h2o.config.policy import Policy, format_percent
 from flexgen_h2o.models.gguf.config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
@@ -42,7 +42,7 @@ def policy_flags(run: PlannedRun) -> str:
         words.insert(0, f"--expert-percent {shares}")
     if policy.expert_choices is not None and policy.expert_choices.source:
         words.append(f"--expert-counts {shlex.quote(policy.expert_choices.source)}")
-    return f"--percent {percent_text(policy)} {' '.join(words)}".replace(" true", "")
+    return f"--percent {format_percent(policy)} {' '.join(words)}".replace(" true", "")
 
 
 def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimits,

@@ -18,12 +18,12 @@ from flexgen_h2o.cli.plan_text import line, plan_text
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.launch import launched
+from flexgen_h2o.config.parallel import torchrun_env
 from flexgen_h2o.config.policy import DUMMY, Workload
 from flexgen_h2o.config.weight_layout import AUTO, WEIGHT_BITS, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import is_there
-from flexgen_h2o.files.terminal import tell
+from flexgen_h2o.files.readers import path_exists
+from flexgen_h2o.files.terminal import print_stderr
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.models.gguf.config import config_of, header_options
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
@@ -102,7 +102,7 @@ class Plan:
     text : str
         To print.
     bounds : tuple of int or None
-        Layer bounds of the ranks in a pipeline (see `Stage.of_rank`).
+        Layer bounds of the ranks in a pipeline (see `Stage.for_rank`).
     recall : RecallProposal or None
         For a full cache that is not all in the fastest memory.
     """
@@ -170,7 +170,7 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
 
     def show_progress(words: str) -> None:
         if config.verbose:
-            tell(f"measuring {words}")
+            print_stderr(f"measuring {words}")
 
     device = open_device(config.device)
     device.limit(config.device_memory_limit)
@@ -186,7 +186,7 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                                  progress=show_progress)
     free = free_memory(config.offload_dir, device.free_bytes())
     if config.pipeline_parallel > 1:  # ranks of one host share its memory and its disk
-        ranks = launched().local_ranks
+        ranks = torchrun_env().local_ranks
         free = replace(free, cpu_bytes=free.cpu_bytes // ranks, disk_bytes=free.disk_bytes // ranks)
     limits = MemoryLimits(None if free.gpu_bytes is None else int(HEADROOM * free.gpu_bytes),
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
@@ -211,7 +211,7 @@ def _shape(model: str, name: str, *, on_gpu: bool
            ) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
     """Return a model's shape and weight formats by bits, from headers and config files alone."""
     path = Path(os.path.expanduser(name))
-    is_there(path)  # raises UserError if it cannot be looked at
+    path_exists(path)  # raises UserError if it cannot be looked at
     file = gguf_file(path) if name else None
     if file is not None:
         header = read_header(file)

@@ -15,8 +15,8 @@ from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import append_row, check_header, csv_cell, one_line
-from flexgen_h2o.files.writing import check_writable, is_stream, open_atomic, writing
+from flexgen_h2o.files.rows import append_row, check_header, escape_line_breaks, format_flag_value
+from flexgen_h2o.files.writing import catch_write_errors, check_writable, is_stream, open_atomic
 from flexgen_h2o.metrics import run_stats
 from flexgen_h2o.metrics.provenance import package_version, source_commit
 from flexgen_h2o.metrics.run_stats import RATES, RunStats, ratio
@@ -110,7 +110,7 @@ def _resolved(config: RunConfig) -> dict[str, object]:
 
 def append_csv(path: str | os.PathLike, stats: RunStats, config: RunConfig) -> None:
     """Append a row of `CSV_COLUMNS` to a file that other processes may append to."""
-    row = {name: csv_cell(value) for name, value in csv_row(stats, config).items()}
+    row = {name: format_flag_value(value) for name, value in csv_row(stats, config).items()}
     append_row(path, CSV_COLUMNS, row, flag="--csv")
 
 
@@ -194,7 +194,7 @@ def write_results(config: RunConfig, files: dict[str, str], outputs: Sequence[Ou
     failures = []
     for name, path in files.items():
         try:
-            with writing(flag_name(name), path):
+            with catch_write_errors(flag_name(name), path):
                 if name == "output":
                     write_outputs(path, outputs)
                 elif name == "csv":
@@ -230,4 +230,4 @@ def write_outputs(path: str, outputs: Sequence[Output]) -> None:
             }
             if out.content is not None:
                 record |= {"content": out.content, "reasoning_content": out.reasoning_content}
-            file.write(one_line(json.dumps(record, ensure_ascii=False)) + "\n")
+            file.write(escape_line_breaks(json.dumps(record, ensure_ascii=False)) + "\n")

@@ -21,16 +21,16 @@ from flexgen_h2o.cli.cache_flags import h2o_config
 from flexgen_h2o.cli.flags import GOALS, RunFlags
 from flexgen_h2o.cli.values import checked, flag_name, ratio_file
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.experts import ExpertChoices
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.validation import Count, Entries, Text, validated
+from flexgen_h2o.config.validation import Count, StrictStruct, Text, validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.chat_template import check_arguments
-from flexgen_h2o.files.readers import json_object, json_value, read_text
+from flexgen_h2o.files.readers import parse_json, parse_json_object, read_text
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.gguf.config import names_gguf
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _Sum = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class _Counts(Entries, frozen=True):
+class _Counts(StrictStruct, frozen=True):
     model: Text
     per_token: Count
     texts: _Sum
@@ -77,7 +77,7 @@ def read_expert_counts(path: str) -> ExpertChoices:
     """
     text = read_text("--expert-counts", path, if_empty="is empty: count a run again")
     what = f"--expert-counts {path}"
-    found = validated(_Counts, json_value(what, text), what)
+    found = validate(_Counts, parse_json(what, text), what)
     return ExpertChoices(tuple(map(tuple, found.counts)), found.per_token, found.texts,
                          found.text_tokens, found.text_experts, path)
 
@@ -151,7 +151,7 @@ class RunConfig(RunFlags):
 
     def chat_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template. Raises `UserError`."""
-        found = json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
+        found = parse_json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
         check_arguments("--chat-template-kwargs", found)
         return found
 

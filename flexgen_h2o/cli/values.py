@@ -65,7 +65,7 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "ratios":
             value = _ratios(name, value)
         case "path":
-            path = validation.validated(validation.Text, value, name)
+            path = validation.validate(validation.Text, value, name)
             if "\0" in path:
                 raise UserError(f"{name} is no path: it holds a zero byte")
             value = os.path.expanduser(path)
@@ -77,7 +77,7 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
                 check_number(f"each of {name}", number, above=rules.get("above"),
                              high=rules.get("high"))
         case "text":
-            value = validation.validated(validation.Text, value, name)
+            value = validation.validate(validation.Text, value, name)
     if "choices" in rules:
         each = f"each of {name}" if isinstance(value, tuple) else name
         for one in _several(value):
@@ -89,7 +89,7 @@ def _texts(flag: str, value: object) -> tuple[str, ...]:
     """Return one or several texts. Raises `UserError` for an empty one."""
     texts = _several(value)
     names = [flag] if len(texts) == 1 else [f"{flag} {place}" for place in range(1, len(texts) + 1)]
-    return tuple(validation.validated(validation.Text, *pair)
+    return tuple(validation.validate(validation.Text, *pair)
                  for pair in zip(texts, names, strict=True))
 
 

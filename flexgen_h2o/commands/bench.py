@@ -21,8 +21,8 @@ from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_c
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.terminal import show
-from flexgen_h2o.files.writing import writing
+from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.metrics.report import align_columns, stats_table
 from flexgen_h2o.metrics.run_stats import RunStats, ratio
 
@@ -98,17 +98,17 @@ def run(options: BenchOptions) -> None:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
         plan = planner.plan(config, workload(config, ()), config.num_prompts)
-        show(plan.text + "\n")
+        print_stdout(plan.text + "\n")
         config, best, implementations = plan.config, plan.best, plan.implementations
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=None if config.verbose else False) as llm:
         check_counting(config.count_experts, llm)
         repeats = measure(llm, config, options.repeats, best)
         if config.count_experts is not None:
-            with writing("--count-experts", config.count_experts):
+            with catch_write_errors("--count-experts", config.count_experts):
                 write_expert_counts(config.count_experts, repeats[-1])
         least = roofline(llm, config, repeats[0].dtype)
-    show(text(repeats, least))
+    print_stdout(text(repeats, least))
 
 
 def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> list[RunStats]:
@@ -129,7 +129,7 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
                             predicted_decode_seconds=best.decode)
         found.append(stats)
         if config.csv is not None:
-            with writing("--csv", config.csv):
+            with catch_write_errors("--csv", config.csv):
                 append_csv(config.csv, stats, config)
                 config.save(f"{config.csv}.config.yaml")
     return found

@@ -21,7 +21,7 @@ from flexgen_h2o.cli.launch import (
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting
 from flexgen_h2o.config.weight_layout import AUTO
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output
@@ -54,7 +54,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts,
                             texts)
         if config.plan_only or config.verbose >= 1:
-            show(plan.text)
+            print_stdout(plan.text)
         if config.plan_only:
             return
         config, best, implementations = plan.config, plan.best, plan.implementations
@@ -90,7 +90,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
         if config.verbose >= 2:
             _show_outputs(outputs, everything=not config.synthetic)
         if config.verbose >= 1:
-            show(summary)
+            print_stdout(summary)
     finally:  # a full disk behind stdout must not lose the files too
         write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
@@ -102,8 +102,8 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
             continue
         prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
         text = out.text if out.text is not None else str(out.token_ids)
-        show(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
-        show(f"{text.strip()}\n{'-' * 70}")
+        print_stdout(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
+        print_stdout(f"{text.strip()}\n{'-' * 70}")
 
 
 def parser() -> flag_parser.Parser:

@@ -18,9 +18,9 @@ from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Turn, read_conversations
 from flexgen_h2o.files.chat_template import ChatRenderer
-from flexgen_h2o.files.rows import LinesFile, RowsFile, keeping
-from flexgen_h2o.files.terminal import show
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, report_partial_rows
+from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.storage.free_memory import resident_bytes
@@ -41,12 +41,12 @@ class Printer:
 
     def put(self, value: Any) -> None:
         """Print the text of a tensor of token ids."""
-        show("".join(map(self._text.step, value.flatten().tolist())), end="")
+        print_stdout("".join(map(self._text.step, value.flatten().tolist())), end="")
 
     def end(self) -> None:
         """Print a newline after the last token of a turn."""
         self._text = IncrementalDetokenizer(self._detokenizer)
-        show("")
+        print_stdout("")
 
 
 # Times of a stream's turns, in rows and in one line at the end. No torch.
@@ -291,27 +291,28 @@ def _room(llm, options: StreamOptions) -> int | None:
 
 def _keep(answers: Iterable[Answer], options: StreamOptions) -> None:
     """Write each answer into the files that were asked for; tell the totals, however it ends."""
-    lines = LinesFile(options.output_path) if options.output_path is not None else None
-    rows = RowsFile(options.csv, COLUMNS) if options.csv is not None else None
+    lines = JsonlWriter(options.output_path) if options.output_path is not None else None
+    rows = CsvWriter(options.csv, COLUMNS) if options.csv is not None else None
     files = {"output_path": lines, "csv": rows}
     done: list[Answer] = []
     try:
-        with keeping(lines, "turns answered"), keeping(rows, "rows of turns"):
+        with report_partial_rows(lines, "turns answered"), report_partial_rows(rows,
+                                                                               "rows of turns"):
             for each in answers:
                 done.append(each)
                 if lines is not None:
-                    with writing("--output-path", options.output_path):
+                    with catch_write_errors("--output-path", options.output_path):
                         lines.write(each.record())
                 if rows is not None:
-                    with writing("--csv", options.csv):
+                    with catch_write_errors("--csv", options.csv):
                         rows.write(each.row())
             for name, file in files.items():
                 if file is not None:
-                    with writing(flag_name(name), getattr(options, name)):
+                    with catch_write_errors(flag_name(name), getattr(options, name)):
                         file.finish()
     finally:
         if done and options.verbose:
-            show(totals(done))
+            print_stdout(totals(done))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from flexgen_h2o.config.h2o import INDEX_BITS, H2OConfig
 from flexgen_h2o.config.limits import (
     GROUP_SIZE,
     INDEX_TILE,
-    NEAR,
+    MAX_READ_GAP,
     NEWEST_RECORDS,
     PAGE,
     READ_BYTES,
@@ -108,7 +108,8 @@ class CacheLayout:
     values: GroupLayout
 
     @classmethod
-    def of(cls, length: int, key_bits: int, value_bits: int | None = None) -> CacheLayout | None:
+    def from_bits(cls, length: int, key_bits: int, value_bits: int | None = None
+                  ) -> CacheLayout | None:
         """Return the layout of vectors of `length` elements; None for 16 bits.
 
         `value_bits` is `key_bits` by default.
@@ -188,7 +189,7 @@ class CacheOptions:
         if self.attn_sparsity < 1 and keys != values:
             raise UserError("attn_sparsity reads keys without their values: give key_bits and "
                             "value_bits the same number, or leave it out")
-        if self.attn_sparsity < 1 and self.evicts and self.h2o.of_user().is_full:
+        if self.attn_sparsity < 1 and self.evicts and self.h2o.without_windows().is_full:
             raise UserError("attn_sparsity chooses among all that came before, and layers of this "
                             "model attend to a window: leave it out")
         if self.attn_sparsity < 1 and self.recalls:
@@ -205,7 +206,7 @@ class CacheOptions:
 
     def layout(self, head_dim: int) -> CacheLayout | None:
         """Return the layout of records; None for 16 bits."""
-        return CacheLayout.of(head_dim, *self.kind_bits)
+        return CacheLayout.from_bits(head_dim, *self.kind_bits)
 
     @property
     def evicts(self) -> bool:
@@ -357,7 +358,7 @@ class PageLayout:
     @property
     def gap(self) -> int:
         """Maximum number of unneeded records between two that one request reads."""
-        return NEAR // self.record_bytes
+        return MAX_READ_GAP // self.record_bytes
 
     @property
     def most(self) -> int:
@@ -374,6 +375,6 @@ class PageLayout:
         """Maximum number of newest tokens that are held in memory."""
         return NEWEST_RECORDS * self.tokens
 
-    def first_newest(self, cached: int) -> int:
+    def first_recent_token(self, cached: int) -> int:
         """Return the first of the newest tokens, for a number of cached tokens."""
         return max(0, (cached // self.tokens - NEWEST_RECORDS + 1) * self.tokens)

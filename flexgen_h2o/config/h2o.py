@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 
@@ -21,7 +21,7 @@ BUILT_IN = (*KERNELS, "caote")
 _registered: dict[str, object] = {}
 
 
-def register(name: str, policy: object) -> None:
+def add_policy(name: str, policy: object) -> None:
     """Keep a policy under a name; the same one may come again.
 
     Raises `UserError` where the name is no string that could be one, or is another's.
@@ -33,7 +33,7 @@ def register(name: str, policy: object) -> None:
     _registered[name] = policy
 
 
-def registered(name: str) -> object:
+def find_policy(name: str) -> object:
     """The policy that was registered under a name; KeyError where none was."""
     return _registered[name]
 
@@ -54,7 +54,7 @@ SINK_WINDOW_SINKS = 4
 """Sinks of ``--eviction sink-window``, as in StreamingLLM (arXiv 2309.17453)."""
 SCORES = BUILT_IN
 POSITIONS = ("original", "rolling")
-BUDGETS_OF = ("prompt", "text")
+BUDGET_BASES = ("prompt", "text")
 INDEX_BITS = (4, 2)
 
 
@@ -179,7 +179,7 @@ class H2OConfig:
                                 f"{name} out")
 
     def _check_budget_of(self) -> None:
-        check_choice("budget_of", self.budget_of, BUDGETS_OF)
+        check_choice("budget_of", self.budget_of, BUDGET_BASES)
         if self.budget_of == "prompt":
             return
         if self.heavy_ratio is None and self.recent_ratio is None:
@@ -243,7 +243,7 @@ class H2OConfig:
         after each of them; if not, it is held whole until it has come."""
         return self.prompt_chunk is not None
 
-    def of_user(self) -> H2OConfig:
+    def without_windows(self) -> H2OConfig:
         """The same without what the model's layers add."""
         return self
 
@@ -251,7 +251,7 @@ class H2OConfig:
     def scored(self) -> bool:
         """True if some layer has heavy hitters to choose, and so needs scores."""
         heavy = self.heavy_ratio is not None or bool(self.heavy_tokens)
-        return heavy and not self.of_user().is_full
+        return heavy and not self.without_windows().is_full
 
 
 def _ratios(name: str, value: object) -> float | tuple[float, ...]:
@@ -270,7 +270,7 @@ def _ratios(name: str, value: object) -> float | tuple[float, ...]:
 
 @dataclass(frozen=True)
 class WindowedH2O(H2OConfig):
-    """An `H2OConfig` with the windows of the model's layers, as `windowed` makes it of a user's.
+    """An `H2OConfig` with the windows of the model's layers, as `add_windows` makes it of a user's.
 
     A layer with a window caches what the next token will see, one token fewer than the window, and
     a new one takes the slot of the oldest. A budget of H2O that is smaller than that counts there
@@ -306,10 +306,10 @@ class WindowedH2O(H2OConfig):
         """See `H2OConfig.evicts_chunks`: where only windows drop anything, chunks lose nothing by
         it."""
         return super().evicts_chunks(compressed=compressed) or (
-            not compressed and self.of_user().is_full)
+            not compressed and self.without_windows().is_full)
 
-    def of_user(self) -> H2OConfig:
-        """See `H2OConfig.of_user`."""
+    def without_windows(self) -> H2OConfig:
+        """See `H2OConfig.without_windows`."""
         return self._user
 
     @cached_property
@@ -319,10 +319,10 @@ class WindowedH2O(H2OConfig):
         return user if user.is_full else replace(user, prompt_chunk=self.prompt_chunk)
 
 
-def windowed(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig | None:
+def add_windows(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig | None:
     """The configuration for layers of these forms, of a user's or of one for other layers; without
     a window it is the user's."""
-    h2o = None if h2o is None else h2o.of_user()
+    h2o = None if h2o is None else h2o.without_windows()
     windows = tuple(form.window for form in forms)
     if not any(windows):
         return h2o

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from flexgen_h2o.errors import UserError
 
-MESSAGES = "messages"
+CONTROL_THREAD = "messages"
 """Name of threads that wait for other ranks, which nothing can interrupt."""
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Launch:
+class TorchrunEnv:
     """A rank among `ranks`, and its local rank among the `local_ranks` of its host."""
 
     rank: int = 0
@@ -22,7 +22,7 @@ class Launch:
     local_rank: int = 0
     local_ranks: int = 1
 
-    def within(self, ranks: int) -> Launch:
+    def within(self, ranks: int) -> TorchrunEnv:
         """Return this rank among the `ranks` consecutive ranks of its replica.
 
         Raises
@@ -36,7 +36,7 @@ class Launch:
         return replace(self, rank=self.rank % ranks, ranks=ranks)
 
 
-def launched(environment: Mapping[str, str] = os.environ) -> Launch:
+def torchrun_env(environment: Mapping[str, str] = os.environ) -> TorchrunEnv:
     """Return the rank of this process by torchrun's environment variables; without them, 0 of 1.
 
     Raises
@@ -46,7 +46,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
     """
     given = {name: environment[name] for name in _VARIABLES if name in environment}
     if "RANK" not in given or "WORLD_SIZE" not in given:
-        return Launch()
+        return TorchrunEnv()
     try:
         rank, ranks, port, local = (int(environment.get(name, 0)) for name in (
             "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"))
@@ -58,10 +58,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch:
         told = " ".join(f"{name}={value!r:.40}" for name, value in given.items())
         raise UserError(f"these variables do not say which rank this process is ({told}): start "
                         "it with torchrun")
-    return Launch(rank, ranks, local, local_ranks)
+    return TorchrunEnv(rank, ranks, local, local_ranks)
 
 
-def check_ranks(wanted: int, started: int, command: str) -> None:
+def check_world_size(wanted: int, started: int, command: str) -> None:
     """Raise `UserError` unless the number of started ranks is the one that the flags set."""
     if wanted == started:
         return

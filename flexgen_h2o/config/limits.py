@@ -40,25 +40,25 @@ STARTED_BATCHES = 2
 WRITE_BACK_TOKENS = 16
 """Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
 
-GROWTH = 64
+CACHE_GROWTH = 64
 """Slots that a growing cache is given at a time: a multiple of `WRITE_BACK_TOKENS`, for a backing
 store is rewritten then."""
 
 PAGE = 4096
 """Bytes to which reads and writes of a disk that pass the page cache by are aligned."""
 
-HOT_SET = 2
+HOT_SET_FACTOR = 2
 """Times the tokens that a step attends to by recall: so many stay in memory of a cache on disk."""
 
 NEWEST_RECORDS = 2
 """Records of the newest tokens that memory holds of such a cache: one fills up, and one may be on
 its way to disk."""
 
-TURNS = 2
+RECALL_GROUPS = 2
 """Groups of a batch's sequences at most that recall from such a cache one after the other: the next
 ones' tokens come while attention goes over these."""
 
-NEAR = 32 << 10
+MAX_READ_GAP = 32 << 10
 """Bytes between two records of such a cache that are read with them: a disk takes about as long for
 one more request, where it has many at a time."""
 

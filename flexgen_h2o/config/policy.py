@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.experts import ExpertChoices
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError
@@ -122,7 +122,7 @@ def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
             raise UserError(f"fetch_chosen has no effect {reason}: leave it out")
 
 
-def percent_text(policy: Policy) -> str:
+def format_percent(policy: Policy) -> str:
     """The six numbers of ``--percent`` for a policy's placements."""
     placements = [getattr(policy, kind) for kind in PLACED]
     return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))

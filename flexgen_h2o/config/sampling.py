@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from flexgen_h2o.config.validation import check_bool, check_int, check_number
-from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.errors import UserError, check_text, short_repr
 
 _OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
     "min_new_tokens": (check_int, {"low": 0}), "min_length": (check_int, {"low": 0}),
@@ -24,7 +24,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "begin_suppress_tokens": (), "bad_words_ids": (), "stop_strings": ()}
 """transformers' values for parameters that neither the user nor the model sets."""
 
-OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
 """Parameters that greedy decoding does not use."""
 
 
@@ -149,7 +149,7 @@ class SamplingParams:
         values = {name: value for name, value in {**_NEUTRAL, **defaults}.items()
                   if getattr(self, name) is None}
         if not self.do_sample:
-            values.update((name, _NEUTRAL[name]) for name in OF_SAMPLING if name in values)
+            values.update((name, _NEUTRAL[name]) for name in SAMPLING_ONLY if name in values)
         if self.min_new_tokens is not None and "min_length" in values:
             values["min_length"] = 0  # of the model, whose place min_new_tokens takes
         elif isinstance(values.get("min_new_tokens"), int):
@@ -161,7 +161,7 @@ class SamplingParams:
         if tokens is None:
             return
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
-            raise UserError(f"{name} must be a list of token ids, got {shown(tokens)}")
+            raise UserError(f"{name} must be a list of token ids, got {short_repr(tokens)}")
         for token in tokens:
             check_int(f"each of {name}", token, low=0)
         object.__setattr__(self, name, tuple(tokens))
@@ -174,7 +174,7 @@ class SamplingParams:
                 isinstance(word, Sequence) and not isinstance(word, (str, bytes)) and len(word)
                 for word in words):
             raise UserError("bad_words_ids must be a list of lists of token ids, none empty, got "
-                            f"{shown(words)}")
+                            f"{short_repr(words)}")
         for word in words:
             for token in word:
                 check_int("each token of bad_words_ids", token, low=0)
@@ -193,14 +193,14 @@ class SamplingParams:
         """Check `stop_token_ids` and `logit_bias`, which become tuples and so hashable."""
         stops, biases = self.stop_token_ids, self.logit_bias
         if not isinstance(stops, Sequence) or isinstance(stops, str):
-            raise UserError(f"stop_token_ids must be a list of token ids, got {shown(stops)}")
+            raise UserError(f"stop_token_ids must be a list of token ids, got {short_repr(stops)}")
         for token in stops:
             check_int("each of stop_token_ids", token, low=0)
         try:
             pairs = sorted((biases if isinstance(biases, Mapping) else dict(biases)).items())
         except (TypeError, ValueError):
             raise UserError("logit_bias must be a mapping of token ids to numbers, got "
-                            f"{shown(biases)}") from None
+                            f"{short_repr(biases)}") from None
         for token, bias in pairs:
             check_int("each token of logit_bias", token, low=0)
             check_number(f"logit_bias of token {token}", bias)
@@ -229,7 +229,7 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None,
+def expand_params(given: SamplingParams | Sequence[SamplingParams] | None,
                    keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
     """The sampling parameters of each of so many prompts, with the seed of its random numbers.
 
@@ -241,14 +241,14 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None,
     if given is None:
         given = sampling_params(keywords)
     if isinstance(given, SamplingParams):
-        return [replace(given, seed=mixed_seed(given.seed, key)) for key in range(count)]
+        return [replace(given, seed=mix_seed(given.seed, key)) for key in range(count)]
     if (not isinstance(given, Sequence) or len(given) != count
             or not all(isinstance(params, SamplingParams) for params in given)):
         raise UserError("sampling_params must be SamplingParams, or a list of one for each of the "
-                        f"{count} prompts, got {shown(given)}")
+                        f"{count} prompts, got {short_repr(given)}")
     return list(given)
 
 
-def mixed_seed(seed: int, number: int) -> int:
+def mix_seed(seed: int, number: int) -> int:
     """A seed for stream `number` of those that `seed` has; nearby ones give unrelated streams."""
     return (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) % 2**63

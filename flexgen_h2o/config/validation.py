@@ -1,7 +1,7 @@
 """Values of files, flags and calls, held against types: msgspec checks them, the words are ours.
 
 A type is bool, int, float or str, one of these with bounds (``Annotated[int, Meta(ge=1)]``), a
-``Literal``, a list or mapping of types, or a class of `Entries`; ``| None`` may follow. No torch.
+``Literal``, a list or mapping of types, or a class of `StrictStruct`; ``| None`` may follow.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from flexgen_h2o.errors import UserError, check_text, did_you_mean, shown
+from flexgen_h2o.errors import UserError, check_text, did_you_mean, short_repr
 
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -39,14 +39,14 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a finite number"
 _BOUNDS = {"gt": "greater than", "ge": "at least", "le": "at most"}
 
 
-class Entries(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mapping whose keys are known: the fields of a subclass; those with a default may be absent.
 
     A `__post_init__` raises `ValueError` for values that contradict each other.
     """
 
 
-def validated(kind: Any, value: object, name: str) -> Any:
+def validate(kind: Any, value: object, name: str) -> Any:
     """`value` as `kind`: text is no number, and 1 is no bool.
 
     Raises
@@ -68,7 +68,7 @@ def validated(kind: Any, value: object, name: str) -> Any:
     return found
 
 
-def each_of(keys: Iterable[object], kind: Any) -> Any:
+def mapping_of(keys: Iterable[object], kind: Any) -> Any:
     """The type of a mapping from each of `keys`, and no other, to a `kind`."""
     keys = tuple(keys)
     return Annotated[dict[Literal[keys], kind], Meta(min_length=len(keys))]  # type: ignore
@@ -80,7 +80,7 @@ def check_keys(values: Iterable[object], known: Iterable[object], where: str) ->
     for key in values:
         if str(key) not in names:
             hint = did_you_mean(str(key), names, f"it takes {', '.join(names)}")
-            raise UserError(f"{where}: unknown key {shown(key)}{hint}")
+            raise UserError(f"{where}: unknown key {short_repr(key)}{hint}")
 
 
 def _complaint(kind: Any, value: object, name: str) -> str:
@@ -88,7 +88,7 @@ def _complaint(kind: Any, value: object, name: str) -> str:
     kind, rules = _bare(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     wanted = _WORDS.get(kind, "a list")
-    if origin is dict or isinstance(kind, type) and issubclass(kind, Entries):
+    if origin is dict or isinstance(kind, type) and issubclass(kind, StrictStruct):
         return _complaint_of_mapping(kind, rules, value, name)
     if origin is Literal:
         wanted = f"one of {', '.join(map(str, arguments))}"
@@ -102,12 +102,12 @@ def _complaint(kind: Any, value: object, name: str) -> str:
                       for rule, words in _BOUNDS.items()
                       if (bound := getattr(rules, rule)) is not None
                       and not _fits(Annotated[kind, Meta(**{rule: bound})], value))
-    return f"{name} must be {wanted}, got {shown(value)}"
+    return f"{name} must be {wanted}, got {short_repr(value)}"
 
 
 def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> str:
     if not isinstance(value, Mapping):
-        return f"{name} must hold lines of `key: value`, got {shown(value)}"
+        return f"{name} must hold lines of `key: value`, got {short_repr(value)}"
     if get_origin(kind) is dict:
         key_kind, inner = get_args(kind)
         bare, about = _bare(key_kind)
@@ -163,12 +163,12 @@ def _refusal(kind: Any, value: object) -> Exception | None:
 
 def check_bool(name: str, value: object) -> None:
     """Raise `UserError` unless `value` is True or False."""
-    validated(bool, value, name)
+    validate(bool, value, name)
 
 
 def check_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> None:
     """Raise `UserError` unless `value` is a whole number (no bool) in low..high."""
-    validated(Annotated[int, Meta(ge=low, le=high)], value, name)
+    validate(Annotated[int, Meta(ge=low, le=high)], value, name)
 
 
 def check_number(
@@ -183,12 +183,12 @@ def check_number(
     `high`.
     """
     bounds = Meta(ge=low, le=high) if above is None else Meta(gt=above, le=high)
-    return validated(Annotated[float, bounds], value, name)
+    return validate(Annotated[float, bounds], value, name)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise `UserError` unless `value` is one of `choices`."""
-    validated(Literal[tuple(choices)], value, name)
+    validate(Literal[tuple(choices)], value, name)
 
 
 # Arguments of public calls, held against the type hints of what takes them. No torch.
@@ -233,13 +233,13 @@ def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
         return
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     if len(kinds) == 1 and kinds[0] in (bool, int, float, str):
-        validated(kinds[0], value, name)
+        validate(kinds[0], value, name)
     elif not isinstance(value, kinds):
         advice = ""
         if isinstance(value, Mapping) and len(kinds) == 1:
             fields = ", ".join(f"{key}={each!r}" for key, each in value.items())
             advice = f": write {kinds[0].__name__}({fields})"
-        raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {shown(value)}"
+        raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {short_repr(value)}"
                         f"{advice}")
     elif isinstance(value, str):
         check_text(name, value)

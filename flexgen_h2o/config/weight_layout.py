@@ -294,7 +294,7 @@ class WeightOptions:
 
 
 @dataclass(frozen=True)
-class BlockType:
+class GGMLType:
     """A tensor type of GGUF files: a row is a sequence of blocks of consecutive elements.
 
     Source: ggml.h and ggml-common.h of llama.cpp. The gguf package has the same sizes, but imports
@@ -334,25 +334,25 @@ class BlockType:
 
 
 _TYPES = {
-    0: BlockType("F32", 1, 4),
-    1: BlockType("F16", 1, 2),
-    2: BlockType("Q4_0", 32, 18, 4, 32),
-    3: BlockType("Q4_1", 32, 20, 4, 32),
-    6: BlockType("Q5_0", 32, 22, 6, 32),
-    7: BlockType("Q5_1", 32, 24, 6, 32),
-    8: BlockType("Q8_0", 32, 34, 8, 32),
-    10: BlockType("Q2_K", 256, 84, 4, 16),
-    11: BlockType("Q3_K", 256, 110, 4, 16),
-    12: BlockType("Q4_K", 256, 144, 4, 32),
-    13: BlockType("Q5_K", 256, 176, 6, 32),
-    14: BlockType("Q6_K", 256, 210, 6, 16),
-    20: BlockType("IQ4_NL", 32, 18, 8, 32),
-    23: BlockType("IQ4_XS", 256, 136, 8, 32),
-    30: BlockType("BF16", 1, 2),
-    39: BlockType("MXFP4", 32, 17, 4, 32),
+    0: GGMLType("F32", 1, 4),
+    1: GGMLType("F16", 1, 2),
+    2: GGMLType("Q4_0", 32, 18, 4, 32),
+    3: GGMLType("Q4_1", 32, 20, 4, 32),
+    6: GGMLType("Q5_0", 32, 22, 6, 32),
+    7: GGMLType("Q5_1", 32, 24, 6, 32),
+    8: GGMLType("Q8_0", 32, 34, 8, 32),
+    10: GGMLType("Q2_K", 256, 84, 4, 16),
+    11: GGMLType("Q3_K", 256, 110, 4, 16),
+    12: GGMLType("Q4_K", 256, 144, 4, 32),
+    13: GGMLType("Q5_K", 256, 176, 6, 32),
+    14: GGMLType("Q6_K", 256, 210, 6, 16),
+    20: GGMLType("IQ4_NL", 32, 18, 8, 32),
+    23: GGMLType("IQ4_XS", 256, 136, 8, 32),
+    30: GGMLType("BF16", 1, 2),
+    39: GGMLType("MXFP4", 32, 17, 4, 32),
 }
 
-BLOCK_TYPES: Mapping[int, BlockType] = MappingProxyType(
+BLOCK_TYPES: Mapping[int, GGMLType] = MappingProxyType(
     {number: replace(kind, number=number) for number, kind in _TYPES.items()})
 """Supported types, by their number in a file."""
 

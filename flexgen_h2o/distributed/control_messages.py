@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 import torch
 
+from flexgen_h2o.config.parallel import Stage, balance_layers, num_batch_groups
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
 from flexgen_h2o.distributed.heartbeat import IDLE, WORKING
 from flexgen_h2o.distributed.pipeline import Pipeline, RankContext
-from flexgen_h2o.errors import TooLittleMemory, UserError, shown
+from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
 from flexgen_h2o.storage.tiers import Device
 
 
@@ -60,7 +60,7 @@ class ControlChannel:
 
     def __init__(self, pipeline: Any):
         if not (pipeline is None or isinstance(pipeline, Pipeline)):
-            raise UserError(f"pipeline must be a Pipeline, got {shown(pipeline)}")
+            raise UserError(f"pipeline must be a Pipeline, got {short_repr(pipeline)}")
         self._pipeline: Pipeline | None = pipeline
         self._latest_run: object = None
 
@@ -107,15 +107,15 @@ class ControlChannel:
         pipeline.use_device(device.torch)
         if pipeline.rank == 0:
             fetched = policy.fetches(device.separate)
-            layout = _Layout(list(bounds or balanced_bounds(layer_costs, pipeline.ranks)),
-                             num_groups(pipeline.ranks, fetched=fetched), workload)
+            layout = _Layout(list(bounds or balance_layers(layer_costs, pipeline.ranks)),
+                             num_batch_groups(pipeline.ranks, fetched=fetched), workload)
             pipeline.broadcast(msgspec.json.encode(layout))
         else:
             layout = msgspec.json.decode(pipeline.receive_broadcast(), type=_Layout)
         if len(layout.bounds) != pipeline.ranks + 1 or layout.bounds[-1] != num_layers:
             raise UserError(f"bounds {layout.bounds} do not fit {pipeline.ranks} ranks and "
                             f"{num_layers} layers")
-        return RankContext(pipeline, Stage.of_rank(pipeline.rank, layout.bounds), layout.groups,
+        return RankContext(pipeline, Stage.for_rank(pipeline.rank, layout.bounds), layout.groups,
                            layout.workload)
 
     def check_first_rank(self, call: str) -> None:
@@ -163,15 +163,15 @@ class ControlChannel:
         return nullcontext() if self._pipeline is None else self._pipeline.monitor.state(WORKING)
 
     def check_all_fit(self, check: Callable[[], None]) -> None:
-        """Raise `TooLittleMemory` on all ranks if `check` raises it on one."""
+        """Raise `InsufficientMemory` on all ranks if `check` raises it on one."""
         if self._pipeline is None:
             check()
             return
         message = b""
         try:
             check()
-        except TooLittleMemory as error:
+        except InsufficientMemory as error:
             message = str(error).encode()
         for rank, other in enumerate(self._pipeline.all_gather(message)):
             if other:
-                raise TooLittleMemory(f"rank {rank}: {other.decode()}")
+                raise InsufficientMemory(f"rank {rank}: {other.decode()}")

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from flexgen_h2o.config.launch import MESSAGES
+from flexgen_h2o.config.parallel import CONTROL_THREAD
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.terminal import tell
+from flexgen_h2o.files.terminal import print_stderr
 
 IDLE, WORKING, WAITING, FAILED, LEFT = "idle", "working", "waiting", "failed", "left"
 _BEATS_PER_TIMEOUT = 4
@@ -44,7 +44,7 @@ def call_with_timeout(call: Callable[..., _T], *arguments: object, seconds: floa
         except BaseException as error:
             result.set_exception(error)
 
-    threading.Thread(target=run, name=MESSAGES, daemon=True).start()
+    threading.Thread(target=run, name=CONTROL_THREAD, daemon=True).start()
     # This process may itself be stopped for a while: then only one of several short waits expires.
     for _ in range(_WAIT_PARTS):
         if wait([result], seconds / _WAIT_PARTS).done:
@@ -306,5 +306,5 @@ class HeartbeatMonitor:
             return
         # The other ranks report a hang of this one themselves.
         if not self._failure.startswith(self.names[self.rank]) and self.claim_report():
-            tell(f"error: {self._failure}")
+            print_stderr(f"error: {self._failure}")
         os._exit(2)

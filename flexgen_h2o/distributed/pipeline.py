@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from flexgen_h2o.config.launch import MESSAGES, Launch
+from flexgen_h2o.config.parallel import CONTROL_THREAD, Stage, TorchrunEnv
 from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.distributed.heartbeat import HeartbeatMonitor, PipelineFailure, TimeoutStore
 from flexgen_h2o.errors import UserError
 
@@ -74,7 +73,7 @@ class _WaitThread:
         self._queue: SimpleQueue = SimpleQueue()
         self._newest: Future | None = None
         # The thread keeps the group alive while it waits inside of it.
-        self._thread = threading.Thread(target=self._run, args=(group, device), name=MESSAGES,
+        self._thread = threading.Thread(target=self._run, args=(group, device), name=CONTROL_THREAD,
                                         daemon=True)
         self._thread.start()
 
@@ -161,7 +160,7 @@ class Pipeline:
         self.monitor.start()
 
     @classmethod
-    def join(cls, launch: Launch, *, rank_timeout: float = RANK_TIMEOUT, name: str = "pipeline"
+    def join(cls, launch: TorchrunEnv, *, rank_timeout: float = RANK_TIMEOUT, name: str = "pipeline"
              ) -> Pipeline:
         """Join the ranks that torchrun has started and that use the same pipeline name.
 

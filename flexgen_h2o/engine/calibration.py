@@ -33,8 +33,8 @@ from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import WorkspaceSize
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import unwrap
-from flexgen_h2o.files.readers import json_records, read_text
+from flexgen_h2o.files.articles import strip_prompt
+from flexgen_h2o.files.readers import read_json_records, read_text
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
@@ -91,13 +91,13 @@ def _read(path: str) -> str:
     if not path.endswith(".jsonl"):
         return read_text("calibration", path, if_empty="is empty: give a text")
     texts = []
-    for number, record in json_records("calibration", path, if_empty="is empty: give texts"):
+    for number, record in read_json_records("calibration", path, if_empty="is empty: give texts"):
         found = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
         text = next((text for text in found if isinstance(text, str) and text.strip()), None)
         if text is None:
             raise UserError(f"calibration {path} line {number} has no text under any of the keys "
                             f"{', '.join(_KEYS)}")
-        texts.append(unwrap(text))
+        texts.append(strip_prompt(text))
     return "\n\n".join(texts)
 
 

@@ -9,8 +9,8 @@ import torch
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
 from flexgen_h2o.config.limits import CHUNK_ROWS, LOGIT_ROWS
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.captured_step import CapturedLayers
 from flexgen_h2o.engine.experts import ROUTING, ExpertLayers

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.distributed.pipeline import Exchange
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.decoder import DecoderLayers

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.experts import MAX_EXPERT_LOADS, ExpertChoices, ExpertsConfig, Key
+from flexgen_h2o.config.layers import MAX_EXPERT_LOADS, ExpertChoices, ExpertKey, ExpertsConfig
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.weight_files import Weight
 from flexgen_h2o.engine.weights import WeightStore
@@ -29,7 +29,7 @@ DECAY = 0.9
 MAX_GROUP = 16
 """Loaded experts that are computed together; their slots can be reused only afterwards."""
 
-Group = list[tuple[Key, Mapping[str, Weight]]]
+Group = list[tuple[ExpertKey, Mapping[str, Weight]]]
 """Experts of one layer, and their weights by local name."""
 
 
@@ -50,12 +50,13 @@ class SlotPolicy:
     def __init__(self, slots: int, layers: int):
         self._layers = layers
         self._free = list(range(slots))[::-1]
-        self._slots: dict[Key, int] = {}
-        self._cached: list[set[Key]] = [set() for _ in range(layers)]
+        self._slots: dict[ExpertKey, int] = {}
+        self._cached: list[set[ExpertKey]] = [set() for _ in range(layers)]
         self._passes = [0] * layers
-        self._scores: dict[Key, tuple[float, int]] = {}
-        self._pinned: set[Key] = set()
-        self._lowest: dict[int, tuple[float, Key] | None] = {}  # of each layer, if still valid
+        self._scores: dict[ExpertKey, tuple[float, int]] = {}
+        self._pinned: set[ExpertKey] = set()
+        self._lowest: dict[int,
+                           tuple[float, ExpertKey] | None] = {}  # of each layer, if still valid
         self._layer = 0
 
     def begin(self, layer: int) -> None:
@@ -64,36 +65,36 @@ class SlotPolicy:
         self._passes[layer] += 1
         self._lowest.pop(layer, None)
 
-    def use(self, key: Key) -> None:
+    def use(self, key: ExpertKey) -> None:
         """Count a use of an expert in the current pass of its layer."""
         self._scores[key] = (self.score(key) + 1, self._passes[key[0]])
         self._lowest.pop(key[0], None)
 
-    def score(self, key: Key) -> float:
+    def score(self, key: ExpertKey) -> float:
         """Return the decayed number of uses of an expert."""
         score, updated = self._scores.get(key, (0.0, 0))
         return score * DECAY ** (self._passes[key[0]] - updated)
 
-    def slot(self, key: Key) -> int | None:
+    def slot(self, key: ExpertKey) -> int | None:
         """Return the slot of an expert, or None."""
         return self._slots.get(key)
 
-    def pin(self, key: Key) -> None:
+    def pin(self, key: ExpertKey) -> None:
         """Protect an expert from eviction until `unpin`."""
         self._pinned.add(key)
         self._lowest.pop(key[0], None)
 
-    def unpin(self, key: Key) -> None:
+    def unpin(self, key: ExpertKey) -> None:
         """Allow the eviction of an expert."""
         self._pinned.discard(key)
         self._lowest.pop(key[0], None)
 
     @property
-    def cached(self) -> Collection[Key]:
+    def cached(self) -> Collection[ExpertKey]:
         """The experts that have slots."""
         return self._slots.keys()
 
-    def allocate(self, key: Key) -> int | None:
+    def allocate(self, key: ExpertKey) -> int | None:
         """Give a slot to an expert without one, evicting another if none is free.
 
         Returns None if all experts with slots are pinned.
@@ -108,13 +109,13 @@ class SlotPolicy:
         self._lowest.pop(key[0], None)
         return slot
 
-    def evict(self, key: Key) -> None:
+    def evict(self, key: ExpertKey) -> None:
         """Take the slot of an expert away."""
         self._free.append(self._slots.pop(key))
         self._cached[key[0]].discard(key)
         self.unpin(key)
 
-    def victim(self) -> Key | None:
+    def victim(self) -> ExpertKey | None:
         """Return the expert to evict next, or None if all are pinned."""
         candidates = []
         for layer, cached in enumerate(self._cached):
@@ -251,13 +252,13 @@ class ExpertSlots:
             experts.slots(tokens, len(self._offloaded), given))
         self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), self._layers)
-        self._requested: dict[Key, None] = {}
-        self._waiting: deque[Key] = deque()  # requested, without a slot
-        self._predicted: deque[Key] = deque()  # of the next layer, not prefetched yet
-        self._prefetched: set[Key] = set()  # pinned predictions
-        self._loading: set[Key] = set()  # loaded or being loaded, not computed yet
-        self._loaded: dict[Key, Mapping[str, Weight]] = {}  # ready in slots
-        self._contents: dict[int, Key] = {}  # the expert that a slot was last loaded with
+        self._requested: dict[ExpertKey, None] = {}
+        self._waiting: deque[ExpertKey] = deque()  # requested, without a slot
+        self._predicted: deque[ExpertKey] = deque()  # of the next layer, not prefetched yet
+        self._prefetched: set[ExpertKey] = set()  # pinned predictions
+        self._loading: set[ExpertKey] = set()  # loaded or being loaded, not computed yet
+        self._loaded: dict[ExpertKey, Mapping[str, Weight]] = {}  # ready in slots
+        self._contents: dict[int, ExpertKey] = {}  # the expert that a slot was last loaded with
         self._tables: dict[int, ExpertTable] = {}
         self._host_tables: dict[int, ExpertTable] = {}
         self._count = experts.count
@@ -269,7 +270,7 @@ class ExpertSlots:
         """Storage options of the experts' matrices."""
         return self._weights.options
 
-    def is_resident(self, key: Key) -> bool:
+    def is_resident(self, key: ExpertKey) -> bool:
         """Return True if an expert is in compute memory permanently."""
         return key not in self._offloaded and key not in self._on_host
 
@@ -294,18 +295,18 @@ class ExpertSlots:
             put(table, number, weights)
         return table
 
-    def _ready_weights(self, key: Key) -> Mapping[str, Weight] | None:
+    def _ready_weights(self, key: ExpertKey) -> Mapping[str, Weight] | None:
         """Return the weights of an expert in compute memory, or None."""
         if self.is_resident(key):
             return self._weights.experts[key].resident
         return self._loaded.get(key)
 
-    def host_weights(self, keys: Iterable[Key]) -> dict[int, dict[str, Weight]]:
+    def host_weights(self, keys: Iterable[ExpertKey]) -> dict[int, dict[str, Weight]]:
         """Return the weights, by expert number, of experts that are computed in host memory."""
         return {key[1]: self._weights.host_weights(self._weights.experts[key]) for key in keys}
 
     @property
-    def requested_on_host(self) -> list[Key]:
+    def requested_on_host(self) -> list[ExpertKey]:
         """Requested experts that are computed in host memory."""
         return [key for key in self._requested if key in self._on_host]
 
@@ -349,7 +350,7 @@ class ExpertSlots:
         self._policy.begin(layer)
         self._requested.clear()
 
-    def request(self, keys: Iterable[Key]) -> None:
+    def request(self, keys: Iterable[ExpertKey]) -> None:
         """Request experts of the current layer; repeated requests have no effect."""
         for key in keys:
             if key in self._requested:
@@ -368,7 +369,7 @@ class ExpertSlots:
         if self._overlap:
             self._start_loads()
 
-    def prefetch(self, keys: Iterable[Key]) -> None:
+    def prefetch(self, keys: Iterable[ExpertKey]) -> None:
         """Prefetch experts that the next layer may need, the likeliest first."""
         self._end_prefetch()
         self._predicted.extend(key for key in keys if key in self._offloaded)
@@ -406,17 +407,17 @@ class ExpertSlots:
             if self._overlap:
                 pending += self._start_loads()
 
-    def _load_done(self, key: Key) -> bool:
+    def _load_done(self, key: ExpertKey) -> bool:
         loaded = self._buffers[self._policy.slot(key)].loaded
         return loaded is None or loaded.done
 
-    def _wait_for(self, key: Key) -> Mapping[str, Weight]:
+    def _wait_for(self, key: ExpertKey) -> Mapping[str, Weight]:
         """Order compute after the load of an expert, and return its weights."""
         buffer = self._buffers[self._policy.slot(key)]
         self._transfers.ready(buffer.loaded)
         return self._weights.unit_weights(self._weights.experts[key], buffer)
 
-    def _release(self, keys: Iterable[Key]) -> None:
+    def _release(self, keys: Iterable[ExpertKey]) -> None:
         """Allow the eviction of experts after the compute that is queued so far."""
         mark = self._transfers.device.mark()
         for key in keys:
@@ -430,7 +431,7 @@ class ExpertSlots:
         if self._loaded.pop(key, None) is not None and key[0] in self._tables:
             self._tables[key[0]].drop(key[1])
 
-    def _start_next(self) -> Key:
+    def _start_next(self) -> ExpertKey:
         """Load the next waiting expert; no other load is pending."""
         key = self._waiting.popleft()
         slot = self._policy.allocate(key)
@@ -441,7 +442,7 @@ class ExpertSlots:
         self._load(key, slot)
         return key
 
-    def _start_loads(self) -> list[Key]:
+    def _start_loads(self) -> list[ExpertKey]:
         """Start loads of waiting experts, then prefetches, while there are slots.
 
         At most `MAX_EXPERT_LOADS` experts are loading at a time. Return the requested ones.
@@ -486,7 +487,7 @@ class ExpertSlots:
             self._loading.discard(key)
         self._prefetched.clear()
 
-    def _load(self, key: Key, slot: int) -> None:
+    def _load(self, key: ExpertKey, slot: int) -> None:
         buffer, unit = self._buffers[slot], self._weights.experts[key]
         before = buffer.busy
         free = self._transfers.device.mark() if buffer.free is None else buffer.free

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.experts import Key
+from flexgen_h2o.config.layers import ExpertKey
 from flexgen_h2o.config.limits import ROW_BLOCK
-from flexgen_h2o.config.stage import groups_of
+from flexgen_h2o.config.parallel import split_batches
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.engine.batch import Batch
 from flexgen_h2o.engine.expert_slots import ExpertSlots, put
@@ -147,7 +147,7 @@ class HostExperts:
         self._matmuls = ExpertMatmuls(config, Operations("cpu"), slots.options)
         self._buffers: list[Tensor] = []
 
-    def start(self, keys: Sequence[Key], x: Tensor, ids: Tensor, shares: Tensor
+    def start(self, keys: Sequence[ExpertKey], x: Tensor, ids: Tensor, shares: Tensor
               ) -> tuple[Tensor, Tensor, Handle]:
         """Start the computation of some experts.
 
@@ -226,7 +226,7 @@ class ExpertLayers:
     def begin(self, batches: Sequence[Batch], groups: int) -> None:
         """Begin a block whose batches go through the layers in a number of groups."""
         self._batches = batches
-        self._groups = groups_of(len(batches), groups)
+        self._groups = split_batches(len(batches), groups)
 
     def _rows(self, batch: int, forward_pass: int) -> tuple[int, int]:
         """Return the first row of a batch among the rows of its group, and the group's rows."""

@@ -31,7 +31,7 @@ from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import TooLittleMemory, UserError
+from flexgen_h2o.errors import InsufficientMemory, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Scored
 from flexgen_h2o.storage.tiers import lacks_memory
@@ -111,16 +111,16 @@ class Run:
 
         Raises
         ------
-        TooLittleMemory
+        InsufficientMemory
             A block has one sequence only.
         """
         assert self.queue is not None
         reason = _one_line(error) or "out of memory"
         requests = self.queue.halve()
         if requests is None:
-            raise TooLittleMemory(f"there is too little memory for one sequence alone ({reason}): "
-                                  "use shorter prompts, fewer new tokens, or slower tiers"
-                                  ) from error
+            raise InsufficientMemory(
+                f"there is too little memory for one sequence alone ({reason}): use shorter "
+                "prompts, fewer new tokens, or slower tiers") from error
         for request in requests:
             request.restart()
             self.consumer.restart(request)
@@ -321,7 +321,7 @@ class Engine:
 
         Raises
         ------
-        TooLittleMemory
+        InsufficientMemory
             A new one does not fit, on this rank or on another.
         """
         size, workload = run.size()

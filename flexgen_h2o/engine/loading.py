@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.h2o import windowed
+from flexgen_h2o.config.h2o import add_windows
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.distributed.control_messages import ControlChannel
 from flexgen_h2o.distributed.pipeline import RankContext
@@ -65,7 +65,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     check_cache(source.config, h2o)
     check_halves(source.config, policy)
     check_experts(source.config, policy)
-    cache = replace(args.cache, h2o=windowed(h2o, source.config.attention))
+    cache = replace(args.cache, h2o=add_windows(h2o, source.config.attention))
     args = replace(args, cache=cache)
     prompts = Prompts(source, args.model, h2o)
     if args.calibration is not None:

@@ -15,8 +15,8 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload, check_fetch_chosen
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext

@@ -12,7 +12,7 @@ import torch
 from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Batch, Request
-from flexgen_h2o.errors import NotFinite, UserError
+from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
 from flexgen_h2o.outputs import Scored, TokenLogProb
 
@@ -185,10 +185,11 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
     return tokens
 
 
-def not_finite(key: int, value: float) -> NotFinite:
+def not_finite(key: int, value: float) -> NonFiniteLogits:
     """Return the error for logits of prompt `key`, whose maximum is `value`."""
-    return NotFinite(f"the model's logits of prompt {key} are not finite ({value}): its weights "
-                     "are damaged, or too large for this dtype (try another --dtype)", key)
+    return NonFiniteLogits(f"the model's logits of prompt {key} are not finite ({value}): its "
+                           "weights are damaged, or too large for this dtype (try another "
+                           "--dtype)", key)
 
 
 OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
@@ -437,7 +438,7 @@ class _ContinuationScorer(LogitsConsumer):
 
         Raises
         ------
-        NotFinite
+        NonFiniteLogits
             It is NaN: some logit is NaN or infinity. A probability of 0 is valid.
         """
         if math.isnan(log_prob):

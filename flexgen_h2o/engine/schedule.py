@@ -21,7 +21,7 @@ from enum import Enum, auto
 from functools import cached_property
 from typing import NamedTuple
 
-from flexgen_h2o.config.stage import Stage, groups_of
+from flexgen_h2o.config.parallel import Stage, split_batches
 
 
 class Kind(Enum):
@@ -105,7 +105,8 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
         Kinds of steps that are left out because the data is resident.
     """
     stage = stage or Stage.whole(num_layers)
-    run = _Run(num_passes, num_layers, tuple(groups_of(num_batches, groups)), overlap, split_from,
+    run = _Run(num_passes, num_layers, tuple(split_batches(num_batches, groups)), overlap,
+               split_from,
                sep_layer, keeps, stage)
     if run.alone and MOVES.issubset(no_ops):
         return map(run.compute, range(run.count))

@@ -19,8 +19,8 @@ from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.source import ModelSource
-from flexgen_h2o.errors import UserError, check_text, shown
-from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, regular_file
+from flexgen_h2o.errors import UserError, check_text, short_repr
+from flexgen_h2o.files.readers import check_regular_file, check_text_file, read_checkpoint_json
 from flexgen_h2o.models.convert import TEXTS
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
 from flexgen_h2o.models.registry import read_config
@@ -345,7 +345,7 @@ def check_list(what: str, values: Iterable[_Item]) -> list[_Item]:
     except TypeError:
         items = None
     if items is None:
-        raise UserError(f"{what}s must be a list, got {shown(values)}{advice}")
+        raise UserError(f"{what}s must be a list, got {short_repr(values)}{advice}")
     return list(items)
 
 
@@ -357,7 +357,7 @@ def _token_ids(tokens, what: str) -> list[int]:
         return [operator.index(token) for token in tokens]
     except TypeError:
         raise UserError(f"{what} must be text or a sequence of whole token ids, "
-                        f"got {shown(tokens)}") from None
+                        f"got {short_repr(tokens)}") from None
 
 
 def load_tokenizer(folder: Path | None):
@@ -372,7 +372,7 @@ def load_tokenizer(folder: Path | None):
         return None
     for path in folder.iterdir():
         if not path.is_dir():  # the libraries may read any of them
-            (checkpoint_text if path.suffix in TEXTS else regular_file)(path)
+            (check_text_file if path.suffix in TEXTS else check_regular_file)(path)
     if find_spec("sentencepiece") is None and _is_sentencepiece(folder):
         raise UserError(f"the tokenizer in {folder} is a SentencePiece model without a "
                         "tokenizer.json: pip install sentencepiece, which the extra "
@@ -421,7 +421,7 @@ def _plain_config(folder: Path) -> PreTrainedConfig | None:
     only the family's config names the class of the tokenizer.
     """
     path = folder / "tokenizer_config.json"
-    if not path.exists() or "tokenizer_class" not in checkpoint_json(path):
+    if not path.exists() or "tokenizer_class" not in read_checkpoint_json(path):
         return None
     from transformers import PreTrainedConfig
 

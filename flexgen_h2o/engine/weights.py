@@ -15,7 +15,7 @@ from itertools import chain
 
 import torch
 
-from flexgen_h2o.config.experts import ExpertChoices, Key
+from flexgen_h2o.config.layers import ExpertChoices, ExpertKey
 from flexgen_h2o.config.limits import WEIGHT_BUFFERS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.weight_layout import WeightOptions
@@ -78,7 +78,7 @@ class WeightStore:
         self._device: Device = transfers.device
         self._table_names = weights.tables
         self.units = [Unit(dict(specs)) for specs in (weights.embed, *weights.layers, weights.head)]
-        self.experts: dict[Key, Unit] = {
+        self.experts: dict[ExpertKey, Unit] = {
             (layer, number): Unit(dict(specs)) for layer, experts_of_layer in
             enumerate(weights.experts) for number, specs in enumerate(experts_of_layer)}
         self._shards: dict[str, list[RowShard]] = {}

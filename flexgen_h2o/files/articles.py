@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import json_records, json_texts, json_value, read_lines
+from flexgen_h2o.files.readers import parse_json, read_json_records, read_json_texts, read_lines
 
 _HEAD = "###\nArticle: "
 _TAIL = "\n\nSummarize the above article in 1 sentence."
@@ -25,16 +25,16 @@ def read_articles(path: str) -> list[str]:
     Raises `UserError`, with the line's number where there is one, when the file is missing, empty
     or not UTF-8, or a line is not JSON or has no text under `article`.
     """
-    return json_texts("--input-path", path, "article", clean=unwrap,
+    return read_json_texts("--input-path", path, "article", clean=strip_prompt,
                       if_empty="holds no articles: write one JSON object a line")
 
 
-def unwrap(text: str) -> str:
+def strip_prompt(text: str) -> str:
     """The article alone, without the prompt for a summary around it."""
     return text.strip().removeprefix(_HEAD).removesuffix(_TAIL).strip()
 
 
-def choose(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
+def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
            min_tokens: int, max_tokens: int) -> list[list[int]]:
     """Token ids of the first `articles` texts of at least `min_tokens`, cut to `max_tokens` each.
 
@@ -51,7 +51,7 @@ def choose(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, arti
                     f"{articles} are asked for: lower --articles or --min-tokens")
 
 
-def halves(articles: Iterable[Sequence[int]]) -> list[Pair]:
+def split_halves(articles: Iterable[Sequence[int]]) -> list[Pair]:
     """Each article's tokens (at least 2) as the first half and the rest, one longer if odd."""
     return [(list(ids[: len(ids) // 2]), list(ids[len(ids) // 2 :])) for ids in articles]
 
@@ -75,10 +75,10 @@ class Article:
     @property
     def lead(self) -> str:
         """The article's first sentence."""
-        return first_sentence(unwrap(self.prompt))
+        return first_sentence(strip_prompt(self.prompt))
 
 
-def read_article_prompts(path: str, *, most: int | None = None, max_tokens: int | None = None
+def read_summary_tasks(path: str, *, most: int | None = None, max_tokens: int | None = None
                   ) -> list[Article]:
     """The first `most` lines of a .jsonl file; `max_tokens` overrides the lines' own.
 
@@ -86,7 +86,7 @@ def read_article_prompts(path: str, *, most: int | None = None, max_tokens: int 
     Temperature and top_p are not looked at, as decoding is greedy. Raises `UserError`, with the
     line's number, when the file is missing or a line is no such line.
     """
-    records = json_records("--input-path", path,
+    records = read_json_records("--input-path", path,
                            if_empty="holds no articles: write one JSON object a line")
     found = []
     for number, record in records:
@@ -161,7 +161,7 @@ def read_conversations(path: str) -> list[list[Turn]]:
 
 
 def _turns(where: str, number: int, line: str) -> list[Turn]:
-    record = json_value(where, line)
+    record = parse_json(where, line)
     texts = record.get("turns") if isinstance(record, dict) else None
     if (not isinstance(texts, list) or not texts
             or not all(isinstance(text, str) and text.strip() for text in texts)):

@@ -1,7 +1,7 @@
 """Chat templates, which are programs that come with a model: rendered where they can do no harm.
 
 A template is rendered by transformers in its sandbox, which keeps it from attributes of Python's
-own, in a process of its own (`chat_worker`), whose time and memory are bounded: no check within a
+own, in a process of its own (`serve`), whose time and memory are bounded: no check within a
 process ends a loop, or one operation that makes ten billion letters. No torch.
 """
 
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import resource
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 
 SECONDS = 10.0
 """What a template may take for one chat: thousands of times what published ones take."""
@@ -31,7 +35,7 @@ _OF_TRANSFORMERS = ("add_generation_prompt", "continue_final_message")
 _log = logging.getLogger(__name__)
 
 _WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "
-           "from flexgen_h2o.files.chat_worker import serve; serve()")
+           "from flexgen_h2o.files.chat_template import serve; serve()")
 
 
 class ChatRenderer:
@@ -90,7 +94,7 @@ class ChatRenderer:
             if name not in self._always["template"]:
                 self._warned.add(name)
                 _log.warning("the chat template does not read %s, which has no effect",
-                             shown(name))
+                             short_repr(name))
         variables = {**self._always["variables"], **(arguments or {})}
         given = {"messages": list(messages), "variables": variables}
         try:
@@ -145,7 +149,7 @@ def check_arguments(name: str, arguments: object) -> None:
     """Raise `UserError`, which begins with `name`, unless it is a mapping of what a template can
     be given."""
     if not isinstance(arguments, Mapping):
-        raise UserError(f"{name} must be a mapping of names to values, got {shown(arguments)}")
+        raise UserError(f"{name} must be a mapping of names to values, got {short_repr(arguments)}")
     for engines in _ENGINES:
         if engines in arguments:
             raise UserError(f"{name} cannot have {engines!r}, which is no argument of a template's "
@@ -175,3 +179,59 @@ def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, A
             except UserError as error:
                 raise UserError(f"conversation {number}: {error}") from None
     return prompts
+
+
+_START = 120.0  # seconds to load transformers, on a machine that is busy
+_MEMORY = 512 << 20  # beside what it has when it is ready
+_CHARACTERS = 16 << 20  # of a prompt: millions of tokens
+_CODE = (".py", ".pyc", ".so")  # jinja loads parts of itself late
+_FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.")
+
+
+def serve() -> None:
+    """Answer each line of stdin with one on stdout, until stdin ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+    signal.setitimer(signal.ITIMER_REAL, _START)
+    from transformers.utils.chat_template_utils import render_jinja_template as render
+
+    _hold()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        print(json.dumps(_answer(render, request)), flush=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _hold() -> None:
+    """Allow no more than `_MEMORY`, and nothing that Python audits but the loading of code."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY,) * 2)
+    sys.dont_write_bytecode = True
+    sys.addaudithook(_refuse)
+
+
+def _refuse(event: str, arguments: tuple) -> None:
+    if event == "open":
+        path, mode, flags = arguments
+        reads = mode in ("r", "rb") or mode is None and not flags & (os.O_WRONLY | os.O_RDWR)
+        if reads and str(path).endswith(_CODE):
+            return
+    elif not event.startswith(_FORBIDDEN) or event in ("os.listdir", "os.scandir"):
+        return
+    raise PermissionError(f"a chat template may not do this: {event}")
+
+
+def _answer(render, request: dict) -> dict[str, str]:
+    try:
+        # As `apply_chat_template` does: a key whose value is null is a key that is not there.
+        messages = [{key: value for key, value in each.items() if value is not None}
+                    for each in request["messages"]]
+        variables = {"add_generation_prompt": True, **request["variables"]}
+        (text,), _ = render([messages], chat_template=request["template"], **variables)
+        if len(text) > _CHARACTERS:
+            return {"error": f"the prompt has {len(text)} characters"}
+        return {"text": text}
+    except Exception as error:  # a template is a program, and raises anything
+        reason = " ".join(str(error).split())[:200]
+        return {"error": f"{type(error).__name__}: {reason}"}

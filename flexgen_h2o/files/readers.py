@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.errors import UserError, check_text, short_repr
 
 _MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _MOST_JSON = 64 << 20  # and the largest indexes 20
@@ -29,7 +29,7 @@ _MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stand
 _MERGE = "tag:yaml.org,2002:merge"
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """True if there is a file or folder. Raises `UserError` where that cannot be told, as within a
     folder that may not be entered."""
     try:
@@ -38,7 +38,7 @@ def is_there(path: Path) -> bool:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
-def regular_file(path: Path) -> Path:
+def check_regular_file(path: Path) -> Path:
     """The path of a checkpoint's file, if it is one (or a link to one) or is missing.
 
     Raises `UserError` for a pipe, which would be waited for without end, and for anything else
@@ -48,10 +48,10 @@ def regular_file(path: Path) -> Path:
     return path
 
 
-def whole_file(path: Path) -> Path:
+def check_checkpoint_file(path: Path) -> Path:
     """Return the path of a checkpoint's file that is to be read.
 
-    Raises `UserError` as `regular_file` does, and for a git-LFS pointer in place of the file.
+    Raises `UserError` as `check_regular_file` does, and for a git-LFS pointer in place of the file.
     """
     if 0 < _size(path) < _MOST_POINTER:
         with suppress(OSError), open(path, "rb") as file:
@@ -61,14 +61,14 @@ def whole_file(path: Path) -> Path:
     return path
 
 
-def checkpoint_text(path: Path, most: int = _MOST_TEXT) -> Path:
+def check_text_file(path: Path, most: int = _MOST_TEXT) -> Path:
     """The path of a checkpoint's file that is not weights, if it can be read whole.
 
-    Raises `UserError` as `whole_file` does, for a larger file, and for a link that leads out of
-    the folder: what it says may come to stand in outputs and copies, and so must not be another
-    file of the user's. The hub's cache, whose files are links to its folder of blobs, may.
+    Raises `UserError` as `check_checkpoint_file` does, for a larger file, and for a link that leads
+    out of the folder: what it says may come to stand in outputs and copies, and so must not be
+    another file of the user's. The hub's cache, whose files are links to its folder of blobs, may.
     """
-    if _size(whole_file(path)) > most:
+    if _size(check_checkpoint_file(path)) > most:
         raise UserError(f"{path} has {_size(path)} bytes, more than any model's: get it again")
     if path.is_symlink():
         real, folder = path.resolve(), path.parent.resolve()
@@ -78,10 +78,10 @@ def checkpoint_text(path: Path, most: int = _MOST_TEXT) -> Path:
     return path
 
 
-def checkpoint_json(path: Path) -> object:
-    """The value of a checkpoint's JSON file. `UserError` as `checkpoint_text`, or if it is none."""
+def read_checkpoint_json(path: Path) -> object:
+    """The value of a checkpoint's JSON file. `UserError` as `check_text_file`, or if it is none."""
     try:
-        return json.loads(checkpoint_text(path, _MOST_JSON).read_text(encoding="utf-8"))
+        return json.loads(check_text_file(path, _MOST_JSON).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -125,14 +125,14 @@ def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def json_texts(flag: str, path: str, key: str, *, if_empty: str,
+def read_json_texts(flag: str, path: str, key: str, *, if_empty: str,
                clean: Callable[[str], str] = str) -> list[str]:
     """The text under `key`, passed through `clean`, of each line of a .jsonl file.
 
     Raises `UserError` also when a line is not JSON, or no text is left of it.
     """
     texts = []
-    for number, record in json_records(flag, path, if_empty=if_empty):
+    for number, record in read_json_records(flag, path, if_empty=if_empty):
         text = record.get(key) if isinstance(record, dict) else None
         text = clean(text) if isinstance(text, str) else ""
         if not text.strip():
@@ -141,13 +141,13 @@ def json_texts(flag: str, path: str, key: str, *, if_empty: str,
     return texts
 
 
-def json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
+def read_json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
     """The value of each line of a .jsonl file, with its number from 1. Raises `UserError`."""
     for number, line in read_lines(flag, path, if_empty=if_empty):
-        yield number, json_value(f"{flag} {path} line {number}", line)
+        yield number, parse_json(f"{flag} {path} line {number}", line)
 
 
-def json_value(where: str, line: str) -> object:
+def parse_json(where: str, line: str) -> object:
     """The value of a line of JSON.
 
     Raises `UserError`, which begins with `where`, also for an escape of half a surrogate pair.
@@ -161,11 +161,11 @@ def json_value(where: str, line: str) -> object:
     return value
 
 
-def json_object(flag: str, text: str) -> dict[str, Any]:
+def parse_json_object(flag: str, text: str) -> dict[str, Any]:
     """The JSON object that is the value of a flag. Raises `UserError`."""
-    found = json_value(flag, text)
+    found = parse_json(flag, text)
     if not isinstance(found, dict):
-        raise UserError(f"{flag} must be a JSON object, got {shown(text)}")
+        raise UserError(f"{flag} must be a JSON object, got {short_repr(text)}")
     return found
 
 
@@ -216,7 +216,8 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if (key.tag, key.value) in known:
-                    raise _Twice(f"line {key.start_mark.line + 1} gives {shown(key.value)} again")
+                    raise _Twice(f"line {key.start_mark.line + 1} gives "
+                                 f"{short_repr(key.value)} again")
                 known.add((key.tag, key.value))
         return node
 

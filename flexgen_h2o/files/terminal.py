@@ -11,7 +11,7 @@ from tqdm import tqdm
 from flexgen_h2o.errors import UserError
 
 
-def show(text: str, end: str = "\n") -> None:
+def print_stdout(text: str, end: str = "\n") -> None:
     """Print what the terminal's encoding may not hold; generated text can be anything."""
     if sys.stdout is None:  # closed by the shell: >&-
         return
@@ -24,7 +24,7 @@ def show(text: str, end: str = "\n") -> None:
             raise UserError(f"cannot print to stdout: {error.strerror}") from None
 
 
-def tell(text: str) -> None:
+def print_stderr(text: str) -> None:
     """Print a line on stderr, or nothing where there is none that takes it."""
     try:
         if sys.stderr is not None:

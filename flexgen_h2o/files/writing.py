@@ -13,7 +13,7 @@ from pathlib import Path
 from flexgen_h2o.errors import UserError
 
 
-def temporary_name(path: str | os.PathLike) -> Path:
+def temporary_path(path: str | os.PathLike) -> Path:
     """The name of a new file until it takes the place of `path`."""
     target = Path(path)
     # Drawn, and not the number of the process, which two containers with one folder may share.
@@ -24,18 +24,18 @@ def temporary_name(path: str | os.PathLike) -> Path:
 def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
     """Open a text file that appears under `path` whole, or not at all. OSError if it cannot."""
     # A lone surrogate, as a prompt may hold, becomes the JSON escape that it came from.
-    with replacing(path) as temporary, open(temporary, "w", encoding="utf-8",
+    with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8",
                                             errors="backslashreplace") as file:
         yield file
 
 
 @contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
     """A new, empty file beside `path`, which takes its place at the end of the ``with`` statement.
 
     If that ends with an error the new file goes and `path` stays. OSError if it cannot be made.
     """
-    target, temporary = Path(path), temporary_name(path)
+    target, temporary = Path(path), temporary_path(path)
     temporary.touch(exist_ok=False)  # what is there already is another's, and not removed
     try:
         yield temporary
@@ -70,14 +70,14 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
         # Only trying tells: root passes os.access on a read-only file system.
         tempfile.TemporaryFile(dir=folder).close()
         with suppress(FileNotFoundError):  # but not a name that is too long
-            os.lstat(temporary_name(max(targets, key=len)))
+            os.lstat(temporary_path(max(targets, key=len)))
     except OSError as error:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}{hint}"
                         ) from None
 
 
 @contextmanager
-def writing(flag: str, path: str) -> Iterator[None]:
+def catch_write_errors(flag: str, path: str) -> Iterator[None]:
     """Raise `UserError` in place of the OSError of a file that could not be written."""
     try:
         yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.limits import HOT_SET
+from flexgen_h2o.config.limits import HOT_SET_FACTOR
 
 # 0.29 * 100 is 28.999999999999996 in binary, but means 29.
 _RATIO_SLACK = 1e-9
@@ -54,7 +54,7 @@ def _within(most: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) ->
 
     There are no sinks: the first tokens leave the window, and count as heavy hitters until then.
     """
-    user = h2o.of_user()
+    user = h2o.without_windows()
     size = None if user.is_full_at(layer) else _budget(user, layer, prompt_len, new)
     if size is None or size.total >= most or not user.evict_generated:
         return Budget(0, most)
@@ -96,7 +96,7 @@ def hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None
     count = recalled(h2o, layer, slots)
     if count is None:
         return 0
-    return min(slots, HOT_SET * count if share is None else max(count, _share(share, slots)))
+    return min(slots, HOT_SET_FACTOR * count if share is None else max(count, _share(share, slots)))
 
 
 def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:

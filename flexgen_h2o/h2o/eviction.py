@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.budget import budget, cached
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
@@ -276,7 +276,7 @@ def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
     -------
     float32 Tensor like products
     """
-    logits = products * form.scale_of(dim)
+    logits = products * form.scale_for(dim)
     if form.softcap:
         logits = (logits / form.softcap).tanh() * form.softcap
     logits = logits.masked_fill(hidden, float("-inf"))

@@ -168,7 +168,7 @@ def policy_named(name: str) -> ScorePolicy:
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     names.check_score(name)
-    policy = names.registered(name)
+    policy = names.find_policy(name)
     assert isinstance(policy, ScorePolicy)
     return policy
 
@@ -195,5 +195,5 @@ def register_policy(name: str, score: Score, *, fades: bool = False,
     if set(needs) - {"keys", "values"}:
         raise UserError(f"needs must be of 'keys' and 'values', got {needs!r}")
     policy = ScorePolicy(name, score, bool(fades), needs)
-    names.register(name, policy)
+    names.add_policy(name, policy)
     return policy

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.cache_layout import IndexLayout
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.h2o.eviction import attention_weights
 
 HALF_MAX = torch.finfo(torch.float16).max

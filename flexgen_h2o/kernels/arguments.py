@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.eviction import EvictionState
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout, IndexLayout, PageLayout
-from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Cut, EvictionState
 from flexgen_h2o.h2o.key_smoothing import BasisChange
@@ -355,7 +355,7 @@ def quantize_matrix(weight: Tensor, layout: MatrixLayout, *, search: bool = Fals
     return out
 
 
-def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tensor,
+def repack(blocks: np.ndarray, kind: GGMLType, layout: MatrixLayout, out: Tensor,
            order: Tensor | None = None) -> bool:
     """Convert a matrix of GGUF blocks to the format of the kernels: `reference.blocks.repack`.
 
@@ -363,7 +363,7 @@ def repack(blocks: np.ndarray, kind: BlockType, layout: MatrixLayout, out: Tenso
     ----------
     blocks : uint8 array [rows, bytes]
         Contiguous; it may be mapped from a file.
-    kind : BlockType
+    kind : GGMLType
     layout : MatrixLayout
         One that `kind.fits`.
     out : uint8 Tensor [layout.nbytes]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.writing import replacing
+from flexgen_h2o.files.writing import atomic_path
 
 _FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
@@ -63,5 +63,5 @@ def log_scale(axes, values: Sequence[float]) -> None:
 
 def save(figure, path: str) -> None:
     """Write a figure to a file, atomically. Raises OSError if it cannot be written."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)

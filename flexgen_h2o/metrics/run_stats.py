@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flexgen_h2o.config.experts import ExpertChoices, summed
+from flexgen_h2o.config.layers import ExpertChoices, sum_choices
 from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
@@ -168,7 +168,7 @@ class RunStats:
         figures: dict[str, Any] = {
             name: getattr(self, name) + getattr(other, name) for name in added}
         figures |= {name: max(getattr(self, name), getattr(other, name)) for name in largest}
-        figures["expert_choices"] = summed((self.expert_choices, other.expert_choices))
+        figures["expert_choices"] = sum_choices((self.expert_choices, other.expert_choices))
         return replace(self, links=links, **figures)
 
     def project(self, *, cut: int, gen_len: int) -> RunStats:

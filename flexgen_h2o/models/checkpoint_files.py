@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 import torch
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json, checkpoint_text, whole_file
+from flexgen_h2o.files.readers import check_checkpoint_file, check_text_file, read_checkpoint_json
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.formats import FORMATS
 from flexgen_h2o.models.formats.base import DequantizingCheckpoint
@@ -53,7 +53,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def _open(self, file: Path) -> dict[str, TensorInfo]:
         try:
-            self._files[file] = os.open(whole_file(file), os.O_RDONLY | os.O_CLOEXEC)
+            self._files[file] = os.open(check_checkpoint_file(file), os.O_RDONLY | os.O_CLOEXEC)
             return read_header(file, self._files[file])
         except OSError as error:
             raise UserError(f"cannot read {file}: {error.strerror}") from error
@@ -162,7 +162,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     config = path / "config.json"
-    given = checkpoint_json(config) if config.exists() else None
+    given = read_checkpoint_json(config) if config.exists() else None
     settings = quantization(given, str(path)) if isinstance(given, dict) else None
     plain = _open_plain(path)
     if settings is None:
@@ -211,7 +211,7 @@ def _collect(
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    content = checkpoint_json(index)
+    content = read_checkpoint_json(index)
     shards_of = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(shards_of, dict):
         raise UserError(f"{index} is not a checkpoint index: it lacks a weight_map")
@@ -230,7 +230,7 @@ def _read_index(index: Path) -> dict[str, Path]:
 
 def _load_bin(file: Path) -> dict[str, torch.Tensor]:
     advice = "get the model in safetensors, or save it again with torch.save"
-    checkpoint_text(file, sys.maxsize)
+    check_text_file(file, sys.maxsize)
     try:
         with zipfile.ZipFile(file) as parts:
             # torch does not compress: ten compressed megabytes can unpack to ten gigabytes.

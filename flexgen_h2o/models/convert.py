@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from flexgen_h2o.config.weight_layout import DTYPES
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_text
+from flexgen_h2o.files.readers import check_text_file
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.models.checkpoint import Checkpoint, View, unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
@@ -104,7 +104,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
             write_weights(copy, layout, chunks, keep=converted(), progress=progress)
         for path in _files(folder, TEXTS):
             if not path.name.endswith(".index.json"):
-                shutil.copyfile(checkpoint_text(path), copy / path.name)
+                shutil.copyfile(check_text_file(path), copy / path.name)
         config = read_config(folder)
         config.pop("quantization_config", None)
         config.pop("torch_dtype", None)  # the key of transformers before 5

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Protocol
 
 from msgspec import Meta
 
-from flexgen_h2o.config.attention_form import AttentionForm
-from flexgen_h2o.config.validation import validated
+from flexgen_h2o.config.layers import AttentionForm
+from flexgen_h2o.config.validation import validate
 from flexgen_h2o.errors import UserError
 
 # Upper bounds of sizes, so that a damaged file fails at once. Sizes are also compared with the
@@ -54,7 +54,7 @@ class Fields:
 
     def fit(self, kind: Any, value: Any, key: str) -> Any:
         """Return a value converted to the type `kind`; raise `UserError` if it does not fit."""
-        return validated(kind, value, f"{self.name}: config value {key}")
+        return validate(kind, value, f"{self.name}: config value {key}")
 
     def value(self, kind: Any, key: str) -> Any:
         """Return the value of a key as the type `kind`."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.config.sampling import OF_SAMPLING, SamplingParams
-from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.files.readers import checkpoint_json
+from flexgen_h2o.config.sampling import SAMPLING_ONLY, SamplingParams
+from flexgen_h2o.errors import UserError, short_repr
+from flexgen_h2o.files.readers import read_checkpoint_json
 from flexgen_h2o.models.fields import MOST_TOKENS
 
-_SUPPORTED = (*OF_SAMPLING, "min_new_tokens", "min_length", "repetition_penalty",
+_SUPPORTED = (*SAMPLING_ONLY, "min_new_tokens", "min_length", "repetition_penalty",
               "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
               "stop_strings")
 
@@ -59,7 +59,7 @@ class GenerationDefaults:
                   "(--no-generation-config)")
         for name, value in self.others.items():
             if params.do_sample or name not in _OTHERS_OF_SAMPLING:
-                raise UserError(f"{self.path} sets {name} to {shown(value)}, which is not "
+                raise UserError(f"{self.path} sets {name} to {short_repr(value)}, which is not "
                                 f"supported: {advice}")
         try:
             return params.with_defaults(self.params)
@@ -92,7 +92,7 @@ def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], 
     path = folder / "generation_config.json"
     has_file = path.exists()
     path = path if has_file else folder / "config.json"
-    given = checkpoint_json(path)
+    given = read_checkpoint_json(path)
     try:
         if not isinstance(given, dict):
             raise ValueError("it is not a JSON object")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.layers import ExpertsConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.decoder import Decoder, attention_specs, mlp_specs, norm_specs
 from flexgen_h2o.models.fields import Fields, first

@@ -14,8 +14,7 @@ from functools import cache, cached_property
 from itertools import chain
 from typing import Any
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
-from flexgen_h2o.config.experts import ExpertsConfig
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm, ExpertsConfig
 from flexgen_h2o.config.limits import ROW_BLOCK
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.rope import RopeConfig

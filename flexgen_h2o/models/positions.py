@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from flexgen_h2o.config.h2o import H2OConfig, windowed
+from flexgen_h2o.config.h2o import H2OConfig, add_windows
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import budget, cached
@@ -53,7 +53,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     UserError
         If the options do not allow a stream.
     """
-    h2o = None if h2o is None else h2o.of_user()
+    h2o = None if h2o is None else h2o.without_windows()
     evicts = h2o is not None and not h2o.is_full
     sized = evicts or h2o is not None and h2o.recall and h2o.budget_of == "prompt"
     if sized and (h2o.heavy_ratio is not None or h2o.recent_ratio is not None):
@@ -158,7 +158,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         if rolls:
             # Positions are ranks in the cache; new tokens have positions after the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
-            held = windowed(h2o, config.attention)
+            held = add_windows(h2o, config.attention)
             needed = min(needed, beside + max(cached(held, layer, length, new_tokens - 1)
                                               for layer in range(config.num_layers)))
             advice = ", or lower the budget"

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from flexgen_h2o.config.limits import GROUP_SIZE
-from flexgen_h2o.config.validation import validated
+from flexgen_h2o.config.validation import validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, MatrixLayout, WeightOptions
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.models.model_config import ModelConfig, TensorSpec
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -96,8 +96,9 @@ def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
         loaded = any(values.get(key) for key in ("load_in_4bit", "load_in_8bit"))
         method = "bitsandbytes" if loaded else None
     if not isinstance(method, str) or method not in METHODS:
-        raise UserError(f"{name}: a checkpoint quantized by {shown(method)} (quantization_config) "
-                        f"is not supported (supported: {', '.join(METHODS)}); {_INSTEAD}")
+        raise UserError(f"{name}: a checkpoint quantized by {short_repr(method)} "
+                        "(quantization_config) is not supported (supported: "
+                        f"{', '.join(METHODS)}); {_INSTEAD}")
     return METHODS[method](_Values(name, values))
 
 
@@ -110,7 +111,7 @@ class _Values:
     def get(self, kind: Any, key: str, default: Any = None) -> Any:
         value = self.values.get(key)
         value = default if value is None else value
-        return validated(kind, value, f"{self.name}: {self.where} value {key}")
+        return validate(kind, value, f"{self.name}: {self.where} value {key}")
 
     def refuse(self, what: str) -> UserError:
         return UserError(f"{self.name}: {what} is not supported; {_INSTEAD}")
@@ -122,7 +123,8 @@ class _Values:
         value = value.lower() if isinstance(value, str) else value
         if type(value) not in map(type, supported) or value not in supported:
             words = ", ".join(map(str, supported))
-            raise self.refuse(f"{self.where} value {key} = {shown(value)} (supported: {words})")
+            raise self.refuse(f"{self.where} value {key} = {short_repr(value)} "
+                              f"(supported: {words})")
         return value
 
     def group_size(self, default: int | None) -> int | None:
@@ -133,7 +135,7 @@ class _Values:
         sizes = self.get(list[_Size], key, [128, 128])
         if len(sizes) != 2:
             raise UserError(f"{self.name}: {self.where} value {key} must be two sizes, got "
-                            f"{shown(sizes)}")
+                            f"{short_repr(sizes)}")
         return sizes[0], sizes[1]
 
 
@@ -169,7 +171,7 @@ def _gptq(values: _Values) -> Quantization:
 def _compressed_tensors(values: _Values) -> Quantization:
     sparsity = values.values.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise values.refuse(f"compressed-tensors sparsity {shown(sparsity.get('format'))}")
+        raise values.refuse(f"compressed-tensors sparsity {short_repr(sparsity.get('format'))}")
     if values.values.get("transform_config"):
         raise values.refuse("compressed-tensors with transform_config (rotated weights)")
     groups = values.get(dict[str, Any], "config_groups", {})

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import checkpoint_json, is_there
+from flexgen_h2o.files.readers import path_exists, read_checkpoint_json
 from flexgen_h2o.models.fields import Fields
 from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig, family_named
@@ -82,9 +82,9 @@ def read_config(folder: Path) -> dict:
         If it is missing, not a file or not a JSON object.
     """
     path = Path(folder) / "config.json"
-    if not is_there(path):
+    if not path_exists(path):
         raise UserError(f"there is no {path}: give a folder with a Hugging Face model")
-    config = checkpoint_json(path)
+    config = read_checkpoint_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path} is not a JSON object")
     return config

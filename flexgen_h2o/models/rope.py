@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.models.fields import MOST_POSITIONS, Fields, Positive, first
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
             _yarn_band(rope)
     except (ArithmeticError, ValueError):  # such as the logarithm of 0
         raise UserError(f"{f.name}: rope of type {kind} can't be computed with rope_theta "
-                        f"{shown(base)} and the rope parameters {shown(dict(given))}; is "
+                        f"{short_repr(base)} and the rope parameters {short_repr(dict(given))}; is "
                         "config.json damaged?") from None
     return rope
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import is_there, whole_file
+from flexgen_h2o.files.readers import check_checkpoint_file, path_exists
 from flexgen_h2o.models.convert import ByteProgress
 from flexgen_h2o.models.gguf.config import SMOLLM2
 from flexgen_h2o.models.gguf.conversion import convert_gguf
@@ -84,7 +84,7 @@ def checkpoint_folder(
     if name and path.is_dir():
         return path
     if name and path.exists():
-        whole_file(path)
+        check_checkpoint_file(path)
         raise UserError(f"{name} is a file, but not GGUF: give the model's folder instead")
     repo_id = SHORT_NAMES.get(name, name)
     if not _REPO_ID.fullmatch(repo_id) or repo_id.lower().endswith(".gguf"):
@@ -98,7 +98,7 @@ def checkpoint_folder(
 def _local(name: str) -> Path:
     """Return a model's name as a path; raise `UserError` if it cannot be accessed."""
     path = Path(os.path.expanduser(name))
-    is_there(path)
+    path_exists(path)
     return path
 
 

@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout, PageLayout
-from flexgen_h2o.config.limits import GROWTH, INDEX_TILE, NEAR, TURNS, WRITE_BACK_TOKENS
+from flexgen_h2o.config.limits import (
+    CACHE_GROWTH,
+    INDEX_TILE,
+    MAX_READ_GAP,
+    RECALL_GROUPS,
+    WRITE_BACK_TOKENS,
+)
 from flexgen_h2o.config.placement import TIERS
 from flexgen_h2o.h2o.budget import budget, cached, hot_slots, recalled
 from flexgen_h2o.planning.cost_accumulator import COMPUTE, HOST, CostAccumulator
@@ -126,22 +132,22 @@ def missing_tokens(recall: RecallRates, tokens: RecalledTokens) -> float:
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
     """Return the density of missing tokens on disk, and the length of their records.
 
-    The density is the number of records to be read per `NEAR` bytes of the cache; the length is in
-    units of `NEAR` bytes.
+    The density is the number of records to be read per `MAX_READ_GAP` bytes of the cache; the
+    length is in units of `MAX_READ_GAP` bytes.
     """
     missing = missing_tokens(recall, tokens)
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
-    near = NEAR / layout.token_bytes  # tokens of a head in `NEAR` bytes
-    return missing * near / tokens.cached, layout.record_bytes / NEAR
+    near = MAX_READ_GAP / layout.token_bytes  # tokens of a head in `MAX_READ_GAP` bytes
+    return missing * near / tokens.cached, layout.record_bytes / MAX_READ_GAP
 
 
 def read_shares(groups: float, length: float) -> tuple[float, float]:
-    """Return bytes read, and requests of `NEAR` bytes each, over the bytes of the whole cache.
+    """Return bytes read, and requests of `MAX_READ_GAP` bytes, over the bytes of the whole cache.
 
-    Records begin anywhere: on average there are `groups` in `NEAR` bytes, each `length` times
-    `NEAR` bytes long. A gap between two of them is longer than `NEAR` with probability exp(-groups
-    * (1 + length)). Shorter gaps are read too. A longer gap begins another request, which takes as
-    long as reading `NEAR` bytes.
+    Records begin anywhere: on average there are `groups` in `MAX_READ_GAP` bytes, each `length`
+    times `MAX_READ_GAP` bytes long. A gap between two of them is longer than `MAX_READ_GAP` with
+    probability exp(-groups * (1 + length)). Shorter gaps are read too. A longer gap begins another
+    request, which takes as long as reading `MAX_READ_GAP` bytes.
     """
     longer = math.exp(-groups * (1 + length))
     return 1 - (1 + groups) * longer, groups * longer
@@ -193,7 +199,7 @@ class CacheCosts:
             kept = self._sequences * self._slots(self._prompt) * run.model.kv_size
             cost.add(COMPUTE, kept * each / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
-        cut = self._sequences * self._slots(self._prompt + GROWTH) * self._record
+        cut = self._sequences * self._slots(self._prompt + CACHE_GROWTH) * self._record
         fetched = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
@@ -218,7 +224,7 @@ class CacheCosts:
             # (0.93 to 1.24 of full attention on an H200, 8,192 tokens).
             each = self._attention_seconds(by, recalls=host or not run.has_gpu)
             cost.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
-        mean = self._prompt + (run.workload.gen_len + GROWTH) / 2
+        mean = self._prompt + (run.workload.gen_len + CACHE_GROWTH) / 2
         whole = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
@@ -254,7 +260,7 @@ class CacheCosts:
         if run.recalls_from_disk:
             cost.load("cache", self._sequences * self._selective_reads()[1], ("disk",))
             each = self._attention_seconds(self._hardware.compute, recalls=True)
-            beside = 1 - 1 / min(TURNS, run.workload.gpu_batch_size)
+            beside = 1 - 1 / min(RECALL_GROUPS, run.workload.gpu_batch_size)
             cost.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
         elif run.recalls_in_place:
             cost.load("cache", self._sequences * self._selective_reads()[1], ("cpu",))

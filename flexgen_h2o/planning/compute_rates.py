@@ -109,7 +109,7 @@ class DecodeStep:
 
     def __init__(self, slots: Tensor, *, bits: int, head_dim: int):
         self._slots = slots
-        self._layout = CacheLayout.of(head_dim, bits)
+        self._layout = CacheLayout.from_bits(head_dim, bits)
         shape, count = slots.shape[1:4], slots.shape[3]
         order = torch.rand(shape, device=slots.device).argsort(-1)
         self._state = EvictionState(Eviction(), torch.rand(shape, device=slots.device),
@@ -344,7 +344,7 @@ class Rates:
             state = EvictionState(Eviction(), *(
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
                 for dtype in (torch.float32, torch.int32)))
-            layout = CacheLayout.of(sizes.head_dim, bits)
+            layout = CacheLayout.from_bits(sizes.head_dim, bits)
             took = self._timer.seconds(lambda slots=slots, state=state, layout=layout: (
                 ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
                                          layout=layout)))

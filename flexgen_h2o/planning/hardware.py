@@ -18,7 +18,7 @@ import yaml
 from msgspec import Meta, defstruct
 from msgspec.structs import asdict
 
-from flexgen_h2o.config.validation import Entries, Share, Text, each_of, validated
+from flexgen_h2o.config.validation import Share, StrictStruct, Text, mapping_of, validate
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, WEIGHT_BITS, MatrixLayout
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.writing import open_atomic
@@ -209,22 +209,22 @@ _Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
 _AutotuneTable = defstruct("_AutotuneTable", [
     (operation, dict[Literal[WEIGHT_BITS], dict[_Rows, Literal[names]]],
      msgspec.field(default_factory=dict))
-    for operation, names in IMPLEMENTATIONS.items()], bases=(Entries,))
+    for operation, names in IMPLEMENTATIONS.items()], bases=(StrictStruct,))
 
 
-class _HostRates(Entries):
-    decode_attention_gb_per_s: each_of(BITS, _Rate)
+class _HostRates(StrictStruct):
+    decode_attention_gb_per_s: mapping_of(BITS, _Rate)
     head_microseconds: _Rate
 
 
-class _Roofline(Entries):
+class _Roofline(StrictStruct):
     tflop_per_s: _Rate
     memory_gb_per_s: _Rate
 
 
-class _ComputeEntries(Entries):
-    prefill_attention_tflop_per_s: each_of(("plain", "scored"), _Rate)
-    decode_attention_gb_per_s: each_of(BITS, _Rate)
+class _ComputeEntries(StrictStruct):
+    prefill_attention_tflop_per_s: mapping_of(("plain", "scored"), _Rate)
+    decode_attention_gb_per_s: mapping_of(BITS, _Rate)
     head_microseconds: _Rate
     elementwise_seconds_per_billion: _Rate
     layer_microseconds: _Rate
@@ -235,8 +235,8 @@ class _ComputeEntries(Entries):
         Literal[INTEGER_BITS], dict[_Rows, _Rate]] = msgspec.field(default_factory=dict)
     linear_roofline: _Roofline | None = None
     bound_layer_microseconds: _Rate | None = None
-    query_nanoseconds: each_of(("plain", "scored"), _Rate) | None = None
-    caching_seconds_per_billion: each_of(BITS, _Rate) | None = None
+    query_nanoseconds: mapping_of(("plain", "scored"), _Rate) | None = None
+    caching_seconds_per_billion: mapping_of(BITS, _Rate) | None = None
     implementations: _AutotuneTable = _AutotuneTable()
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ class _ComputeEntries(Entries):
                                      "ascending order")
 
 
-class _Machine(Entries):
+class _Machine(StrictStruct):
     name: Text
     cpu_gb: _Size
     disk_gb: _Size
@@ -266,7 +266,7 @@ class _Machine(Entries):
     compute: _ComputeEntries
     gpu_gb: _Size | None = None
     host_attention: _HostRates | None = None
-    recall: each_of(RECALL_FIGURES, _Rate) | None = None
+    recall: mapping_of(RECALL_FIGURES, _Rate) | None = None
     interference: Share = 0.0
     read_interference: Share = 0.0
     fetch_microseconds: _Rate | None = None
@@ -290,8 +290,8 @@ def load_hardware(path: str | os.PathLike) -> Hardware:
         The file cannot be read, or a key is unknown, missing or out of range; the message names the
         file and the key.
     """
-    file = validated(_Machine, read_yaml("hardware file", path), str(path))
-    validated(each_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
+    file = validate(_Machine, read_yaml("hardware file", path), str(path))
+    validate(mapping_of(LINKS if file.gpu_gb else HOST_LINKS, _Rate), file.links_gb_per_s,
               f"{path}: links_gb_per_s")
     host = file.host_attention
     return Hardware(

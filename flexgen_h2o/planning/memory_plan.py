@@ -12,11 +12,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import PLACED, TIERS, Placement
-from flexgen_h2o.config.policy import Policy, Workload, percent_text
-from flexgen_h2o.config.stage import Stage
+from flexgen_h2o.config.policy import Policy, Workload, format_percent
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.errors import TooLittleMemory
+from flexgen_h2o.errors import InsufficientMemory
 from flexgen_h2o.files import terminal
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.metrics.trace import GB
@@ -73,8 +73,8 @@ class MemoryPlan:
                       "--gen-len, or take a smaller model")
         else:
             alone = "" if self.run.policy.experts is None else " without --expert-percent"
-            advice = f"--percent {percent_text(fitting)}{alone} would fit"
-        raise TooLittleMemory(f"the run does not fit. {sums}. {advice}")
+            advice = f"--percent {format_percent(fitting)}{alone} would fit"
+        raise InsufficientMemory(f"the run does not fit. {sums}. {advice}")
 
     def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
         """Return the free memory before weights and their buffers were loaded.
@@ -250,7 +250,7 @@ class MemoryCheck:
         """
         plan, limits = self._planned(policy, cache, workload, loaded_bytes)
         if show:
-            terminal.show(plan.table(limits))
+            terminal.print_stdout(plan.table(limits))
         plan.check(limits)
 
     def largest_batch(self, policy: Policy, cache: CacheOptions, workload: Workload, *,

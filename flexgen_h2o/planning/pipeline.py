@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flexgen_h2o.config.stage import Stage, balanced_bounds, num_groups
-from flexgen_h2o.errors import TooLittleMemory, UserError
+from flexgen_h2o.config.parallel import Stage, balance_layers, num_batch_groups
+from flexgen_h2o.errors import InsufficientMemory, UserError
 from flexgen_h2o.planning.cost import Estimate, Phase, estimate, layer_step_costs, placement_shares
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -41,7 +41,7 @@ class Network:
 class PipelineChoice:
     """A pipelined run that fits.
 
-    `bounds` are the layer bounds of the ranks (see `Stage.of_rank`).
+    `bounds` are the layer bounds of the ranks (see `Stage.for_rank`).
     """
 
     choice: Choice
@@ -51,8 +51,8 @@ class PipelineChoice:
 def rank_runs(run: PlannedRun, bounds: Sequence[int]) -> list[PlannedRun]:
     """Return the part of each rank of a run of the whole model."""
     ranks = len(bounds) - 1
-    groups = num_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
-    return [run.of_stage(Stage.of_rank(rank, bounds), groups) for rank in range(ranks)]
+    groups = num_batch_groups(ranks, fetched=run.policy.fetches(run.has_gpu))
+    return [run.of_stage(Stage.for_rank(rank, bounds), groups) for rank in range(ranks)]
 
 
 def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float]:
@@ -61,7 +61,8 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     The first layer includes the embedding, the last one the head.
     """
     layers = run.model.num_layers
-    run = replace(run, groups=min(num_groups(ranks, fetched=True), run.workload.num_gpu_batches))
+    run = replace(run,
+                  groups=min(num_batch_groups(ranks, fetched=True), run.workload.num_gpu_batches))
     shares, steps = placement_shares(run), run.workload.gen_len - 1
     embedding, inner, head = (
         float(prefill.elapsed(shares) + steps * step.elapsed(shares))
@@ -113,7 +114,7 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
         raise UserError(f"{run.model.name} has {run.model.num_layers} layers, too few for "
                         f"{ranks} ranks")
     times = layer_seconds(hardware, run, ranks)
-    each = [balanced_bounds(seconds, ranks) for seconds in (times, [1.0] * len(times))]
+    each = [balance_layers(seconds, ranks) for seconds in (times, [1.0] * len(times))]
     bounds = next((each for each in each if not any(
         MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, each))), each[0])
     for part in rank_runs(run, bounds):
@@ -138,7 +139,7 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     found = []
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)
-        with suppress(TooLittleMemory):  # balanced ranks may have more layers than `part`
+        with suppress(InsufficientMemory):  # balanced ranks may have more layers than `part`
             found.append(predict_pipeline(hardware, run, ranks, limits, request.prompts, network))
     if not found:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "

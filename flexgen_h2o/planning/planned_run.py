@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.experts import ExpertChoices
-from flexgen_h2o.config.h2o import windowed
+from flexgen_h2o.config.h2o import add_windows
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, slots
 from flexgen_h2o.storage.placement import place_experts
@@ -189,7 +189,7 @@ class PlannedRun:
     groups: int = 1
 
     def __post_init__(self) -> None:
-        h2o = windowed(self.cache.h2o, self.model.attention)
+        h2o = add_windows(self.cache.h2o, self.model.attention)
         if h2o != self.cache.h2o:
             object.__setattr__(self, "cache", replace(self.cache, h2o=h2o))
 

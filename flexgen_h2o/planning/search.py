@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.experts import MIN_EXPERT_SLOTS
+from flexgen_h2o.config.layers import MIN_EXPERT_SLOTS
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WEIGHT_BITS, WeightOptions

@@ -22,7 +22,7 @@ from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import choose, halves, read_articles, unwrap
+from flexgen_h2o.files.articles import read_articles, select_articles, split_halves, strip_prompt
 from flexgen_h2o.metrics import statistics
 from flexgen_h2o.metrics.run_stats import RunStats
 
@@ -97,7 +97,7 @@ def test_articles_are_read_without_their_prompt(tmp_path):
     with open(path, "a", encoding="utf-8") as file:
         file.write("\n\n")
     assert read_articles(path) == ["One.\u2028Two.", "Bare"]
-    assert unwrap("Article: stays. Summarize it.") == "Article: stays. Summarize it."
+    assert strip_prompt("Article: stays. Summarize it.") == "Article: stays. Summarize it."
 
 
 @pytest.mark.parametrize(("content", "message"), [
@@ -119,14 +119,14 @@ def test_a_bad_file_of_articles_is_told_in_one_line(tmp_path, content, message):
 
 def test_the_first_articles_that_are_long_enough_are_chosen_and_cut():
     texts = ["a", "b b b", "c c c c c c", "d d d d"]
-    assert choose(texts, str.split, articles=2, min_tokens=3, max_tokens=4) == [
+    assert select_articles(texts, str.split, articles=2, min_tokens=3, max_tokens=4) == [
         ["b"] * 3, ["c"] * 4]
     with pytest.raises(UserError, match="has 2 articles of at least 4 tokens and 3 are asked for"):
-        choose(texts, str.split, articles=3, min_tokens=4, max_tokens=9)
+        select_articles(texts, str.split, articles=3, min_tokens=4, max_tokens=9)
 
 
 def test_halves_lose_nothing():
-    assert halves([[1, 2, 3, 4], [5, 6, 7], [8, 9]]) == [([1, 2], [3, 4]), ([5], [6, 7]),
+    assert split_halves([[1, 2, 3, 4], [5, 6, 7], [8, 9]]) == [([1, 2], [3, 4]), ([5], [6, 7]),
                                                          ([8], [9])]
 
 
@@ -473,7 +473,7 @@ def test_the_plot_leaves_quantized_weights_out(fake, articles, tmp_path):
 def test_the_real_engine(tiny_model, only, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))  # of quantized weights
     draw = random.Random(0)
-    pairs = halves([draw.choices(range(120), k=length) for length in (60, 41, 53)])
+    pairs = split_halves([draw.choices(range(120), k=length) for length in (60, 41, 53)])
     todo = configurations([5, 20], only)
 
     def open_llm(one):

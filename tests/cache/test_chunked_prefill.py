@@ -49,7 +49,7 @@ def naive(q, keys, values, alive):
 def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
     """Attention, the tokens that stay, their scores and entries, for any order of slots."""
     kv_heads, budget = 2, heavy + recent + sinks
-    layout = CacheLayout.of(16, *bits)
+    layout = CacheLayout.from_bits(16, *bits)
     held = torch.full((2, kv_heads, budget, 16), float("nan")) if layout is None else (
         torch.full((layout.kinds, kv_heads, budget, layout.width), 255, dtype=torch.uint8))
     state = new_state((1, kv_heads, budget), Eviction(mean=mean, sinks=sinks), rope=None,

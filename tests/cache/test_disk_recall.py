@@ -31,7 +31,7 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 def small_records(monkeypatch):
     """Few tokens in a record, so that short texts have many records, and a small hot set."""
     monkeypatch.setattr(PageLayout, "tokens", 5)
-    monkeypatch.setattr(budget, "HOT_SET", 1)
+    monkeypatch.setattr(budget, "HOT_SET_FACTOR", 1)
 
 
 def test_records_fill_pages_and_keep_their_tokens():

@@ -16,7 +16,7 @@ from llm.test_llm import PLACES
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import tiers
 from flexgen_h2o.cache.tiers import SlotUpdate, WriteBackLog, expand_slots
-from flexgen_h2o.config.limits import GROWTH, WRITE_BACK_TOKENS
+from flexgen_h2o.config.limits import CACHE_GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
 
@@ -60,7 +60,7 @@ def test_a_write_back_log_applies_updates_in_order(sequences, heads, slots, widt
 @pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4), (5, (8, 4))])
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
     """With growth at the write-backs of the log on disk, and between them."""
-    monkeypatch.setattr(tiers, "GROWTH", growth)
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, None, cache_bits=bits)
@@ -71,7 +71,7 @@ def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growt
 
 
 def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):
-    monkeypatch.setattr(tiers, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)
     policy = {"attn_sparsity": 0.5, "gpu_batch_size": 3, "num_gpu_batches": 2}
@@ -82,7 +82,7 @@ def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatc
 
 def test_layers_that_evict_beside_layers_that_grow(tiny_model, device,
                                                                    monkeypatch):
-    monkeypatch.setattr(tiers, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1))
@@ -93,7 +93,7 @@ def test_layers_that_evict_beside_layers_that_grow(tiny_model, device,
 
 def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
     """A cached prompt is copied to other sequences, in parts with other slots."""
-    monkeypatch.setattr(tiers, "GROWTH", 5)
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [20]) * 6
     expected = tokens(tiny, prompts, None)
@@ -107,7 +107,7 @@ def test_a_conversation_grows(tiny_model, device, monkeypatch):
     with open_llm(tiny, chunk=8) as llm:
         expected = answers(llm, turns, 20, max_tokens=140)
     for growth in (WRITE_BACK_TOKENS, 5):
-        monkeypatch.setattr(tiers, "GROWTH", growth)
+        monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
         for place in (Placement(0, 100, 0), DISK):
             with open_llm(tiny, chunk=8, cache=place) as llm:
                 assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
@@ -124,9 +124,10 @@ def test_empty_slots_are_not_transferred(tiny_model):
         return 3 * -(-size // page) * page
 
     # A backing store is read with the slots it had, and grows when they are full.
-    reads = [nbytes(prompt + GROWTH * (1 + max(0, token - 2) // GROWTH)) for token in range(1, new)]
+    reads = [nbytes(prompt + CACHE_GROWTH * (1 + max(0, token - 2) // CACHE_GROWTH))
+             for token in range(1, new)]
     assert stats.links["disk->cpu"][0] == sum(reads)
     assert sum(reads) < 0.8 * (new - 1) * nbytes(prompt + new)
-    writes = [nbytes(prompt + GROWTH * (1 + token // GROWTH))
+    writes = [nbytes(prompt + CACHE_GROWTH * (1 + token // CACHE_GROWTH))
               for token in range(WRITE_BACK_TOKENS, new - 1, WRITE_BACK_TOKENS)]
-    assert stats.links["cpu->disk"][0] == nbytes(prompt + GROWTH) + sum(writes)
+    assert stats.links["cpu->disk"][0] == nbytes(prompt + CACHE_GROWTH) + sum(writes)

@@ -426,7 +426,7 @@ def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monke
 
 @pytest.mark.parametrize(("read", "keys"), [
     (launch.read_prompts, "prompt"), (articles.read_articles, "article"),
-    (articles.read_article_prompts, "article summary_gt stop"),
+    (articles.read_summary_tasks, "article summary_gt stop"),
     (conversations.read_conversations, "turns")])
 def test_half_a_surrogate_pair_in_a_file_is_named_by_its_line(here, read, keys):
     """In each text that is read, and a whole pair is none."""

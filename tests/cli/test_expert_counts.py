@@ -10,7 +10,7 @@ from error_cases import command_refused
 
 from flexgen_h2o.cli.run_config import read_expert_counts
 from flexgen_h2o.commands import bench, generate
-from flexgen_h2o.config.experts import ExpertChoices
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.errors import UserError
 
 SHORT = ("--prompt-len", "6", "--gen-len", "4", "--gpu-batch-size", "2", "--dtype", "float32",

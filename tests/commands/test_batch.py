@@ -32,7 +32,7 @@ from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.progress import JobProgress, JobSample
 from flexgen_h2o.commands.batch.requests import own_seed
 from flexgen_h2o.commands.batch.results import ResultsFile
-from flexgen_h2o.errors import NotFinite, TooLittleMemory, UserError
+from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 
@@ -330,13 +330,13 @@ class SmallLLM(InstantLLM):
     def generate_in_blocks(self, prompts, params):
         largest = max(map(len, prompts))
         if largest > self.room:
-            raise TooLittleMemory("the run does not fit")
+            raise InsufficientMemory("the run does not fit")
         for place, outputs in enumerate(super().generate_in_blocks(prompts, params)):
             self.stats = RunStats(model="m", num_parameters=1, dtype="", device="cpu",
                                   num_prompts=1, prompt_tokens=1, generated_tokens=1,
                                   gpu_batch_size=1, num_gpu_batches=1)
             if place and largest * len(prompts) > 2 * self.room:
-                raise TooLittleMemory("there is too little memory")
+                raise InsufficientMemory("there is too little memory")
             yield outputs
 
 
@@ -373,7 +373,8 @@ class DamagedLLM(InstantLLM):
     def generate_in_blocks(self, prompts, params):
         for key, prompt in enumerate(prompts):
             if 9 in prompt:
-                raise NotFinite(f"the model's logits of prompt {key} are not finite (nan)", key)
+                raise NonFiniteLogits(f"the model's logits of prompt {key} are not finite (nan)",
+                                      key)
             yield {key: Output(None, prompt, [1], None, "length")}
 
 

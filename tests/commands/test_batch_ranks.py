@@ -13,7 +13,7 @@ from subprocesses import environment
 from tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
-from flexgen_h2o.config.launch import Launch, check_ranks, launched
+from flexgen_h2o.config.parallel import TorchrunEnv, check_world_size, torchrun_env
 
 # Forks the ranks of one job after the other, with torch imported once. Each job is a rank that is
 # disturbed (or none), how, and the flags; its line tells the exit codes of all ranks.
@@ -165,11 +165,11 @@ def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, 
 def test_the_rank_is_what_the_variables_say():
     given = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "host",
              "MASTER_PORT": "29500"}
-    assert launched(given) == Launch(1, 3, 1, 2)
-    assert launched(given | {"LOCAL_WORLD_SIZE": "3"}) == Launch(1, 3, 1, 3)
-    assert launched({}) == launched({"MASTER_PORT": "1"}) == Launch()
-    assert launched({"RANK": "0", "WORLD_SIZE": "1"}) == Launch()
+    assert torchrun_env(given) == TorchrunEnv(1, 3, 1, 2)
+    assert torchrun_env(given | {"LOCAL_WORLD_SIZE": "3"}) == TorchrunEnv(1, 3, 1, 3)
+    assert torchrun_env({}) == torchrun_env({"MASTER_PORT": "1"}) == TorchrunEnv()
+    assert torchrun_env({"RANK": "0", "WORLD_SIZE": "1"}) == TorchrunEnv()
     for wrong in ({"RANK": "3"}, {"RANK": "x"}, {"MASTER_PORT": "0"}, {"MASTER_ADDR": ""},
                   {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "1"}):
-        refused(lambda wrong=wrong: launched(given | wrong), "start it with torchrun")
-    check_ranks(2, 2, "any")
+        refused(lambda wrong=wrong: torchrun_env(given | wrong), "start it with torchrun")
+    check_world_size(2, 2, "any")

@@ -16,7 +16,7 @@ from flexgen_h2o.commands.batch import requests as fields
 from flexgen_h2o.commands.batch.flags import parse_args
 from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, JobRequest
 from flexgen_h2o.commands.batch.responses import answer, failure
-from flexgen_h2o.config.sampling import mixed_seed
+from flexgen_h2o.config.sampling import mix_seed
 from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
 
@@ -143,7 +143,7 @@ def test_seeds_are_the_request_s_own():
     other = requests.read_request(json.dumps(completion()).encode(), 7, Defaults({"m"}, 1, seed=6))
     assert one.params.seed != other.params.seed
     seeds = [one.choice_params(choice).seed for choice in range(3)]
-    assert seeds == [mixed_seed(one.params.seed, choice) for choice in range(3)]
+    assert seeds == [mix_seed(one.params.seed, choice) for choice in range(3)]
     assert len({*seeds}) == 3
 
 
@@ -184,8 +184,8 @@ def test_what_changes_nothing_is_ignored():
     (completion(stream=True), "unsupported_parameter", "stream", "stream True is not supported"),
     (completion(stream=0), "unsupported_parameter", "stream", "stream 0"),
     (chat_line(tools=[{}]), "unsupported_parameter", "tools", "tools"),
-    (chat_line(response_format={"type": "json_object"}), "unsupported_parameter",
-     "response_format", "json_object"),
+    (chat_line(response_format={"type": "parse_json_object"}), "unsupported_parameter",
+     "response_format", "parse_json_object"),
     (completion(best_of=2), "unsupported_parameter", "best_of", "best_of 2"),
     (completion(guided_json={}), "unsupported_parameter", "guided_json", "the field 'guided_json'"),
     (completion(top_k=-2), "invalid_request_error", "top_k", "at least -1"),

@@ -22,7 +22,7 @@ from tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch.results import ResultsFile
-from flexgen_h2o.config.launch import Launch, launched
+from flexgen_h2o.config.parallel import TorchrunEnv, torchrun_env
 from flexgen_h2o.distributed.replicas import QueueLost, ReplicaRank, WindowQueue
 
 # --- the queue
@@ -152,15 +152,15 @@ def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
 def test_a_launcher_s_variables_say_which_rank_this_is():
     found = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
              "LOCAL_RANK": "1"}
-    assert launched(found) == Launch(3, 6, 1, 2)
-    assert launched({}) == Launch()
-    assert ReplicaRank.of(launched(found)) == ReplicaRank(3, 6, 1)
-    assert ReplicaRank.of(launched(found), 2) == ReplicaRank(1, 3, 1, leads=False)
-    assert ReplicaRank.of(launched(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
-    refused(lambda: ReplicaRank.of(launched(found), 4),
+    assert torchrun_env(found) == TorchrunEnv(3, 6, 1, 2)
+    assert torchrun_env({}) == TorchrunEnv()
+    assert ReplicaRank.of(torchrun_env(found)) == ReplicaRank(3, 6, 1)
+    assert ReplicaRank.of(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
+    assert ReplicaRank.of(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
+    refused(lambda: ReplicaRank.of(torchrun_env(found), 4),
             "no whole replicas", "start a multiple of 4")
     for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
-        refused(lambda name=name, value=value: launched(found | {name: value}), "torchrun")
+        refused(lambda name=name, value=value: torchrun_env(found | {name: value}), "torchrun")
 
 
 def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypatch):

@@ -23,7 +23,7 @@ from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Turn, read_conversations
-from flexgen_h2o.files.rows import LinesFile, RowsFile
+from flexgen_h2o.files.rows import CsvWriter, JsonlWriter
 from flexgen_h2o.metrics.run_stats import RunStats
 
 MT_BENCH = Path(__file__).parents[3] / "shared" / "data" / "mt_bench_questions.jsonl"
@@ -401,7 +401,7 @@ def test_files_have_whole_lines_after_an_interruption(tmp_path_factory, records,
                                                       csv_file):
     """A write that is cut anywhere, by a full disk, leaves what was there before it."""
     path = tmp_path_factory.mktemp("files") / "out"
-    file = RowsFile(str(path), ("a",)) if csv_file else LinesFile(str(path))
+    file = CsvWriter(str(path), ("a",)) if csv_file else JsonlWriter(str(path))
     rows = [{"a": json.dumps(record)} for record in records] if csv_file else records
     with pytest.MonkeyPatch.context() as patch:
         for number, row in enumerate(rows):

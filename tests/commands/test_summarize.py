@@ -34,7 +34,7 @@ from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles as article_files
 from flexgen_h2o.files.articles import Article, first_sentence
-from flexgen_h2o.files.line_file import LineFile
+from flexgen_h2o.files.rows import ResumableJsonl
 from flexgen_h2o.metrics import statistics
 from flexgen_h2o.metrics.run_stats import RunStats
 
@@ -59,12 +59,12 @@ def write(path, records) -> str:
 def test_articles_are_read_as_they_are(tmp_path):
     bare = {"article": " A b. C ", "summary_gt": "s"}
     path = write(tmp_path / "a.jsonl", [article(1), bare, article(2, stop="x", max_tokens=3)])
-    found = article_files.read_article_prompts(path)
+    found = article_files.read_summary_tasks(path)
     assert found[0] == Article(article(1)["article"], "Text 1 has words", (STOP,), 8)
     assert found[0].lead == f"Text 1 has {'many ' * 20}words."
     assert found[1] == Article(" A b. C ", "s", (), 64) and found[1].lead == "A b."
     assert (found[2].stop, found[2].max_tokens) == (("x",), 3)
-    few = article_files.read_article_prompts(path, most=2, max_tokens=5)
+    few = article_files.read_summary_tasks(path, most=2, max_tokens=5)
     assert [one.max_tokens for one in few] == [5, 5]
 
 
@@ -82,8 +82,8 @@ def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(article(1)) + "\n" + record + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=message):
-        article_files.read_article_prompts(str(path))
-    assert len(article_files.read_article_prompts(str(path), most=1)) == 1 or "JSON" in message
+        article_files.read_summary_tasks(str(path))
+    assert len(article_files.read_summary_tasks(str(path), most=1)) == 1 or "JSON" in message
 
 
 @pytest.mark.parametrize(("text", "first"), [
@@ -175,8 +175,8 @@ def test_only_articles_that_every_cache_has_summarised_count():
 # --- the file of lines
 
 
-def lines(tmp_path, **options) -> LineFile:
-    return LineFile("--output-path", str(tmp_path / "o.jsonl"),
+def lines(tmp_path, **options) -> ResumableJsonl:
+    return ResumableJsonl("--output-path", str(tmp_path / "o.jsonl"),
                     {"model": "m", "batch": 1} | options, ["model"])
 
 

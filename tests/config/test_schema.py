@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from flexgen_h2o.config.validation import Count, Entries, Share, Text, each_of, validated
+from flexgen_h2o.config.validation import Count, Share, StrictStruct, Text, mapping_of, validate
 from flexgen_h2o.errors import UserError
 
 Positive = Annotated[float, Meta(gt=0, le=1e18)]
 
 
-class Inner(Entries):
-    rates: each_of((16, 8), Positive)
+class Inner(StrictStruct):
+    rates: mapping_of((16, 8), Positive)
 
 
-class Outer(Entries):
+class Outer(StrictStruct):
     name: Text
     inner: Inner | None = None
     places: dict[Annotated[int, Meta(ge=1, title="a count")], Share] = {}
@@ -32,7 +32,7 @@ class Outer(Entries):
 
 
 KINDS = (bool, int, float, str, Count, Share, Positive, Text, Count | None, Literal["a", 4],
-         tuple[Count, ...], dict[str, Share], each_of((16, 8), Positive), Outer, Outer | None)
+         tuple[Count, ...], dict[str, Share], mapping_of((16, 8), Positive), Outer, Outer | None)
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4),
                   st.sampled_from([10**400, "inner", "rates", "name", "a"]))
 values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
@@ -42,11 +42,11 @@ values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dict
 @given(kind=st.sampled_from(KINDS), value=values)
 def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
     try:
-        found = validated(kind, value, "here")
+        found = validate(kind, value, "here")
     except UserError as error:
         assert str(error).startswith("here") and "\n" not in str(error) and len(str(error)) < 300
     else:
-        assert validated(kind, found, "here") == found
+        assert validate(kind, found, "here") == found
 
 
 @pytest.mark.parametrize("kind, value, said", [
@@ -78,12 +78,12 @@ def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
 ])
 def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):
     with pytest.raises(UserError) as caught:
-        validated(kind, value, "here")
+        validate(kind, value, "here")
     assert str(caught.value) == said
 
 
 def test_numbers_of_numpy_are_numbers():
-    assert validated(Count, np.int64(3), "here") == 3
-    assert validated(Share, np.float32(0.5), "here") == 0.5
+    assert validate(Count, np.int64(3), "here") == 3
+    assert validate(Share, np.float32(0.5), "here") == 0.5
     with pytest.raises(UserError, match="must be a whole number"):
-        validated(Count, np.float64(3), "here")
+        validate(Count, np.float64(3), "here")

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.experts import ExpertChoices
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams

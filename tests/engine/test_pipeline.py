@@ -18,12 +18,11 @@ from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.experts import ExpertChoices
-from flexgen_h2o.config.launch import Launch
+from flexgen_h2o.config.layers import ExpertChoices
+from flexgen_h2o.config.parallel import TorchrunEnv, balance_layers
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.config.stage import balanced_bounds
 from flexgen_h2o.distributed.pipeline import Pipeline
-from flexgen_h2o.errors import TooLittleMemory, UserError
+from flexgen_h2o.errors import InsufficientMemory, UserError
 
 NEW = 9
 LENGTHS = [30, 21, 7, 13, 1, 15, 12, 2, 9]
@@ -179,7 +178,7 @@ def test_a_pipeline_without_a_launcher_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="can't reach the others .*RANK.*check that torchrun has"):
-        Pipeline.join(Launch())
+        Pipeline.join(TorchrunEnv())
 
 
 def test_bounds_of_the_first_rank_count(tiny_model):
@@ -261,7 +260,7 @@ def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
                 plan_with(llm, lambda workload, limits: limits.within(
                     cpu=0 if workload.prompt_len > 15 else None, gpu=None))
                 return llm.follow()
-            with pytest.raises(TooLittleMemory, match="rank 1: .*does not fit"):
+            with pytest.raises(InsufficientMemory, match="rank 1: .*does not fit"):
                 llm.generate(prompts, max_new_tokens=3)
             return llm.generate([[1, 2, 3]], max_new_tokens=3, eos_token_id=-1)
 
@@ -329,7 +328,7 @@ def test_a_pipeline_that_is_none_is_refused(tiny_model):
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9))
 def test_bounds_give_the_slowest_rank_the_least(seconds, ranks):
     ranks = min(ranks, len(seconds))
-    found = balanced_bounds(seconds, ranks)
+    found = balance_layers(seconds, ranks)
 
     def most(bounds):
         return max(sum(seconds[a:b]) for a, b in itertools.pairwise(bounds))

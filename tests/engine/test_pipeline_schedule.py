@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.stage import Stage, groups_of
+from flexgen_h2o.config.parallel import Stage, split_batches
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.errors import UserError
 
@@ -33,7 +33,7 @@ def pipelines(draw):
 
 
 def steps_of_ranks(passes, bounds, batches, options):
-    return [list(schedule(passes, bounds[-1], batches, stage=Stage.of_rank(rank, bounds),
+    return [list(schedule(passes, bounds[-1], batches, stage=Stage.for_rank(rank, bounds),
                           **options)) for rank in range(len(bounds) - 1)]
 
 
@@ -42,7 +42,7 @@ class Simulation:
 
     def __init__(self, ranks, bounds, sep_layer, window):
         self.ranks, self.window = ranks, window
-        self.first = [Stage.of_rank(rank, bounds).layer_steps(sep_layer)[0]
+        self.first = [Stage.for_rank(rank, bounds).layer_steps(sep_layer)[0]
                       for rank in range(len(ranks))]
         self.sent, self.asked = defaultdict(list), defaultdict(list)  # (what, time) by channel
         self.taken = Counter()
@@ -130,7 +130,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
     """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
     for rank, steps in enumerate(steps_of_ranks(*pipeline)):
-        own = Stage.of_rank(rank, bounds).layer_steps(options["sep_layer"])
+        own = Stage.for_rank(rank, bounds).layer_steps(options["sep_layer"])
         weights, cache, stored, hidden, started = set(), {}, {}, {}, set()
         for step in steps:
             key, where = (step.layer, step.batch), (step.forward_pass, step.batch)
@@ -167,7 +167,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
                     if step.forward_pass == passes - 1 and not options["keeps"]:
                         cache.pop(key)
                 if step.kind is Kind.COMPUTE and step.layer == own[-1] == own.stop - 1 and (
-                        Stage.of_rank(rank, bounds).is_last_stage):
+                        Stage.for_rank(rank, bounds).is_last_stage):
                     hidden.pop(where)
         assert not weights and not hidden
         attended = Counter(step.kind for step in steps)[Kind.LOAD_CACHE]
@@ -196,7 +196,7 @@ def test_one_group_makes_ranks_wait_for_each_other():
 def test_batches_are_cut_into_groups_of_like_size():
     for batches in range(1, 20):
         for wanted in range(1, 8):
-            groups = groups_of(batches, wanted)
+            groups = split_batches(batches, wanted)
             assert [batch for group in groups for batch in group] == list(range(batches))
             assert len(groups) == min(batches, wanted)
             assert max(map(len, groups)) - min(map(len, groups)) <= 1
@@ -204,7 +204,7 @@ def test_batches_are_cut_into_groups_of_like_size():
 
 def test_a_stage_has_its_own_part_of_ratios_by_layer():
     h2o = H2OConfig(heavy_ratio=(1, 0.5, 0.25), prompt_chunk=8)
-    first, second = (Stage.of_rank(rank, (0, 1, 3)) for rank in (0, 1))
+    first, second = (Stage.for_rank(rank, (0, 1, 3)) for rank in (0, 1))
     assert second.h2o(h2o) == H2OConfig(heavy_ratio=(0.5, 0.25), prompt_chunk=8)
     assert first.h2o(h2o).is_full  # and says nothing of chunks, which have no effect on it
     assert second.h2o(None) is None
@@ -214,4 +214,4 @@ def test_a_stage_has_its_own_part_of_ratios_by_layer():
 @pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 2, 2), (0, 3, 1)])
 def test_bounds_that_are_none_are_refused(bounds):
     with pytest.raises(UserError, match="must begin at 0 and ascend"):
-        Stage.of_rank(0, bounds)
+        Stage.for_rank(0, bounds)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from internals import draw_at
 
-from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
+from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.sampling import (
     DecodeScorer,
@@ -22,7 +22,7 @@ from flexgen_h2o.engine.sampling import (
     Sampler,
     newest_rows,
 )
-from flexgen_h2o.errors import NotFinite, UserError
+from flexgen_h2o.errors import NonFiniteLogits, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
 NONE = float("-inf")
@@ -30,7 +30,7 @@ few = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def request(key=0, prompt=(1,), generated=(), seed=0):
-    return Request(key, list(prompt), list(generated), seed=mixed_seed(seed, key))
+    return Request(key, list(prompt), list(generated), seed=mix_seed(seed, key))
 
 
 def sampler(eos=(), **options):
@@ -243,7 +243,7 @@ def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown,
     logits[1, place] = value
     requests = [request(4), request(7), request(2)]
     choose = sampler(eos=[4], **options)
-    with pytest.raises(NotFinite) as caught:
+    with pytest.raises(NonFiniteLogits) as caught:
         choose(logits.to(dtype), requests)
     assert caught.value.key == 7
     assert str(caught.value).startswith(f"the model's logits of prompt 7 are not finite ({shown})")

@@ -113,7 +113,7 @@ def test_what_the_process_may_not_do():
     """A template that is out of the sandbox can be no worse than code."""
     code = """if True:
         import os, socket, subprocess
-        from flexgen_h2o.files.chat_worker import _hold
+        from flexgen_h2o.files.chat_template import _hold
         _hold()
         import wave  # code loads
         for act in (lambda: open("/etc/passwd"), lambda: open("a.py", "w"), lambda: os.remove("a"),

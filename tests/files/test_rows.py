@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import RowsFile, append_row, write_csv
+from flexgen_h2o.files.rows import CsvWriter, append_row, write_csv
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.outputs import Output
 
@@ -44,7 +44,7 @@ def test_every_writer_makes_the_same_bytes(tmp_path_factory, rows, digits):
         append_row(folder / "shared.csv", COLUMNS, row, flag="--out", digits=digits)
     for name in ("new/whole.csv", "shared.csv"):
         assert (folder / name).read_bytes() == by_hand(rows, digits, "\n")
-    growing = RowsFile(str(folder / "growing.csv"), COLUMNS, end="\r\n")
+    growing = CsvWriter(str(folder / "growing.csv"), COLUMNS, end="\r\n")
     for row in rows:
         growing.write(row)
     growing.finish()
@@ -81,7 +81,7 @@ def most_bytes_of_a_file(count):
 
 @pytest.mark.parametrize("kind", ["shared", "growing"])
 def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind):
-    row, growing = dict.fromkeys(COLUMNS, "text"), RowsFile(str(tmp_path / "file"), COLUMNS)
+    row, growing = dict.fromkeys(COLUMNS, "text"), CsvWriter(str(tmp_path / "file"), COLUMNS)
     path = tmp_path / "file" if kind == "shared" else growing.partial
 
     def add():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import FORMS, MIXED, check_decode, check_prefill, decode_case, prefill_case
 
-from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import ops, torch_ops

@@ -162,7 +162,7 @@ def test_strided_records_and_odd_offsets(module, bits, length):
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8), (4, 4)])
 @pytest.mark.parametrize("length", [12, 64])
 def test_keys_and_values_of_different_bits_share_a_record(module, bits, length):
-    layout, x = CacheLayout.of(length, *bits), torch.randn(2, 3, 5, length)
+    layout, x = CacheLayout.from_bits(length, *bits), torch.randn(2, 3, 5, length)
     parts = [module.quantize_groups(each, GroupLayout(length, one))
              for each, one in zip(x, bits, strict=True)]
     records = module.pack_slots(x, layout)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.recall import index_weights, select_tokens
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.arguments import FormArguments

@@ -23,8 +23,8 @@ from fakes import T4  # noqa: E402
 from kernel_cases import MIXED, of_form  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm  # noqa: E402
 from flexgen_h2o.config.cache_layout import GroupLayout  # noqa: E402
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm  # noqa: E402
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState  # noqa: E402
 from flexgen_h2o.kernels.arguments import EvictionArguments, FormArguments  # noqa: E402
 from flexgen_h2o.kernels.dispatch import assume_gpu  # noqa: E402

@@ -11,9 +11,9 @@ from kernel_cases import MIXED, same
 from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice, key_records
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import INDEX_BITS
+from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments

@@ -15,9 +15,9 @@ from llm.test_conversation import answers, hold_turns_to_one_text, open_llm
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
-from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.h2o import windowed
+from flexgen_h2o.config.h2o import add_windows
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.budget import Budget, budget, cached, slots
@@ -167,13 +167,13 @@ def test_ranks_have_the_windows_of_their_layers(tiny_model, mixed):
 
 def test_budgets_on_window_layers():
     forms = (AttentionForm(window=8), AttentionForm())
-    alone = windowed(None, forms)
+    alone = add_windows(None, forms)
     assert [budget(alone, layer, 50) for layer in (0, 1)] == [Budget(0, 7), None]
     assert [slots(alone, 0, *size) for size in ((3, 2), (3, 4), (3, 9), (50, 1))] == [5, 7, 7, 7]
-    assert alone.of_user().is_full and not alone.is_full and not alone.scored
+    assert alone.without_windows().is_full and not alone.is_full and not alone.scored
 
     def of(layer=0, **options):
-        return budget(windowed(H2OConfig(**options), forms), layer, 50)
+        return budget(add_windows(H2OConfig(**options), forms), layer, 50)
 
     assert of(heavy_tokens=2) == of(1, heavy_tokens=2) == Budget(2, 2)
     assert of(heavy_tokens=2, sink_tokens=1) == Budget(3, 2)  # the window leaves the first token
@@ -181,10 +181,10 @@ def test_budgets_on_window_layers():
     assert of(recent_tokens=3, sink_tokens=1) == Budget(0, 4)
     assert of(heavy_tokens=4) == of(heavy_ratio=0.1) == of(heavy_ratio=1.0) == Budget(0, 7)
     assert of(heavy_tokens=2, evict_generated=False) == Budget(0, 7)
-    prompts_only = windowed(H2OConfig(heavy_tokens=2, evict_generated=False), forms)
+    prompts_only = add_windows(H2OConfig(heavy_tokens=2, evict_generated=False), forms)
     assert [cached(prompts_only, layer, 50, 9) for layer in (0, 1)] == [7, 13]
-    assert windowed(alone, forms) == alone and windowed(alone, forms[1:]).is_full
-    assert windowed(None, forms[1:]) is None
+    assert add_windows(alone, forms) == alone and add_windows(alone, forms[1:]).is_full
+    assert add_windows(None, forms[1:]) is None
 
 
 def test_the_memory_plan_knows_slots_by_layer(tiny):

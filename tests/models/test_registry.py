@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
-from flexgen_h2o.config.attention_form import AttentionForm
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import FAMILIES, family
 from flexgen_h2o.models.registry import from_transformers, published

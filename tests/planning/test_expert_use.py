@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.experts import ExpertChoices, ExpertsConfig, summed
+from flexgen_h2o.config.layers import ExpertChoices, ExpertsConfig, sum_choices
 from flexgen_h2o.planning.planned_run import ExpertUse
 
 
@@ -106,5 +106,5 @@ def test_a_part_is_of_its_layers_and_runs_add_up():
     assert one.part(1, 3) == ExpertChoices(((), (5, 5)), 1, 2, 4, 3)
     assert (one.part(1, 3).source, one.part(1, 2).texts) == ("a.json", 0)
     assert one + one == ExpertChoices(((2, 6), (), (10, 10)), 1, 8, 16, 12)
-    assert summed([None, one, None, one]) == one + one
-    assert summed([None, None]) is None
+    assert sum_choices([None, one, None, one]) == one + one
+    assert sum_choices([None, None]) is None

@@ -8,15 +8,15 @@ import pytest
 from planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import policy_flags
-from flexgen_h2o.config.experts import (
+from flexgen_h2o.config.layers import (
     MAX_EXPERT_LOADS,
     MIN_EXPERT_SLOTS,
     ExpertChoices,
     ExpertsConfig,
 )
+from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy
-from flexgen_h2o.config.stage import Stage
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cost import estimate, layer_step_costs

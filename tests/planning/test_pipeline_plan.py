@@ -9,7 +9,7 @@ import pytest
 from error_cases import refused
 
 from flexgen_h2o.commands import generate
-from flexgen_h2o.config.stage import balanced_bounds
+from flexgen_h2o.config.parallel import balance_layers
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import MemoryPlan
@@ -143,7 +143,7 @@ def test_bounds_fall_back_to_the_layers_number_where_the_times_do_not_fit():
     run = run_of(TIED)
     times = predict_pipeline(HARDWARE, run, 3, ROOM, None).bounds
     parts = [max(MemoryPlan(part).total("cpu") for part in rank_runs(run, bounds))
-             for bounds in (times, balanced_bounds([1.0] * 12, 3))]
+             for bounds in (times, balance_layers([1.0] * 12, 3))]
     if parts[1] < parts[0]:
         limits = MemoryLimits(None, parts[1], 1 << 50)
         assert predict_pipeline(HARDWARE, run, 3, limits, None).bounds == (0, 4, 8, 12)

@@ -38,9 +38,9 @@ from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.line_file import SettingsBeside
-from flexgen_h2o.files.terminal import show
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.rows import SettingsFile
+from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -167,11 +167,12 @@ def _work(options: BatchOptions, place: ReplicaRank, queue: WindowQueue,
 def dry_run(options: BatchOptions, source: JobInput) -> int:
     """Check every line, count tokens, and predict how long they take. Returns the exit status."""
     found = count(source, encoder_of(options.run), options)
-    show(found.text())
+    print_stdout(found.text())
     if found.failures < found.requests:
         plan = planned(options.run, found)
         hours = predicted_seconds(plan.config, found) / 3600
-        show(f"{plan.text}\nall requests   at most {hours:.4g} hours, each to its most tokens")
+        print_stdout(f"{plan.text}\n"
+                     f"all requests   at most {hours:.4g} hours, each to its most tokens")
     if options.strict:
         _refuse_failures(options, found)
     return ALL_FAILED if found.failures == found.requests else 0
@@ -211,7 +212,7 @@ def _planned(options: BatchOptions, source: JobInput
         return replace(config, percent=RunConfig.percent, goal=RunConfig.goal,
                        allow_compression=False, recalibrate=False), None, None
     plan = planned(config, found)
-    show(plan.text)
+    print_stdout(plan.text)
     return plan.config, plan.implementations, plan.bounds
 
 
@@ -227,7 +228,7 @@ def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, resu
 
     Raises `UserError` if the files are of another job.
     """
-    settings = SettingsBeside("--output", str(options.output), options.settings(config), DECIDING)
+    settings = SettingsFile("--output", str(options.output), options.settings(config), DECIDING)
     files, more = {results, errors}, data_parallel.rank_files(results.path)
     if options.overwrite:
         for file in files:
@@ -237,7 +238,7 @@ def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, resu
                 file.clear()
         more = []
     if all(file.empty for file in files) and not more:
-        with writing("--output", settings.path):
+        with catch_write_errors("--output", settings.path):
             settings.write()
     elif results.empty and not more and not os.path.exists(settings.path):
         raise UserError(f"--errors {errors.path} has lines of another job, as {settings.path} is "
@@ -252,7 +253,7 @@ def _resumed(options: BatchOptions, config: RunConfig, source: JobInput, *, resu
         bad[np.setdiff1d(places, failures)] = False
     left, failed = np.flatnonzero(waiting), int((bad & ~waiting).sum())
     if 0 < len(left) < len(source):
-        show(f"going on: {len(source) - len(left)} of {len(source)} requests are answered")
+        print_stdout(f"going on: {len(source) - len(left)} of {len(source)} requests are answered")
     return left, JobProgress(len(source), len(source) - len(left), failed, options.progress_file)
 
 
@@ -283,14 +284,15 @@ def _report(options: BatchOptions, config: RunConfig, progress: JobProgress,
     """
     progress.end()
     try:
-        show(progress.text() + (f"\n{report.stats_table(stats)}" if stats is not None else ""))
+        print_stdout(progress.text()
+                     + (f"\n{report.stats_table(stats)}" if stats is not None else ""))
     finally:  # a full disk behind stdout must not lose the files too
         if stats is not None and config.csv is not None:
-            with writing("--csv", config.csv):
+            with catch_write_errors("--csv", config.csv):
                 append_csv(config.csv, stats, config)
                 config.save(f"{config.csv}.config.yaml")
         if options.plot is not None:
-            with writing("--plot", options.plot):
+            with catch_write_errors("--plot", options.plot):
                 job_plot.draw(progress.samples, options.plot,
                               title=f"{config.model}, {progress.answered} of {progress.total} "
                               f"requests, {progress.generated_tokens} tokens")

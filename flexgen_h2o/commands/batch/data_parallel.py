@@ -28,7 +28,7 @@ from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.results import ResultsFile, key_of
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue, window_size
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.writing import writing
+from flexgen_h2o.files.writing import catch_write_errors
 from flexgen_h2o.storage.free_memory import free_memory
 
 if TYPE_CHECKING:
@@ -188,10 +188,10 @@ def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> di
     for path in paths:
         with ResultsFile("--output", path) as file:
             file.answered(source)  # checks that the file is of this job
-            with writing("--output", path), open(path, "rb") as lines:
+            with catch_write_errors("--output", path), open(path, "rb") as lines:
                 while part := list(islice(lines, _LINES)):
                     _add_new(part, answered, source, counts, {True: results, False: errors})
-            with writing("--output", path):
+            with catch_write_errors("--output", path):
                 os.unlink(path)
     return counts
 

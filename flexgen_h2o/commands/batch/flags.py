@@ -17,7 +17,7 @@ from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.commands.batch.requests import Defaults, check_defaults
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import json_object, read_text
+from flexgen_h2o.files.readers import parse_json_object, read_text
 from flexgen_h2o.metrics.figures import check_plot
 
 _GROUPS = ("model", "policy", "planning", "cache")
@@ -198,9 +198,9 @@ class BatchOptions:
         given: dict[str, Any] = {name: value for name in _FIELDS
                                  if (value := getattr(self, name)) not in (None, False)}
         if "chat_template_kwargs" in given:
-            given["chat_template_kwargs"] = json_object("--chat-template-kwargs",
+            given["chat_template_kwargs"] = parse_json_object("--chat-template-kwargs",
                                                         given["chat_template_kwargs"])
-        more = {} if self.request_defaults is None else json_object("--request-defaults",
+        more = {} if self.request_defaults is None else parse_json_object("--request-defaults",
                                                                     self.request_defaults)
         for name in given.keys() & more.keys():
             raise UserError(f"{flag_name(name)} and --request-defaults both give {name}: leave one "

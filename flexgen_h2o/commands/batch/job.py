@@ -14,7 +14,7 @@ from flexgen_h2o.commands.batch.preparation import Failed, Preparation, Prepared
 from flexgen_h2o.commands.batch.requests import BadRequest
 from flexgen_h2o.commands.batch.responses import answer, failure
 from flexgen_h2o.engine.detokenization import ReasoningParser
-from flexgen_h2o.errors import NotFinite, TooLittleMemory
+from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 
@@ -102,15 +102,15 @@ class Job:
         while ready:
             try:
                 return self._run(ready)
-            except NotFinite as error:
+            except NonFiniteLogits as error:
                 ready = self._without(_sequences(ready)[error.key][0], ready, error)
                 if self._should_end():
                     return False
-            except TooLittleMemory as error:
+            except InsufficientMemory as error:
                 return self._in_halves(ready, error)
         return True
 
-    def _without(self, bad: Prepared, ready: Sequence[Prepared], error: NotFinite
+    def _without(self, bad: Prepared, ready: Sequence[Prepared], error: NonFiniteLogits
                  ) -> list[Prepared]:
         """Fail a request whose logits are not finite; returns those that are still to be answered.
 
@@ -124,7 +124,7 @@ class Job:
             code="logits_not_finite"))])
         return _anew(one for one in ready if not one.answered and one is not bad)
 
-    def _in_halves(self, ready: Sequence[Prepared], error: TooLittleMemory) -> bool:
+    def _in_halves(self, ready: Sequence[Prepared], error: InsufficientMemory) -> bool:
         """Run requests that do not fit in memory together, the larger ones apart.
 
         One that does not fit alone fails, unless the job has run nothing yet: then none may fit.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 
 from flexgen_h2o.files.terminal import ProgressBar
-from flexgen_h2o.files.writing import open_atomic, writing
+from flexgen_h2o.files.writing import catch_write_errors, open_atomic
 from flexgen_h2o.metrics.figures import COLOURS, new_figure, save
 from flexgen_h2o.metrics.run_stats import ratio
 from flexgen_h2o.metrics.trace import GB
@@ -126,7 +126,7 @@ class JobProgress:
             self.samples = self.samples[::2]
         if self._path is None:
             return
-        with writing("--progress-file", self._path), open_atomic(self._path) as file:
+        with catch_write_errors("--progress-file", self._path), open_atomic(self._path) as file:
             json.dump({
                 "state": state, "requests": self.total, "answered": self.answered,
                 "failed": self.failed, "left": self.left, "prompt_tokens": self.prompt_tokens,

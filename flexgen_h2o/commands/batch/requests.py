@@ -15,9 +15,9 @@ import msgspec
 from msgspec import Meta
 
 from flexgen_h2o.config import validation
-from flexgen_h2o.config.sampling import SamplingParams, mixed_seed
+from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.config.validation import check_keys
-from flexgen_h2o.errors import UserError, check_text, shown
+from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.chat_template import check_arguments
 
 MOST_CHOICES = 2048
@@ -91,7 +91,8 @@ def checked_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[st
         if name in known:
             found[name] = value if known[name] is None else _checked(known[name], value, name)
         elif not any(_same(value, each) for each in _NEUTRAL.get(name, ())):
-            what = f"{name} {shown(value)}" if name in _NEUTRAL else f"the field {shown(name)}"
+            what = (f"{name} {short_repr(value)}" if name in _NEUTRAL
+                    else f"the field {short_repr(name)}")
             raise BadRequest(f"{what} is not supported: leave it out", param=name[:80],
                              code="unsupported_parameter")
     return found
@@ -99,7 +100,7 @@ def checked_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[st
 
 def _checked(kind: Any, value: object, name: str) -> Any:
     try:
-        return validation.validated(kind, value, name)
+        return validation.validate(kind, value, name)
     except UserError as error:
         raise BadRequest(str(error), param=name) from None
 
@@ -185,7 +186,7 @@ class JobRequest:
 
     def choice_params(self, choice: int) -> SamplingParams:
         """The sampling parameters of one choice, counted over all prompts."""
-        return replace(self.params, seed=mixed_seed(self.params.seed, choice))
+        return replace(self.params, seed=mix_seed(self.params.seed, choice))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -202,7 +203,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise BadRequest(f"the line is not JSON ({reason}): mend it", code="invalid_json_line"
                          ) from None
     if not isinstance(found, dict):
-        raise BadRequest(f"the line is not a JSON object, but {shown(found)}",
+        raise BadRequest(f"the line is not a JSON object, but {short_repr(found)}",
                          code="invalid_json_line")
     return found
 
@@ -221,7 +222,7 @@ def own_id(record: Mapping[str, Any], number: int) -> str:
         return str(found)
     if not isinstance(found, str) or not found:
         raise BadRequest(f"the line has no {name}, a text that no other line has, but "
-                         f"{shown(found)}" if found is not None else f"the line has no {name}",
+                         f"{short_repr(found)}" if found is not None else f"the line has no {name}",
                          param=name, code="missing_required_parameter")
     return found
 
@@ -237,7 +238,8 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
     given = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | given
     model = given.get("model")
     if model is not None and model not in defaults.models:
-        raise BadRequest(f"model {shown(model)} is not the job's, {min(defaults.models, key=len)}",
+        raise BadRequest(f"model {short_repr(model)} is not the job's, "
+                         f"{min(defaults.models, key=len)}",
                          param="model", code="mismatched_model")
     messages = _messages(given.get("messages")) if chat else ()
     prompts = () if chat else _prompts(given.get("prompt"))
@@ -295,13 +297,13 @@ def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return url, {key: value for key, value in record.items() if key != "id"}
     method, asked, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
-        raise BadRequest(f"method must be POST, got {shown(method)}", param="method",
+        raise BadRequest(f"method must be POST, got {short_repr(method)}", param="method",
                          code="invalid_method")
     if not isinstance(asked, str) or asked not in URLS:
-        raise BadRequest(f"url must be {' or '.join(URLS)}, got {shown(asked)}", param="url",
+        raise BadRequest(f"url must be {' or '.join(URLS)}, got {short_repr(asked)}", param="url",
                          code="invalid_url")
     if not isinstance(body, dict):
-        raise BadRequest(f"body must be a JSON object, got {shown(body)}", param="body")
+        raise BadRequest(f"body must be a JSON object, got {short_repr(body)}", param="body")
     return asked, body
 
 
@@ -345,15 +347,15 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
 
 def _logit_bias(biases: object) -> dict[int, float]:
     if not isinstance(biases, dict):
-        raise BadRequest(f"logit_bias must be a JSON object, got {shown(biases)}",
+        raise BadRequest(f"logit_bias must be a JSON object, got {short_repr(biases)}",
                          param="logit_bias")
     found = {}
     for token, bias in biases.items():
         if not token.isdecimal() or len(token) > 10:
-            raise BadRequest(f"logit_bias must have token ids as names, got {shown(token)}",
+            raise BadRequest(f"logit_bias must have token ids as names, got {short_repr(token)}",
                              param="logit_bias")
         try:
-            found[int(token)] = validation.validated(Bias, bias, f"logit_bias of token {token}")
+            found[int(token)] = validation.validate(Bias, bias, f"logit_bias of token {token}")
         except UserError as error:
             raise BadRequest(str(error), param="logit_bias") from None
     return found
@@ -362,7 +364,7 @@ def _logit_bias(biases: object) -> dict[int, float]:
 def _stops(stop: object) -> Sequence[str] | None:
     found = [stop] if isinstance(stop, str) else stop
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
-        raise BadRequest(f"stop must be a text, or several, none empty, got {shown(stop)}",
+        raise BadRequest(f"stop must be a text, or several, none empty, got {short_repr(stop)}",
                          param="stop")
     return found or None
 
@@ -380,7 +382,7 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
         each = prompt
     if not each or not all(isinstance(one, str) and one or _is_tokens(one) for one in each):
         raise BadRequest("prompt must be text or a list of token ids, or a list of these, none "
-                         f"empty, got {shown(prompt)}", param="prompt")
+                         f"empty, got {short_repr(prompt)}", param="prompt")
     return tuple(each)  # type: ignore[arg-type]
 
 
@@ -391,7 +393,7 @@ def _is_tokens(value: object) -> bool:
 
 def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
     if not isinstance(messages, list) or not messages:
-        raise BadRequest(f"messages must be a list that is not empty, got {shown(messages)}",
+        raise BadRequest(f"messages must be a list that is not empty, got {short_repr(messages)}",
                          param="messages")
     return tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
 
@@ -399,14 +401,14 @@ def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
 def _message(message: object, where: str) -> Mapping[str, str]:
     """A message with its parts joined to one text."""
     if not isinstance(message, dict):
-        raise BadRequest(f"{where} must be a JSON object, got {shown(message)}", param=where)
+        raise BadRequest(f"{where} must be a JSON object, got {short_repr(message)}", param=where)
     role = message.get("role")
     if role not in _ROLES:
-        raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {shown(role)}",
+        raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {short_repr(role)}",
                          param=f"{where}.role")
     for name, value in message.items():
         if name not in _IN_MESSAGES and value not in (None, [], {}):
-            raise BadRequest(f"{where} has {shown(name)}, which is not supported",
+            raise BadRequest(f"{where} has {short_repr(name)}, which is not supported",
                              param=where, code="unsupported_parameter")
     # Templates know no developer, whose messages are the system's of older models.
     found = {"role": "system" if role == "developer" else role,
@@ -427,7 +429,8 @@ def _content(content: object, where: str) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise BadRequest(f"{where}[{place}] must be of type text, got "
-                             f"{shown(part if kind is None else kind)}: only text is supported",
+                             f"{short_repr(part if kind is None else kind)}: "
+                             "only text is supported",
                              param=where, code="unsupported_parameter")
         texts.append(_text(part.get("text"), f"{where}[{place}].text"))
     return "".join(texts)

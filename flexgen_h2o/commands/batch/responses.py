@@ -15,7 +15,7 @@ from flexgen_h2o.engine.detokenization import (
     ReasoningParser,
     until,
 )
-from flexgen_h2o.files.rows import one_line
+from flexgen_h2o.files.rows import escape_line_breaks
 from flexgen_h2o.outputs import Output
 
 _LOWEST = -9999.0  # in place of an infinity, which JSON has not
@@ -71,7 +71,7 @@ def _line(key: int, custom_id: str | None, response: Mapping[str, Any] | None,
           error: Mapping[str, Any] | None) -> bytes:
     line = msgspec.json.encode({"id": f"{PREFIX}{key:016x}", "custom_id": custom_id,
                                 "response": response, "error": error})
-    return one_line(line.decode()).encode()
+    return escape_line_breaks(line.decode()).encode()
 
 
 def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 
 PREFIX = "batch_req_"
 """The beginning of a line's `id`, before 16 hexadecimal digits of the request's key."""
@@ -56,11 +56,11 @@ class ResultsFile:
     def __init__(self, flag: str, path: str):
         check_writable(flag, path, hint=": name one, for the same command to go on with")
         self.flag, self.path = flag, path
-        with writing(flag, path):
+        with catch_write_errors(flag, path):
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             self._lock()
-            with writing(flag, path):
+            with catch_write_errors(flag, path):
                 self._cut()
         except BaseException:
             os.close(self._file)
@@ -93,7 +93,7 @@ class ResultsFile:
 
     def clear(self) -> None:
         """Take out what it holds. Raises `UserError` if it cannot."""
-        with writing(self.flag, self.path):
+        with catch_write_errors(self.flag, self.path):
             os.ftruncate(self._file, 0)
 
     @property
@@ -123,7 +123,7 @@ class ResultsFile:
         none is."""
         if not lines:
             return
-        with writing(self.flag, self.path):
+        with catch_write_errors(self.flag, self.path):
             if os.fstat(self._file).st_nlink == 0:
                 raise OSError(errno.ENOENT, "it has been removed while the job runs")
             start = os.fstat(self._file).st_size
@@ -147,7 +147,7 @@ class ResultsFile:
             A line is none of results, or answers a request that the input does not have.
         """
         keys, good = array("Q"), array("B")
-        with writing(self.flag, self.path), open(self.path, "rb") as file:
+        with catch_write_errors(self.flag, self.path), open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
                 for column, value in zip((keys, good), self._read(line, number), strict=True):
                     column.append(value)

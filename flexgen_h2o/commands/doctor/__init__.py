@@ -22,7 +22,7 @@ from flexgen_h2o.commands.doctor.facts import (
     MemoryFacts,
     ProcessorFacts,
 )
-from flexgen_h2o.files.terminal import show
+from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics.trace import GB
 
 Row = tuple[str, str]
@@ -246,8 +246,8 @@ def run(options: DoctorOptions) -> None:
     found = []
     for title, look in parts(options).items():
         found.append(guarded_section(title, look))
-        show(found[-1].text())
-    show("\n".join(verdict(found)))
+        print_stdout(found[-1].text())
+    print_stdout("\n".join(verdict(found)))
 
 
 main = entry_point(parse_args, run)

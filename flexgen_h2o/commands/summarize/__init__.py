@@ -20,10 +20,10 @@ from flexgen_h2o.commands.summarize import summaries as summary_rows
 from flexgen_h2o.commands.summarize.flags import SummarizeOptions, parse_args, parser
 from flexgen_h2o.commands.summarize.summaries import Rouge, Score, check_rows, summarize
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.articles import Article, read_article_prompts
-from flexgen_h2o.files.line_file import LineFile
-from flexgen_h2o.files.terminal import ProgressBar, show
-from flexgen_h2o.files.writing import check_writable, writing
+from flexgen_h2o.files.articles import Article, read_summary_tasks
+from flexgen_h2o.files.rows import ResumableJsonl
+from flexgen_h2o.files.terminal import ProgressBar, print_stdout
+from flexgen_h2o.files.writing import catch_write_errors, check_writable
 
 __all__ = ["main", "parse_args", "parser", "run"]
 
@@ -37,17 +37,18 @@ def run(options: SummarizeOptions) -> None:
     measurements.report(
         options, read=summary_rows.read_rows,
         measure=lambda: measurements.collected(options.csv, summary_rows.COLUMNS, measure(options)),
-        show=lambda rows: show(summary_rows.table(rows)), draw=summary_plot.draw)
+        print_stdout=lambda rows: print_stdout(summary_rows.table(rows)), draw=summary_plot.draw)
 
 
 def measure(options: SummarizeOptions) -> list[dict[str, object]]:
     """A row for each cache, whose summaries are gone on with where an earlier run stopped."""
-    articles = read_article_prompts(options.input_path, most=options.sample_num,
+    articles = read_summary_tasks(options.input_path, most=options.sample_num,
                              max_tokens=options.gen_len)
     caches, files, made = options.caches(), {}, {}
     for name, path in options.outputs().items():
         check_writable("--output-path", path)
-        files[name] = LineFile("--output-path", path, _resolved(options, caches[name]), _DECIDING)
+        files[name] = ResumableJsonl("--output-path", path, _resolved(options, caches[name]),
+                                     _DECIDING)
         made[name] = files[name].read()
         check_rows(path, made[name], articles)
     score = Rouge()
@@ -62,7 +63,8 @@ def measure(options: SummarizeOptions) -> list[dict[str, object]]:
                                  model=options.run.model, chat=options.chat_template, score=score)
 
 
-def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article], file: LineFile,
+def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article],
+          file: ResumableJsonl,
           *,
           score: Score, bar: ProgressBar) -> list[dict[str, object]]:
     """Rows of the articles that the file lacks; they are in it, too."""
@@ -71,7 +73,7 @@ def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Artic
           open_llm(config, progress=False) as llm):
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
-            with writing("--output-path", file.path):
+            with catch_write_errors("--output-path", file.path):
                 file.add(rows)
             found += rows
             bar.update(len(rows))
@@ -79,7 +81,7 @@ def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Artic
 
 
 @contextmanager
-def _telling(file: LineFile, total: int) -> Iterator[None]:
+def _telling(file: ResumableJsonl, total: int) -> Iterator[None]:
     """Tell of a run that stops early what it has left."""
     try:
         yield

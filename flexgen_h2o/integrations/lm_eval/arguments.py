@@ -12,7 +12,7 @@ from typing import Any
 from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.validation import Count, Entries, check_keys, validated
+from flexgen_h2o.config.validation import Count, StrictStruct, check_keys, validate
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 
@@ -47,7 +47,7 @@ class _Flags(RunConfig):
         return _OTHER_NAMES.get(name, name)
 
 
-class Arguments(Entries):
+class Arguments(StrictStruct):
     """All model arguments, checked. Lengths are tokens.
 
     Attributes
@@ -100,7 +100,7 @@ class Arguments(Entries):
 
     def _check_batch_size(self) -> None:
         if self.batch_size != "auto":
-            validated(Count, self.batch_size, "batch_size")
+            validate(Count, self.batch_size, "batch_size")
             if self.max_batch_size is not None:
                 raise UserError("max_batch_size has no effect without --batch_size auto")
         # 1 is also the harness's default.
@@ -165,7 +165,7 @@ def parse(given: Mapping[str, object]) -> Arguments:
     rest = {name: value for name, value in given.items() if name in own}
     if "batch_size" in rest:
         rest["batch_size"] = _batch_size(rest["batch_size"])
-    return validated(Arguments, {"flags": flags, **rest}, "model_args")
+    return validate(Arguments, {"flags": flags, **rest}, "model_args")
 
 
 def _percent(value: object) -> object:

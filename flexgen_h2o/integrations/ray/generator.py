@@ -12,7 +12,7 @@ import numpy as np
 
 from flexgen_h2o.config.sampling import SamplingParams, sampling_params
 from flexgen_h2o.distributed.ray_cluster import Replica
-from flexgen_h2o.errors import TooLittleMemory, UserError, shown
+from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.outputs import Output
@@ -124,13 +124,13 @@ class BatchGenerator(Replica):
         if (prompt is None) == (messages is None):
             raise UserError("a row needs a prompt or messages, one of the two")
         if prompt is not None and not isinstance(prompt, (str, list)):
-            raise UserError(f"prompt must be text or token ids, got {shown(prompt)}")
+            raise UserError(f"prompt must be text or token ids, got {short_repr(prompt)}")
         given = row.get("sampling_params") or {}
         if not isinstance(given, dict):
-            raise UserError(f"sampling_params must be a mapping, got {shown(given)}")
+            raise UserError(f"sampling_params must be a mapping, got {short_repr(given)}")
         if messages is not None:
             if not isinstance(messages, list):
-                raise UserError(f"messages must be a list, got {shown(messages)}")
+                raise UserError(f"messages must be a list, got {short_repr(messages)}")
             if llm.tokenizer is None:
                 raise UserError("the model has no tokenizer here: give token ids as prompt")
             if self._renderer is None:
@@ -153,7 +153,7 @@ class BatchGenerator(Replica):
         try:
             results = self.model.generate([prompts[row] for row in rows],
                                           [params[row] for row in rows])
-        except TooLittleMemory as error:
+        except InsufficientMemory as error:
             if len(rows) == 1:
                 self._note(errors, rows[0], error)
                 return

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
-from flexgen_h2o.config.validation import Text, check_bool, check_int, validated
+from flexgen_h2o.config.validation import Text, check_bool, check_int, validate
 from flexgen_h2o.distributed.ray_cluster import map_replicas, ray_module
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.integrations.ray.generator import BatchGenerator, Row
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ class ProcessorConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        validated(Text, self.model_source, "model_source")
+        validate(Text, self.model_source, "model_source")
         for name in ("engine_kwargs", "runtime_env"):
             given = getattr(self, name)
             if not isinstance(given, Mapping) and (given, name) != (None, "runtime_env"):
-                raise UserError(f"{name} must be a mapping, got {shown(given)}")
+                raise UserError(f"{name} must be a mapping, got {short_repr(given)}")
         check_bool("should_continue_on_error", self.should_continue_on_error)
         for name in ("batch_size", "num_cpus"):
             check_int(name, getattr(self, name), low=1)
@@ -80,9 +80,9 @@ class ProcessorConfig:
             if size is not None:
                 check_int(name, size, low=1)
         if self.num_gpus not in (None, 0, 1):
-            raise UserError(f"num_gpus must be 0 or 1, got {shown(self.num_gpus)}")
+            raise UserError(f"num_gpus must be 0 or 1, got {short_repr(self.num_gpus)}")
         if self.accelerator_type is not None:
-            validated(Text, self.accelerator_type, "accelerator_type")
+            validate(Text, self.accelerator_type, "accelerator_type")
         low, high = self._range
         if not 1 <= low <= high:
             raise UserError(f"concurrency must be from 1 up, got {low} to {high}")
@@ -101,7 +101,7 @@ class ProcessorConfig:
         given = self.concurrency
         ends = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
         if len(ends) != 2:
-            raise UserError(f"concurrency must be a number, or two, got {shown(given)}")
+            raise UserError(f"concurrency must be a number, or two, got {short_repr(given)}")
         for end in ends:
             check_int("concurrency", end, low=1)
         return ends[0], ends[1]

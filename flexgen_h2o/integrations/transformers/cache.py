@@ -14,9 +14,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import sdpa_mask
 
 from flexgen_h2o.cache.chunked_prefill import LayerAttention
-from flexgen_h2o.config.attention_form import AttentionForm
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.transformers.forward_pass import PassTracker, Rotations
 from flexgen_h2o.integrations.transformers.layers import H2OLayer, SimulatedLayer, SlotLayer

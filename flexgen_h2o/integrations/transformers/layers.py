@@ -14,10 +14,10 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.cache_layout import CacheLayout
-from flexgen_h2o.config.h2o import H2OConfig, windowed
-from flexgen_h2o.config.limits import GROWTH
+from flexgen_h2o.config.h2o import H2OConfig, add_windows
+from flexgen_h2o.config.layers import DEFAULT_FORM
+from flexgen_h2o.config.limits import CACHE_GROWTH
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
@@ -143,7 +143,7 @@ class H2OLayer(CacheLayerMixin):
         """
         self._updated = False
         if attention.form != self._attention.form and not self._columns:
-            self._h2o = windowed(self._h2o, [DEFAULT_FORM] * self._index + [attention.form])
+            self._h2o = add_windows(self._h2o, [DEFAULT_FORM] * self._index + [attention.form])
         self._attention = attention
         sequences, _, columns, _ = q.shape
         if self._index == 0:
@@ -316,7 +316,7 @@ class SlotLayer(H2OLayer):
             return
         sizes = [self._budget(step, sequence) for sequence in range(len(step.prompts))]
         evicts = sizes[0] is not None
-        slots = -(-needed // GROWTH) * GROWTH
+        slots = -(-needed // CACHE_GROWTH) * CACHE_GROWTH
         if evicts and self._h2o.evicts_generated_at(self._index):
             slots = min(slots, max(size.total for size in sizes))
         kinds, width, dtype = 2, k.shape[-1], k.dtype

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.limits import SKINNY_ROWS
-from flexgen_h2o.config.weight_layout import BlockType
+from flexgen_h2o.config.weight_layout import GGMLType
 from flexgen_h2o.h2o.key_smoothing import BasisChange
 from flexgen_h2o.kernels import abi
 from flexgen_h2o.kernels.arguments import (
@@ -311,7 +311,7 @@ def quantize_matrix(weight: Tensor, matrix: QuantizedMatrix, *, search: bool = F
          search=search)
 
 
-def repack(blocks: np.ndarray, kind: BlockType, matrix: QuantizedMatrix,
+def repack(blocks: np.ndarray, kind: GGMLType, matrix: QuantizedMatrix,
            order: Tensor | None = None) -> bool:
     """Run `ops.repack`, with the result in matrix.data; its layout is the block type's own."""
     name, (outputs, inputs) = "repack", matrix.shape

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
 from flexgen_h2o.config.cache_layout import split_slots
+from flexgen_h2o.config.layers import DEFAULT_FORM
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.kernels.rotary import rotated

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flexgen_h2o.config.limits import MATRIX_TILE
-from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
+from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.kernels.reference.matrix import pack_matrix, pack_mxfp4
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
@@ -42,13 +42,13 @@ class Coded(NamedTuple):
     zeros: Tensor | None = None
 
 
-def dequantize(packed: Tensor, kind: BlockType) -> Tensor:
+def dequantize(packed: Tensor, kind: GGMLType) -> Tensor:
     """Return the values of whole rows of blocks.
 
     Parameters
     ----------
     packed : uint8 Tensor [rows, bytes]
-    kind : BlockType
+    kind : GGMLType
 
     Returns
     -------
@@ -64,7 +64,7 @@ def dequantize(packed: Tensor, kind: BlockType) -> Tensor:
     return values.view(len(packed), -1)
 
 
-def repack(packed: Tensor, kind: BlockType, layout: MatrixLayout) -> Tensor | None:
+def repack(packed: Tensor, kind: GGMLType, layout: MatrixLayout) -> Tensor | None:
     """Convert rows of blocks to the bytes of a quantized matrix, without a second quantization.
 
     Codes do not change. A group's scale is rounded to float16, and so is its zero point if the type
@@ -77,7 +77,7 @@ def repack(packed: Tensor, kind: BlockType, layout: MatrixLayout) -> Tensor | No
     Parameters
     ----------
     packed : uint8 Tensor [rows, bytes]
-    kind : BlockType
+    kind : GGMLType
         One with codes.
     layout : MatrixLayout
         One that `kind.fits`; its outputs are the rows.

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_FORM
 from flexgen_h2o.config.limits import INDEX_TILE, MEAN_SHIFT
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flexgen_h2o.config.attention_form import DEFAULT_FORM
+from flexgen_h2o.config.layers import DEFAULT_FORM
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.models.gguf.header import Metadata, decimal
 
 ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
@@ -56,8 +56,8 @@ def _scaled(meta: Metadata) -> dict[str, Any]:
         return {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
         return {"rope_theta": theta, **_yarn(meta)}
-    raise UserError(f"{meta.source}: rope scaling {shown(kind)} of a {meta.architecture} model is "
-                    "not supported")
+    raise UserError(f"{meta.source}: rope scaling {short_repr(kind)} of a {meta.architecture} "
+                    "model is not supported")
 
 
 def _yarn(meta: Metadata) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from flexgen_h2o.config.weight_layout import BlockType, MatrixLayout
+from flexgen_h2o.config.weight_layout import GGMLType, MatrixLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference.blocks import dequantize, interleave_nibbles
@@ -40,7 +40,7 @@ class GgufTensor:
     ----------
     file : mmap
         The whole file.
-    kind : BlockType
+    kind : GGMLType
     shape : tuple of int
         Shape of the matrix or vector in the checkpoint.
     offset : int
@@ -52,7 +52,7 @@ class GgufTensor:
     """
 
     file: mmap.mmap
-    kind: BlockType
+    kind: GGMLType
     shape: tuple[int, ...]
     offset: int
     order: np.ndarray | None = None

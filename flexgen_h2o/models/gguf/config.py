@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
-from flexgen_h2o.errors import UserError, did_you_mean, shown
+from flexgen_h2o.errors import UserError, did_you_mean, short_repr
 from flexgen_h2o.models.gguf.architectures import ARCHITECTURES, Architecture, variant
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, gguf_file
 from flexgen_h2o.models.model_config import ModelConfig
@@ -37,7 +37,8 @@ def architecture_of(header: GgufHeader) -> tuple[Metadata, Architecture]:
     meta = Metadata(header)
     kind = meta.text("general.type", "model")
     if kind != "model":
-        raise UserError(f"{meta.source} is of the kind {shown(kind)}: give the file of a model")
+        raise UserError(f"{meta.source} is of the kind {short_repr(kind)}: give the file of a "
+                        "model")
     architecture = variant(meta)
     if architecture is None:
         near = did_you_mean(meta.architecture, ARCHITECTURES,

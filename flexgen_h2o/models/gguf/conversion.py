@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flexgen_h2o.config.imports import retry_imports
-from flexgen_h2o.errors import UserError, shown
+from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.models.convert import (
     ByteProgress,
     build_once,
@@ -145,7 +145,7 @@ def save_tokenizer(header: GgufHeader, folder: Path) -> list[int]:
     split = meta.text("tokenizer.ggml.pre", "default")
     if meta.text("tokenizer.ggml.model", "none") == "gpt2" and split not in _splits():
         raise UserError(f"{header.source}: transformers does not know how its tokenizer, "
-                        f"{shown(split)}, splits texts; give the model's Hugging Face folder "
+                        f"{short_repr(split)}, splits texts; give the model's Hugging Face folder "
                         "instead")
     try:
         tokenizer = _tokenizer(meta, split)

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, BlockType
-from flexgen_h2o.errors import UserError, shown
-from flexgen_h2o.files.readers import whole_file
+from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, GGMLType
+from flexgen_h2o.errors import UserError, short_repr
+from flexgen_h2o.files.readers import check_checkpoint_file
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
@@ -47,7 +47,7 @@ class StoredTensor:
 
     Attributes
     ----------
-    kind : BlockType
+    kind : GGMLType
     shape : tuple of int
         The last size is the length of a row.
     offset, nbytes : int
@@ -56,7 +56,7 @@ class StoredTensor:
         The file, one of several of a split model.
     """
 
-    kind: BlockType
+    kind: GGMLType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
@@ -129,7 +129,7 @@ def read_header(source: Path) -> GgufHeader:
         return header
     match = _SPLIT.fullmatch(source.name)
     if match is None or int(match[3]) != count:
-        raise UserError(f"{source} is one of {shown(count)} files of a model: give them their "
+        raise UserError(f"{source} is one of {short_repr(count)} files of a model: give them their "
                         f"names again, such as NAME-00001-of-{count:05d}.gguf")
     files = [source.with_name(f"{match[1]}-{number:05d}-of-{match[3]}{match[4]}")
              for number in range(1, count + 1)]
@@ -151,13 +151,13 @@ def read_header(source: Path) -> GgufHeader:
     expected = header.values.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise UserError(f"{source} and the other files of the model have {len(tensors)} tensors, "
-                        f"and not {shown(expected)}: get them again")
+                        f"and not {short_repr(expected)}: get them again")
     return replace(header, tensors=tensors, files=tuple(files))
 
 
 def _read_one(source: Path) -> GgufHeader:
     try:
-        with (open(whole_file(source), "rb") as file,
+        with (open(check_checkpoint_file(source), "rb") as file,
               mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data):
             return _Parser(source, data).header()
     except OSError as error:
@@ -214,7 +214,7 @@ class _Parser:
     def _start(self, alignment: Value) -> int:
         """Return the offset of the tensors' data, which follow the header."""
         if alignment not in _ALIGNMENTS:
-            raise self._damaged(f"an alignment of {shown(alignment)} bytes is not supported")
+            raise self._damaged(f"an alignment of {short_repr(alignment)} bytes is not supported")
         return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
@@ -408,7 +408,7 @@ class Metadata:
 
     def _wrong(self, key: str, value: object) -> UserError:
         return UserError(f"{self.source}: its value {self._full(key)} makes no sense: "
-                         f"{shown(value)}")
+                         f"{short_repr(value)}")
 
 
 def decimal(value: float) -> float:

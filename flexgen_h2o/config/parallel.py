@@ -38,7 +38,7 @@ class Stage:
         return cls(0, num_layers, num_layers)
 
     @classmethod
-    def of_rank(cls, rank: int, bounds: Sequence[int]) -> Stage:
+    def for_rank(cls, rank: int, bounds: Sequence[int]) -> Stage:
         """Return the stage of a rank.
 
         Parameters
@@ -89,14 +89,14 @@ class Stage:
         return replace(h2o, **ratios)
 
 
-def groups_of(num_batches: int, groups: int) -> list[range]:
+def split_batches(num_batches: int, groups: int) -> list[range]:
     """Split the GPU batches of a block into groups of similar size, at most one for each batch."""
     groups = max(1, min(groups, num_batches))
     bounds = [number * num_batches // groups for number in range(groups + 1)]
     return [range(*pair) for pair in pairwise(bounds)]
 
 
-def num_groups(ranks: int, *, fetched: bool) -> int:
+def num_batch_groups(ranks: int, *, fetched: bool) -> int:
     """Return the groups into which a pipeline splits the batches of a block, if there are enough.
 
     With one group for each rank, no rank waits. Twice as many also hide the latency of messages,
@@ -105,8 +105,8 @@ def num_groups(ranks: int, *, fetched: bool) -> int:
     return ranks if fetched else 2 * ranks
 
 
-def balanced_bounds(seconds: Sequence[float], ranks: int) -> list[int]:
-    """Return the bounds (see `Stage.of_rank`) that minimize the time of the slowest rank.
+def balance_layers(seconds: Sequence[float], ranks: int) -> list[int]:
+    """Return the bounds (see `Stage.for_rank`) that minimize the time of the slowest rank.
 
     Among equally good bounds, the first ranks get more layers.
 
