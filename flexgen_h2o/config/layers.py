@@ -1,11 +1,64 @@
-"""The mixture of experts of a model: its sizes, and the experts that tokens choose."""
+"""Configuration of decoder layers: the form of attention and the mixture of experts. Torch-free."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import add
+
+from flexgen_h2o.config.validation import check_bool, check_int
+from flexgen_h2o.errors import UserError
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """The form of attention of a layer.
+
+    A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
+
+    Attributes
+    ----------
+    scale : float or None
+        None: 1 / sqrt(head_dim).
+    softcap : float
+        No logit gets larger than this, nor smaller than its negative (Gemma 2, arXiv 2408.00118);
+        0: no cap.
+    window : int or None
+        A query at position p sees the keys at positions above p - window, itself included: at
+        least 2. None: all before it.
+    sinks : bool
+        A learned logit of each query head joins the softmax's denominator, and no value goes with
+        it (gpt-oss): the weight of that short name, [heads].
+
+    Raises
+    ------
+    UserError
+        A value of a wrong type or range.
+    """
+
+    scale: float | None = None
+    softcap: float = 0.0
+    window: int | None = None
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scale is not None and not (math.isfinite(self.scale) and self.scale > 0):
+            raise UserError(f"the scale of attention must be a number above 0, got {self.scale!r}")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise UserError(f"the soft cap of attention must be a number from 0 on (0: none), got "
+                            f"{self.softcap!r}")
+        if self.window is not None:
+            check_int("the window of attention", self.window, low=2)
+        check_bool("sinks", self.sinks)
+
+    def scale_for(self, head_dim: int) -> float:
+        """The factor on q . k in heads of this width."""
+        return head_dim ** -0.5 if self.scale is None else self.scale
+
+
+DEFAULT_FORM = AttentionForm()
 
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot
@@ -15,7 +68,7 @@ MIN_EXPERT_SLOTS = 4 * MAX_EXPERT_LOADS
 """Lower limit of the slots that a plan chooses: for experts that are computed, loaded, and
 prefetched for the next layer. With half as many, compute and reads wait for each other."""
 
-Key = tuple[int, int]
+ExpertKey = tuple[int, int]
 """(decoder layer, number of the expert)."""
 
 
@@ -126,14 +179,14 @@ class ExpertChoices:
                        text_experts=round(share * self.text_experts))
 
     @cached_property
-    def ranked(self) -> list[Key]:
+    def ranked(self) -> list[ExpertKey]:
         """All experts by descending count; equal ones in the order of layers."""
         keys = [(layer, number) for layer, counts in enumerate(self.counts)
                 for number in range(len(counts))]
         return sorted(keys, key=lambda key: -self.counts[key[0]][key[1]])
 
 
-def summed(choices: Iterable[ExpertChoices | None]) -> ExpertChoices | None:
+def sum_choices(choices: Iterable[ExpertChoices | None]) -> ExpertChoices | None:
     """Return the sum of the choices of several runs, or None if there are none."""
     present = [item for item in choices if item is not None]
     return reduce(add, present) if present else None
