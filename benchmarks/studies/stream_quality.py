@@ -114,7 +114,7 @@ def run(options: StreamQualityOptions) -> None:
     measurements.report(
         options, read=segments.read_rows,
         measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
-        print_stdout=lambda rows: print_stdout(segments.table(rows)), draw=stream_plot.draw)
+        show=lambda rows: print_stdout(segments.table(rows)), draw=stream_plot.draw)
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:

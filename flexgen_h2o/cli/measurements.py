@@ -1,79 +1,80 @@
-"""Flags, CSV and plot of tasks that measure rows, or read those that were measured."""
+"""Flags, CSV file and plot of commands that measure rows, or read measured ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from flexgen_h2o.cli import parser
+from flexgen_h2o.cli.parser import check_files
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.figures import check_plot
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 def articles_flag() -> Any:
-    """The field ``--input-path`` of options that take articles."""
+    """Return the field ``--input-path`` of options that take articles."""
     return flag("path", None, shown="none", metavar="FILE.jsonl",
-                help="articles: text under `article`")
+                help="articles, a JSON object per line: the text in `article`")
 
 
 def csv_flag(subject: str) -> Any:
-    """The field ``--csv``; a row is for each `subject`."""
+    """Return the field ``--csv``; each row is of a `subject`."""
     return flag("path", None, shown="none", metavar="FILE",
-                help=f"write a row for each {subject}, anew; FILE.partial until all are in")
+                help=f"write a row per {subject}; an existing file is replaced. Until the run "
+                "ends, the file is FILE.partial")
 
 
-def plot_flag(what: str) -> Any:
-    """The field ``--plot``, which draws `what`."""
+def plot_flag(subject: str) -> Any:
+    """Return the field ``--plot``, which draws `subject`."""
     return flag("path", None, shown="none", metavar="FILE.png",
-                help=f"draw {what} (or .svg, .pdf)")
+                help=f"draw {subject}; also .svg and .pdf")
 
 
 def from_csv_flag() -> Any:
-    """The field ``--from-csv``."""
+    """Return the field ``--from-csv``."""
     return flag("path", None, shown="none", metavar="FILE",
-                help="run nothing: table, and --plot, of a file that --csv wrote")
+                help="run nothing: print the table, and draw --plot, from a file of --csv")
 
 
 def check_source(options: Any) -> None:
-    """Raise `UserError` unless options say what is measured, or what was."""
+    """Raise `UserError` unless either ``--input-path`` or ``--from-csv`` is given."""
     if (options.input_path is None) == (options.from_csv is None):
         raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
 
 
 def check_outputs(options: Any, others: Iterable[tuple[str, str]] = ()) -> None:
-    """Raise `UserError` for a plot that cannot be drawn, and for two files of one name.
+    """Raise `UserError` for a plot that cannot be drawn, and for two flags with the same file.
 
-    `others` are names of fields and of more files that come of them.
+    `others` has more (field, file) pairs, for files that are derived from a field.
     """
     if options.plot is not None:
         check_plot("--plot", options.plot)
-    parser.check_files(options, ("input_path", "from_csv", "csv", "plot"), others)
+    check_files(options, ("input_path", "from_csv", "csv", "plot"), others)
 
 
 def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[[], list[Row]],
            show: Callable[[list[Row]], None], draw: Callable[[Sequence[Row], str], None]) -> None:
-    """Measure, or read what was measured; show the rows and draw their plot.
+    """Measure rows, or read measured ones; print them and draw their plot.
 
     Parameters
     ----------
     options : dataclass
         With `csv`, `plot` and `from_csv`.
     read : callable
-        Rows of the file that ``--from-csv`` names.
+        Returns the rows of the file that ``--from-csv`` names.
     measure : callable
-        New rows, which it writes to ``--csv``.
+        Returns new rows, and writes them to ``--csv``.
     show, draw : callable
         Print rows; draw them to a file.
 
     Raises
     ------
     UserError
-        A file cannot be written, which is found before anything is measured, or cannot be read.
+        A file cannot be read or written. Files are checked before anything is measured.
     """
     for name in ("csv", "plot"):
         if getattr(options, name) is not None:
@@ -87,24 +88,23 @@ def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[
 
 def collected(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[str, object]]
               ) -> list[Row]:
-    """All of the rows, each of which is in ``--csv``'s file, if there is one, when the next is
-    asked for.
+    """Return all rows. With a path, write each to that CSV file before taking the next one.
 
     Raises
     ------
     UserError
-        The file cannot be written; or what the rows raise, with the name of the file that has the
-        rows before.
+        The file cannot be written. Errors of the rows get the name of the file with the rows
+        before them.
     """
-    file = None if path is None else CsvWriter(path, columns)
+    if path is None:
+        return [{**row} for row in rows]
+    file = CsvWriter(path, columns)
     found: list[Row] = []
     with report_partial_rows(file):
         for row in rows:
             found.append({**row})
-            if file is not None:
-                with catch_write_errors("--csv", path):
-                    file.write(row)
-    if file is not None:
-        with catch_write_errors("--csv", path):
-            file.finish()
+            with catch_write_errors("--csv", path):
+                file.write(row)
+    with catch_write_errors("--csv", path):
+        file.finish()
     return found

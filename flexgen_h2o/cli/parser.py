@@ -265,7 +265,7 @@ def command_parser(options: type, shared: Collection[str], *, prog: str, descrip
 
 
 def parse(argv: Sequence[str] | None, parser: Parser, options: type
-          ) -> tuple[dict[str, object], dict[str, object]]:
+          ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the given flags: of the options' own fields, and of `RunConfig`'s.
 
     `argv` None is the process's. Raises `UserError` for an unknown flag, a missing value or a value

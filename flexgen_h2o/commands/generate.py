@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import (
     follow,
@@ -18,6 +17,7 @@ from flexgen_h2o.cli.launch import (
     warm_up,
     workload,
 )
+from flexgen_h2o.cli.parser import Parser, build_parser, given_flags
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting
 from flexgen_h2o.config.weight_layout import AUTO
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def run(config: RunConfig) -> None:
-    """Carry out a checked config: prompts in, texts, figures and files out."""
+    """Generate, or only plan, as the flags say."""
     if config.plan_only:
         _run(config, None)
         return
@@ -43,13 +43,13 @@ def run(config: RunConfig) -> None:
 
 
 def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
-    """Carry it out on the first rank of a pipeline, or on the only one."""
+    """Generate on the only rank, or on the first rank of a pipeline."""
     texts = list(config.prompt) if config.prompts is None else read_prompts(config.prompts)
     files = {} if config.plan_only else result_files(config)
     check_results(files)
-    best, implementations, bounds = None, None, None  # what a plan predicts, and goes by
+    best, implementations, bounds = None, None, None  # of the plan
     if config.percent == AUTO or config.plan_only:
-        from flexgen_h2o.cli import planner  # only now: it loads scipy
+        from flexgen_h2o.cli import planner  # imports scipy, which is slow
 
         plan = planner.plan(config, workload(config, texts), len(texts) or config.num_prompts,
                             texts)
@@ -91,12 +91,12 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
             _show_outputs(outputs, everything=not config.synthetic)
         if config.verbose >= 1:
             print_stdout(summary)
-    finally:  # a full disk behind stdout must not lose the files too
+    finally:  # write the files even if stdout fails
         write_results(config, files, outputs, stats=stats, summary=summary, trace=trace)
 
 
 def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
-    """Print each prompt, shortened, and its completion; of random prompts the first and last."""
+    """Print each prompt, shortened, and its completion; of synthetic ones the first and last."""
     for index, out in enumerate(outputs):
         if not everything and 0 < index < len(outputs) - 1:
             continue
@@ -106,14 +106,14 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
         print_stdout(f"{text.strip()}\n{'-' * 70}")
 
 
-def parser() -> flag_parser.Parser:
-    """The parser of the flags."""
-    return flag_parser.build_parser(command="generate")
+def parser() -> Parser:
+    """Return the parser of the flags."""
+    return build_parser(command="generate")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
-    """Flags as a checked `RunConfig`. Raises `UserError`."""
-    return flag_parser.parse_args(argv, parser())
+    """Parse flags into a checked `RunConfig`. Raises `UserError`."""
+    return RunConfig.from_mapping(given_flags(parser(), argv))
 
 
 main = entry_point(parse_args, run)

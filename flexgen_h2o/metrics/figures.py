@@ -10,6 +10,7 @@ import importlib.util
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import atomic_path
@@ -18,7 +19,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 COLOURS = {"blue": "#0072B2", "vermillion": "#D55E00", "green": "#009E73", "orange": "#E69F00",
            "purple": "#CC79A7", "sky": "#56B4E9", "yellow": "#F0E442", "black": "#000000"}
 """The palette of Okabe and Ito, which color-blind readers can tell apart."""
-LINES = {
+LINES: dict[str, dict[str, Any]] = {
     "h2o": {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
     "h2o-mean": {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
     "h2o-decay": {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},

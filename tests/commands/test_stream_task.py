@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.commands import stream
-from flexgen_h2o.commands import stream as stream_figures
 from flexgen_h2o.commands.stream import Printer
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.errors import UserError
@@ -271,7 +270,7 @@ def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, me
 # --- what is printed and written
 
 
-def test_text_comes_with_its_prompts_and_totals_at_the_end(fake, questions, capsys):
+def test_text_comes_with_its_prompts_and_a_summary_at_the_end(fake, questions, capsys):
     assert run(questions, *EVICT, "--num-window-length", "20") == 0
     lines = capsys.readouterr().out.split("\n")
     assert lines[:9] == [
@@ -308,7 +307,7 @@ def test_a_line_and_a_row_for_each_turn(fake, questions, tmp_path):
                and each["kv_cache_bytes"] == 2_000_000 for each in records)
     with open(table, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == stream_figures.COLUMNS
+    assert tuple(rows[0]) == stream.COLUMNS
     assert [{name: row[name] for name in ("question_id", "turn", "position", "cached_tokens")}
             for row in rows] == [
         {name: str(each[name]) for name in ("question_id", "turn", "position", "cached_tokens")}
@@ -329,12 +328,12 @@ def test_one_token_has_no_decode_time(fake, questions, tmp_path, capsys):
 
 def test_tenths_are_of_decode_steps():
     def answer(steps, memory):
-        return stream_figures.Answer(Turn(1, 1, "a"), "", "stop", 0, 5, 1 + len(steps), 9, memory,
+        return stream.Answer(Turn(1, 1, "a"), "", "stop", 0, 5, 1 + len(steps), 9, memory,
                                      run_stats(step_seconds=steps, kv_cache_bytes=10**6))
 
     answers = [answer([], 1_000_000), answer([0.001] * 2, 2_000_000),
                answer([0.003] * 27, 3_000_000), answer([0.005], 4_000_000)]
-    assert stream_figures.totals(answers) == (
+    assert stream.summary(answers) == (
         "4 turns of 54 tokens, 9 cached at the end in 1.0 MB; first tenth 1.67 ms a token, "
         "process 3 MB; last tenth 3.67 ms a token, process 4 MB")
 

@@ -24,10 +24,8 @@ from flexgen_h2o.cli.launch import llm_arguments
 from flexgen_h2o.cli.parser import own_fields
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import summarize
-from flexgen_h2o.commands.summarize import summaries
-from flexgen_h2o.commands.summarize import summaries as summary_plot
-from flexgen_h2o.commands.summarize import summaries as summary_rows
-from flexgen_h2o.commands.summarize.flags import SummarizeOptions, parse_args
+from flexgen_h2o.commands.summarize import SummarizeOptions, parse_args, summaries
+from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.detokenization import until
@@ -126,13 +124,13 @@ def test_rouge_by_hand():
 def test_scores_by_hand():
     rows = [dict.fromkeys(summaries.ROUGES, value) for value in (0.1, 0.2, 0.6)]
     full = [dict.fromkeys(summaries.ROUGES, value) for value in (0.2, 0.3, 0.7)]
-    found = summary_rows.scores(rows, full)
+    found = summary_table.scores(rows, full)
     assert found["rouge1"] == found["rougeL"] == pytest.approx(0.3)
     assert 0.1 <= found["rouge2_low"] < 0.3 < found["rouge2_high"] <= 0.6
     # Each article loses the same: of pairs there is no doubt, though the intervals overlap.
     assert [found[f"delta_rouge2{end}"] for end in ("", "_low", "_high")] == [
         pytest.approx(-0.1)] * 3
-    assert summary_rows.scores(rows, None)["delta_rouge2"] is None
+    assert summary_table.scores(rows, None)["delta_rouge2"] is None
     low, high = statistics.bootstrap_interval([0.1, 0.2, 0.6], [1, 1, 1])
     assert (found["rouge1_low"], found["rouge1_high"]) == (low, high)
 
@@ -150,12 +148,12 @@ def test_only_articles_that_every_cache_has_summarised_count():
     """Numbers 1 and 3 of four: the full cache lacks 0, the other 2."""
     articles = [Article("Text. More.", f"text {number}") for number in range(4)]
     h2o = H2OConfig(heavy_tokens=3, recent_tokens=4, sink_tokens=1, positions="rolling")
-    runs = {summary_rows.SummaryCache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
+    runs = {summary_table.SummaryCache("h2o", h2o, 8): [row(0, "a"), row(1, "text 1"), row(2, None),
                                                        row(3, "none", 6)],
-            summary_rows.SummaryCache("full", None): [row(0, None), row(1, "text 1"),
+            summary_table.SummaryCache("full", None): [row(0, None), row(1, "text 1"),
                                                       row(2, "text 2"),
                                                       row(3, "text 3")]}
-    small, full, lead = summary_rows.all_rows(runs, articles, model="m", chat=True, score=Rouge())
+    small, full, lead = summary_table.all_rows(runs, articles, model="m", chat=True, score=Rouge())
     assert [(one["articles"], one["too_long"]) for one in (small, full, lead)] == [(2, 2)] * 3
     assert [one["rouge2"] for one in (small, full, lead)] == [0.5, 1, 0]
     assert [one["delta_rouge2"] for one in (small, full, lead)] == [-0.5, 0, -1]
@@ -313,7 +311,7 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
         "cache", "full", "lead-1", "articles: 10; too long for the model and left out: 1"]
     with open(tmp_path / "r.csv", newline="", encoding="utf-8") as file:
         full, lead = csv.DictReader(file)
-    assert tuple(full) == summary_rows.COLUMNS
+    assert tuple(full) == summary_table.COLUMNS
     assert [full[name] for name in ("policy", "budget_tokens", "articles", "too_long", "rouge2",
                                     "delta_rouge2", "seconds", "generated_tokens_per_second",
                                     "stopped_share", "chat_template", "positions")] == [
@@ -412,7 +410,7 @@ def test_a_sweep(fake, articles, tmp_path, capsys):
     files = [f"o.{name.replace(' ', '-')}.jsonl" for name in names[:-1]]
     assert {path.name for path in tmp_path.iterdir()} == {
         "in.jsonl", "r.csv", "p.svg", *files, *(f"{name}.config.yaml" for name in files)}
-    rows = summary_rows.read_rows(str(table))
+    rows = summary_table.read_rows(str(table))
     assert [(row["heavy_tokens"], row["recent_tokens"]) for row in rows] == [
         (4, 4), (8, 8), (0, 8), (0, 16), (None, None), (None, None)]
     assert [one["h2o"] for one in fake.opened] == [
@@ -439,8 +437,8 @@ def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
                    "--plot", plot) == 0
         assert plot.read_bytes().startswith(b"\x89PNG")
     zero = [{**row, **dict.fromkeys(("rouge2", "rouge2_low", "rouge2_high"), 0.0)}
-            for row in summary_rows.read_rows(str(tmp_path / "8.csv"))]
-    summary_plot.draw(zero, str(tmp_path / "zero.png"))
+            for row in summary_table.read_rows(str(tmp_path / "8.csv"))]
+    summary_table.draw(zero, str(tmp_path / "zero.png"))
     assert (tmp_path / "zero.png").exists()
 
 
@@ -660,7 +658,7 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     assert [row["finish_reason"] for row in read_jsonl(usual)] == ["length", "too_long"]
     assert [row["finish_reason"] for row in read_jsonl(within)] == ["length", "length"]
     assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
-    assert summary_rows.read_rows(str(csv))[0]["prompt_chunk"] == 8
+    assert summary_table.read_rows(str(csv))[0]["prompt_chunk"] == 8
     # It decides what is made: the other's file is not gone on with.
     capsys.readouterr()
     assert run(path, usual, *base, "--evict-while-prefilling") == 2

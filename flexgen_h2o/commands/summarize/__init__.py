@@ -1,24 +1,44 @@
-"""Summarisation: ``flexgen-h2o summarize --input-path FILE.jsonl ...``.
+"""Summarize articles and compute ROUGE: ``flexgen-h2o summarize --input-path FILE.jsonl ...``.
 
-Each article's prompt is continued greedily, so that figures repeat, and what comes is scored by
-ROUGE against the reference. ``--sweep`` does so for one cache after the other: the table of H2O
-(arXiv 2306.14048), ROUGE-2 by KV budget. All that can be refused is refused before torch is
-loaded.
+Decoding is greedy, so that scores repeat. ``--sweep`` compares caches, as the table of ROUGE-2 by
+KV budget in H2O (arXiv 2306.14048) does. Flags have the H2O repository's names where it has them.
+Invalid flags and files are refused before torch is imported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.cli import measurements
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
+from flexgen_h2o.cli.parser import (
+    Parser,
+    check_from_csv,
+    check_own,
+    check_placed,
+    command_parser,
+    parse,
+    program,
+    refuse,
+)
 from flexgen_h2o.cli.run_config import RunConfig
-from flexgen_h2o.commands.summarize import summaries as summary_plot
-from flexgen_h2o.commands.summarize import summaries as summary_rows
-from flexgen_h2o.commands.summarize.flags import SummarizeOptions, parse_args, parser
-from flexgen_h2o.commands.summarize.summaries import Rouge, Score, check_rows, summarize
+from flexgen_h2o.cli.values import flag
+from flexgen_h2o.commands.summarize import table
+from flexgen_h2o.commands.summarize.summaries import (
+    Rouge,
+    Row,
+    Score,
+    check_rouge,
+    check_rows,
+    summarize,
+)
+from flexgen_h2o.commands.summarize.table import SummaryCache
+from flexgen_h2o.config.h2o import EVICTIONS
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_summary_tasks
 from flexgen_h2o.files.rows import ResumableJsonl
@@ -27,62 +47,212 @@ from flexgen_h2o.files.writing import catch_write_errors, check_writable
 
 __all__ = ["main", "parse_args", "parser", "run"]
 
-# What the text of a summary depends on. Batches, placements and the device may change in between.
-_DECIDING = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",
-             "recent_tokens", "sink_tokens", "prompt_chunk", "positions", "cache_bits")
+POLICIES = tuple(name for name in EVICTIONS if name != "full")
+WINDOW = 256
+"""Default budget in tokens. Half of them are heavy hitters, as in the H2O repository."""
+
+_SIZES = ("num_window_length", "num_heavy_hitter_tokens")
+_EVICTION_SWITCHES = ("evict_while_prefilling", "enable_position_rolling")
+_FULL_CACHE: dict[str, Any] = {"eviction": "full", **dict.fromkeys(_SIZES),
+                               **dict.fromkeys(_EVICTION_SWITCHES, False)}
+_SHARED = ("path", "device", "dtype", "gpu_batch_size", "num_gpu_batches", "percent", "offload_dir",
+           "prefill_chunk", "cache_bits", "eviction", *_SIZES, *_EVICTION_SWITCHES)
+_DEFAULTS = {"model": "smollm2-135m"}
+_TEXT_SETTINGS = ("model", "path", "dtype", "gen_len", "chat_template", "policy", "heavy_tokens",
+                  "recent_tokens", "sink_tokens", "prompt_chunk", "positions", "cache_bits")
+"""Settings that summaries depend on: a resumed run must have the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SummarizeOptions:
+    """The checked flags; `run` holds those shared with `generate`. Lengths are in tokens.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    run: RunConfig
+    input_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE.jsonl",
+        help="articles, a JSON object per line: the prompt in `article`, the reference in "
+        "`summary_gt`, and optionally `stop` and `max_tokens`",
+    )
+    output_path: str | None = flag(
+        "path", None, shown="none", metavar="FILE.jsonl",
+        help="write a line per article; the same command resumes after the last line. A sweep "
+        "writes a file per cache, such as FILE.h2o-128.jsonl",
+    )
+    sample_num: int | None = flag(
+        "int", None, low=1, shown="all", help="use only the first N articles",
+    )
+    gen_len: int | None = flag(
+        "int", None, low=1, shown="`max_tokens` of the line, or 64",
+        help="maximum number of new tokens",
+    )
+    chat_template: bool = flag(
+        "bool", False,
+        help="send each prompt as a user message in the model's chat template",
+    )
+    enable_h2o_generation: bool = flag(
+        "bool", False,
+        help="evict tokens from the cache as --eviction says; otherwise the cache keeps all tokens",
+    )
+    sweep: tuple[str, ...] = flag(
+        "words", (), shown="none", metavar="N|full",
+        help="summarize with each of these budgets, for each of --policies",
+    )
+    policies: tuple[str, ...] | None = flag(
+        "words", None, choices=POLICIES, shown="h2o window", metavar="POLICY",
+        help=f"eviction policies of --sweep: {', '.join(POLICIES)}",
+    )
+    csv: str | None = flag(
+        "path", None, shown="none", metavar="FILE",
+        help="write a row per cache and one for lead-1; an existing file is replaced",
+    )
+    plot: str | None = measurements.plot_flag("ROUGE-2 and ROUGE-L by budget")
+    from_csv: str | None = measurements.from_csv_flag()
+
+    def __post_init__(self) -> None:
+        check_own(self)
+        outputs: list[tuple[str, str]] = []
+        if self.from_csv is None:
+            self._check_run()
+            outputs = [("output_path", path) for line_file in self.outputs().values()
+                       for path in (line_file, f"{line_file}.config.yaml")]
+        if self.plot is not None and self.from_csv is None and not self.sweep:
+            raise UserError("--plot draws several budgets: add --sweep, or --from-csv")
+        measurements.check_outputs(self, outputs)
+
+    def _check_run(self) -> None:
+        if self.input_path is None or self.output_path is None:
+            raise UserError("give --input-path, a .jsonl file of articles, and --output-path, "
+                            "or --from-csv")
+        check_placed(self.run)
+        if self.policies and not self.sweep:
+            raise UserError("--policies has no effect without --sweep: give --eviction")
+        if self.policies and {*self.sweep} == {"full"}:
+            raise UserError("--policies has no effect on the full cache: add a budget to --sweep")
+        for size in self.sweep:
+            if size != "full" and not (size.isdecimal() and size.isascii() and int(size) > 0):
+                raise UserError("each of --sweep must be a number of tokens or full, got "
+                                f"{size!r}")
+        self.configs()  # RunConfig checks each
+        check_rouge()
+
+    def configs(self) -> dict[str, RunConfig]:
+        """Return the run configuration of each cache, by the cache's name, in order."""
+        configs = [self.run]
+        if self.sweep:
+            budgets = sorted({int(size) for size in self.sweep if size != "full"})
+            configs = [replace(self.run, eviction=policy, num_window_length=budget)
+                       for policy in dict.fromkeys(self.policies or ("h2o", "window"))
+                       for budget in budgets]
+            configs += [replace(self.run, **_FULL_CACHE)] if "full" in self.sweep else []
+        return {_cache_name(config): config for config in configs}
+
+    def outputs(self) -> dict[str, str]:
+        """Return the output file of each of `configs`; in a sweep it contains the cache's name."""
+        assert self.output_path is not None
+        path = Path(self.output_path)
+        return {name: str(path.with_name(f"{path.stem}.{name}{path.suffix}")) if self.sweep
+                else self.output_path for name in self.configs()}
+
+
+def _cache(config: RunConfig) -> SummaryCache:
+    return SummaryCache(config.eviction, config.h2o(), config.resolved_cache_bits)
+
+
+def _cache_name(config: RunConfig) -> str:
+    budget = _cache(config).budget
+    return config.eviction if budget is None else f"{config.eviction}-{budget}"
+
+
+def parser() -> Parser:
+    """Return the parser of the flags."""
+    return command_parser(
+        SummarizeOptions, _SHARED, prog=program("summarize"),
+        defaults=_DEFAULTS | {
+            "eviction": f"{POLICIES[0]} with --enable-h2o-generation",
+            "num_window_length": f"{WINDOW}, or twice --num-heavy-hitter-tokens"},
+        helps={"eviction": "tokens to keep: heavy hitters and recent tokens (h2o), recent tokens "
+               "(window), or the first and recent tokens (sink-window)"},
+        description="Summaries and their ROUGE with the full or an evicting KV cache.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> SummarizeOptions:
+    """Parse flags into checked `SummarizeOptions`. Raises `UserError`."""
+    own, shared = parse(argv, parser(), SummarizeOptions)
+    check_from_csv([*own, *shared])
+    return SummarizeOptions(run=RunConfig.from_mapping(_DEFAULTS | _cache_flags(own, shared)),
+                            **own)
+
+
+def _cache_flags(own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Return the shared flags with the defaults of the cache; for a sweep, of an evicting one."""
+    h2o, sweep = own.get("enable_h2o_generation"), own.get("sweep", ())
+    if sweep:
+        refuse([*shared, *own], ("eviction", *_SIZES, "enable_h2o_generation"),
+               "has no effect with --sweep, which sets the caches: leave it out")
+    elif h2o and shared.get("eviction") == "full":
+        raise UserError("--enable-h2o-generation evicts: leave --eviction full out")
+    if not h2o and {*sweep} <= {"full"}:
+        add = "a budget to --sweep" if sweep else "--enable-h2o-generation"
+        evicting = [name for name in shared if shared[name] not in (False, "full")]
+        refuse(evicting, _FULL_CACHE, f"has no effect on the full cache: add {add}")
+        return _FULL_CACHE | shared
+    return shared if shared.keys() & {*_SIZES} else {"num_window_length": WINDOW} | shared
 
 
 def run(options: SummarizeOptions) -> None:
-    """Summarise and score, or read what was measured; write the files and print the table."""
+    """Summarize and score, or read measured rows; write the files and print the table."""
     measurements.report(
-        options, read=summary_rows.read_rows,
-        measure=lambda: measurements.collected(options.csv, summary_rows.COLUMNS, measure(options)),
-        print_stdout=lambda rows: print_stdout(summary_rows.table(rows)), draw=summary_plot.draw)
+        options, read=table.read_rows,
+        measure=lambda: measurements.collected(options.csv, table.COLUMNS, measure(options)),
+        show=lambda rows: print_stdout(table.text(rows)), draw=table.draw)
 
 
-def measure(options: SummarizeOptions) -> list[dict[str, object]]:
-    """A row for each cache, whose summaries are gone on with where an earlier run stopped."""
+def measure(options: SummarizeOptions) -> list[Row]:
+    """Return a row for each cache. Summaries resume where an earlier run stopped."""
+    assert options.input_path is not None
     articles = read_summary_tasks(options.input_path, most=options.sample_num,
-                             max_tokens=options.gen_len)
-    caches, files, made = options.caches(), {}, {}
+                                  max_tokens=options.gen_len)
+    configs, files, rows = options.configs(), {}, {}
     for name, path in options.outputs().items():
         check_writable("--output-path", path)
-        files[name] = ResumableJsonl("--output-path", path, _resolved(options, caches[name]),
-                                     _DECIDING)
-        made[name] = files[name].read()
-        check_rows(path, made[name], articles)
+        files[name] = ResumableJsonl("--output-path", path,
+                                     _settings(options, _cache(configs[name])), _TEXT_SETTINGS)
+        rows[name] = files[name].read()
+        check_rows(path, rows[name], articles)
     score = Rouge()
-    done = sum(min(len(rows), len(articles)) for rows in made.values())
+    done = sum(min(len(lines), len(articles)) for lines in rows.values())
     with ProgressBar(total=len(files) * len(articles), initial=done, unit="article",
-              disable=None) as bar:
-        for name, config in options.configs().items():
+                     disable=None) as bar:
+        for name, config in configs.items():
             bar.set_description(name)
-            if len(made[name]) < len(articles):
-                made[name] += _rest(options, config, articles, files[name], score=score, bar=bar)
-    return summary_rows.all_rows({caches[name]: rows for name, rows in made.items()}, articles,
-                                 model=options.run.model, chat=options.chat_template, score=score)
+            if len(rows[name]) < len(articles):
+                rows[name] += _missing_rows(options, config, articles, files[name], score=score,
+                                            bar=bar)
+    return table.all_rows({_cache(config): rows[name] for name, config in configs.items()},
+                          articles, model=options.run.model, chat=options.chat_template,
+                          score=score)
 
 
-def _rest(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article],
-          file: ResumableJsonl,
-          *,
-          score: Score, bar: ProgressBar) -> list[dict[str, object]]:
-    """Rows of the articles that the file lacks; they are in it, too."""
-    found: list[dict[str, object]] = []
-    with (_telling(file, len(articles)),
-          open_llm(config, progress=False) as llm):
+def _missing_rows(options: SummarizeOptions, config: RunConfig, articles: Sequence[Article],
+                  file: ResumableJsonl, *, score: Score, bar: ProgressBar) -> list[Row]:
+    """Summarize the articles that the file lacks, add them to it, and return their rows."""
+    missing: list[Row] = []
+    with _report_partial(file, len(articles)), open_llm(config, progress=False) as llm:
         for rows in summarize(llm, articles, begin=file.count, chat=options.chat_template,
                               score=score):
             with catch_write_errors("--output-path", file.path):
                 file.add(rows)
-            found += rows
+            missing += rows
             bar.update(len(rows))
-    return found
+    return missing
 
 
 @contextmanager
-def _telling(file: ResumableJsonl, total: int) -> Iterator[None]:
-    """Tell of a run that stops early what it has left."""
+def _report_partial(file: ResumableJsonl, total: int) -> Iterator[None]:
+    """Add to the message of an error how many lines the file has."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:
@@ -92,12 +262,12 @@ def _telling(file: ResumableJsonl, total: int) -> Iterator[None]:
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 
-def _resolved(options: SummarizeOptions, cache: summary_rows.SummaryCache) -> dict[str, object]:
-    """Settings kept beside the lines of one cache, as plain YAML values."""
+def _settings(options: SummarizeOptions, cache: SummaryCache) -> dict[str, object]:
+    """Return the settings to store beside the lines of a cache, as plain YAML values."""
     run = options.run
     return {
         "model": run.model, "path": run.path, "dtype": run.dtype, "gen_len": options.gen_len,
-        "chat_template": options.chat_template, **cache.sizes(),
+        "chat_template": options.chat_template, **cache.columns(),
         "input_path": options.input_path, "device": run.device,
         "batch_size": run.resolved_gpu_batch_size, "num_gpu_batches": run.resolved_num_gpu_batches,
         "percent": list(run.percent), "offload_dir": run.offload_dir,
