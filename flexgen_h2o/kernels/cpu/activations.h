@@ -1,11 +1,11 @@
-// Activations of vectors, in float32, rounded once.
+// Vectorized activations, computed in float32 and rounded once.
 #pragma once
 
 #include "simd.h"
 
 namespace ISA {
 
-// WIDTH elements, or `count` of them if those are fewer, and then `rest`.
+// Load WIDTH elements. If `count` is smaller, load `count` elements and fill with `rest`.
 template <class T>
 INLINE Floats some(const T* from, int64_t count, float rest = 0) {
     if (count >= WIDTH) return load(from);
@@ -40,7 +40,7 @@ INLINE Floats erfc(Floats x) {
 }
 
 struct Relu {
-    static INLINE Floats of(Floats x) { return x <= 0.0f ? Floats{} : x; }  // NaN stays
+    static INLINE Floats of(Floats x) { return x <= 0.0f ? Floats{} : x; }  // keeps NaN
 };
 struct Silu {
     static INLINE Floats of(Floats x) { return x * sigmoid(x); }
@@ -51,13 +51,13 @@ struct Gelu {
         return x * (x >= 0.0f ? 1.0f - half : half);
     }
 };
-struct GeluTanh {  // (1 + tanh(u)) / 2 is the sigmoid of 2 u
+struct GeluTanh {  // (1 + tanh(u)) / 2 equals sigmoid(2 u)
     static INLINE Floats of(Floats x) {
         return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
     }
 };
 
-// ``x = F(x) * factor`` of `count` elements, in place; the factor may be null.
+// Compute `x = F(x) * factor` for `count` elements in place. The factor may be null.
 template <class T, class F>
 INLINE void activate_span(T* x, const T* factor, int64_t count) {
     for (int64_t i = 0; i < count; i += WIDTH) {

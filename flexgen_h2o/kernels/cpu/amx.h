@@ -1,8 +1,8 @@
-// AMX tiles of bfloat16, or the same in plain C++.
+// AMX tiles of bfloat16, or their emulation in plain C++.
 //
-// Tiles are registers of up to 16 rows of 64 bytes. A source that includes this is compiled once
-// for the instructions, and once (H2O_EMULATE) for their twin, which gives the same bits on
-// any CPU: the products of a kernel can be tested where no AMX is. Both have TILES defined.
+// A tile is a register of up to 16 rows of 64 bytes. A source that includes this header is compiled
+// once with AMX instructions and once with emulation (H2O_EMULATE). Both give the same bits, so a CPU
+// without AMX can test the matmuls. Both define TILES.
 #pragma once
 
 #include "simd.h"
@@ -16,11 +16,11 @@
 
 namespace ISA {
 
-constexpr int64_t TILE_ROWS = 16;   // the most
-constexpr int64_t TILE_BYTES = 64;  // of a row, the most
-constexpr int64_t TILE_PAIRS = 16;  // of bfloat16 in a row, and the most rows of a right operand
+constexpr int64_t TILE_ROWS = 16;   // maximum
+constexpr int64_t TILE_BYTES = 64;  // maximum per row
+constexpr int64_t TILE_PAIRS = 16;  // of bfloat16 in a row; also the maximum rows of a right operand
 
-// What LDTILECFG reads: how many rows each tile has, and how many bytes in a row.
+// Operand of LDTILECFG: rows of each tile, and bytes per row.
 struct alignas(64) TileShapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t bytes[16] = {};
@@ -34,10 +34,11 @@ struct alignas(64) TileShapes {
 
 #if !defined(H2O_EMULATE)
 
-// The tiles of the calling thread, configured for as long as this lives. One at a time.
+// RAII guard that configures the tiles of the calling thread. Only one may exist per thread.
 //
-// Not the intrinsics: GCC's take literals for registers, and its loads do not say that they read
-// memory, so that what was to be stored first may be stored later.
+// Inline assembly replaces the intrinsics for two reasons. GCC's intrinsics need literal register
+// numbers. Its tile loads do not declare that they read memory, so the compiler may move an earlier
+// store after them.
 class Tiles {
 public:
     explicit Tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
@@ -49,7 +50,7 @@ public:
     INLINE void zero() {
         asm volatile("tilezero %%tmm%c0" ::"i"(T));
     }
-    // Rows `stride` bytes apart.
+    // Load rows that are `stride` bytes apart.
     template <int T>
     INLINE void load(const void* from, int64_t stride) {
         asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
@@ -58,7 +59,7 @@ public:
     INLINE void store(void* to, int64_t stride) {
         asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
     }
-    // C [rows, columns] of float32 += A [rows, pairs] B [pairs, columns], pairs of bfloat16.
+    // C [rows, columns] float32 += A [rows, pairs] B [pairs, columns], in pairs of bfloat16.
     template <int C, int A, int B>
     INLINE void add_product() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
@@ -67,10 +68,10 @@ public:
 
 #else
 
-// TDPBF16PS takes denormals for zeros, and makes none.
+// TDPBF16PS treats denormal inputs as zero and flushes denormal results to zero.
 inline float flushed(float x) { return x < 0x1p-126f && x > -0x1p-126f ? 0.0f * x : x; }
 
-// See the description of each instruction in Intel's Software Developer's Manual, volume 2.
+// The semantics follow Intel's Software Developer's Manual, volume 2.
 class Tiles {
 public:
     explicit Tiles(const TileShapes& shapes) : shapes(shapes) {}
@@ -93,13 +94,13 @@ public:
         for (int64_t row = 0; row < shapes.rows[T]; row++)
             std::memcpy(static_cast<char*>(to) + row * stride, data[T][row], shapes.bytes[T]);
     }
-    // Of each pair the first elements are summed by themselves, and so are the second ones: with
-    // a rounding after each product that is added, from 0 on.
+    // The first elements of the pairs are accumulated separately from the second ones. Both sums start
+    // at 0 and are rounded after each multiply-add.
     template <int C, int A, int B>
     void add_product() {
         if (shapes.rows[A] != shapes.rows[C] || shapes.bytes[A] != 4 * shapes.rows[B] ||
             shapes.bytes[B] != shapes.bytes[C])
-            __builtin_trap();  // the instruction is an invalid one then
+            __builtin_trap();  // the hardware instruction is invalid in this case
         float right[2][TILE_PAIRS][TILE_ROWS];
         for (int64_t k = 0; k < shapes.rows[B]; k++)
             for (int64_t n = 0; n < TILE_ROWS; n++) {
@@ -134,7 +135,7 @@ private:
 
 #endif
 
-// Two vectors to the nearest bfloat16, which is 0 for denormals where there is an instruction for it.
+// Round two vectors to the nearest bfloat16. The hardware instruction flushes denormals to zero.
 INLINE void narrow(bf16* to, Floats low, Floats high) {
 #if defined(__AVX512BF16__)
     const __m512bh both = _mm512_cvtne2ps_pbh(high, low);

@@ -1,4 +1,4 @@
-// Codes of 4 bits as operands of AMX tiles, and what comes out of these as vectors.
+// 4-bit quantized values as operands of AMX tiles, and tile results as vectors.
 #pragma once
 
 #include "amx.h"
@@ -7,17 +7,17 @@
 
 namespace ISA {
 
-constexpr int64_t STEP = 2 * TILE_PAIRS;  // elements that a product of tiles sums over, or bytes of codes
+constexpr int64_t STEP = 2 * TILE_PAIRS;  // reduction depth of a tile matmul, or bytes
 constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
-constexpr int64_t VALUE_TILES = 4;  // that 32 bytes of values come to
+constexpr int64_t VALUE_TILES = 4;  // tiles that 32 bytes of values expand to
 
-// Codes as bfloat16; twice, so that the bit above them does not matter.
+// Values 0 to 15 as bfloat16. The table is repeated, so that bit 4 of an index is ignored.
 alignas(64) constexpr uint16_t CODES[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
     0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
     0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
-// The low halves of 32 bytes, and the high ones, as bfloat16.
+// Convert the low and the high nibbles of 32 bytes to bfloat16.
 INLINE void codes_of(const uint8_t* from, uint16_t* low, uint16_t* high) {
 #if defined(__AVX512BW__)
     const __m512i table = _mm512_load_si512(CODES);
@@ -29,9 +29,9 @@ INLINE void codes_of(const uint8_t* from, uint16_t* low, uint16_t* high) {
 #endif
 }
 
-// Of 32 bytes of two slots: a row of pairs of each of VALUE_TILES tiles, two of low halves and two of
-// high ones. A column of the first and of the second is `byte_of` it.
-constexpr int64_t RUN = 8;  // columns whose bytes follow each other
+// 32 bytes of two slots expand to one row of pairs in each of VALUE_TILES tiles: two tiles of low
+// nibbles and two of high nibbles. `byte_of` maps a column of a tile to its byte.
+constexpr int64_t RUN = 8;  // consecutive columns with consecutive bytes
 constexpr int64_t byte_of(int64_t tile, int64_t column) {
     return tile % 2 * RUN + column + column / RUN * RUN;
 }
@@ -56,14 +56,14 @@ INLINE void pairs_of(const uint8_t* first, const uint8_t* second, uint32_t* to) 
 #endif
 }
 
-// Rows of N floats, as they follow each other in N vectors, to their columns.
+// Transpose rows of N floats, contiguous in N vectors, to columns.
 template <int N>
 INLINE void to_columns(Floats* x) {
     static_assert(N == 4 || N == 8, "a row is half a vector at most");
     Words even, odd;
     for (int i = 0; i < WIDTH; i++) even[i] = static_cast<uint32_t>(2 * i), odd[i] = even[i] + 1;
 #pragma GCC unroll 4
-    for (int parts = 1; parts < N; parts *= 2) {  // of N / parts vectors, by the number of a column
+    for (int parts = 1; parts < N; parts *= 2) {  // N / parts vectors per part, by column
         Floats next[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N / 2; n++) {
@@ -75,7 +75,7 @@ INLINE void to_columns(Floats* x) {
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) x[n] = next[n];
     }
-    // A column's bits are those of its place, the other way round.
+    // The columns come out in bit-reversed order.
     const Floats second = x[1];
     x[1] = x[N / 2], x[N / 2] = second;
     if constexpr (N == 8) {

@@ -1,9 +1,9 @@
-// Products by the codes of quantized matrices in AMX tiles: each group's sums are scaled in float32.
+// Matmuls of quantized matrices in AMX tiles. The sums of each group are scaled in float32.
 //
-// A group of inputs of two tiles of outputs takes three turns: its codes are taken apart, they are
-// multiplied, and what comes of that is scaled. So three groups are under way. The first two parts
-// alternate tile by tile, since a CPU does not look far enough ahead to find the one while it is at
-// the other.
+// The kernel is a software pipeline of three stages: unpack the quantized values of a group, multiply
+// them, scale the results. So three groups of two tiles of outputs are in flight. Unpacking and
+// multiplying alternate tile by tile, because the reorder window of a CPU is too small to overlap them
+// otherwise.
 #pragma once
 
 #include "panel.h"
@@ -13,11 +13,12 @@
 
 namespace ISA {
 
-constexpr int64_t STRIPE = 16;        // chunks of outputs that share slabs of inputs
-constexpr int64_t SLAB_INPUTS = 128;  // whose x stay in the nearest cache for a stripe
+constexpr int64_t STRIPE = 16;        // chunks of outputs that share one block of x
+constexpr int64_t SLAB_INPUTS = 128;  // inputs of an L1 block of x, reused by all chunks of a stripe
 static_assert(COLUMNS == TILE_COLUMNS, "two tiles are a chunk");
 
-// Whole tiles, or where `rows` are no more than two tiles have: so many. Fewer rows take less time.
+// Return the tile shapes for `rows` rows: whole tiles, or fewer rows if they fit in two tiles. Fewer
+// rows take less time.
 INLINE TileShapes shapes_of(int64_t rows) {
     TileShapes shapes = whole_tiles();
     if (rows > 2 * SIDE) return shapes;
@@ -28,12 +29,11 @@ INLINE TileShapes shapes_of(int64_t rows) {
     return shapes;
 }
 
-// Where a thread is among the groups of its chunks. It goes stripe by stripe, in each slab by slab,
-// in that chunk by chunk, and in that group by group.
+// Position of a thread in the groups of its chunks. The loop order is stripe, slab, chunk, group.
 struct Place {
-    int64_t groups, slab, end;  // how many groups there are, and in a slab; behind the last chunk
-    int64_t stripe, chunk;      // the stripe's first chunk, and this one
-    int64_t first = 0, g = 0;   // the slab's first group, and this one
+    int64_t groups, slab, end;  // number of groups in all and per slab; the end of the chunks
+    int64_t stripe, chunk;      // first chunk of the stripe, current chunk
+    int64_t first = 0, g = 0;   // first group of the slab, current group
 
     Place(const Blocks& m, int64_t begin, int64_t end)
         : groups(m.groups), slab(m.group < SLAB_INPUTS ? SLAB_INPUTS / m.group : 1), end(end),
@@ -53,20 +53,20 @@ struct Place {
     }
 };
 
-// A group on its way; there is none where it has no codes.
+// A group in the pipeline. Null `codes` mark an empty stage.
 struct CodedGroup {
     uint32_t* codes = nullptr;  // [steps, COLUMNS]
     float* products = nullptr;  // [rows, COLUMNS]
-    float* scales = nullptr;    // [2, COLUMNS], with what sums of x are to be multiplied with
+    float* scales = nullptr;    // [2, COLUMNS], factors for the sums of x
     float* totals = nullptr;    // [rows, COLUMNS]
-    int64_t g = 0;              // of the panel
+    int64_t g = 0;              // index in the panel
 };
 
-// What groups on their way need of memory. Zeros where they fill no whole tiles.
+// Scratch memory of the groups in the pipeline. Parts that fill no whole tile stay zero.
 struct CodedRoom {
-    static constexpr int64_t SCALES = 4;  // groups whose scales are there: a power of two
+    static constexpr int64_t SCALES = 4;  // ring buffer of group scales; a power of two
     uint32_t* codes;                      // of two groups
-    float *products, *scales;             // of two, and of SCALES
+    float *products, *scales;             // of two groups, and of SCALES groups
 
     static int64_t size(const Panel& p) { return 2 * COLUMNS * (p.steps + p.rows + SCALES); }
     CodedRoom(const Panel& p, float* from)
@@ -85,7 +85,7 @@ INLINE void unpack_scales(const uint8_t* block, float* to) {
     }
 }
 
-// The codes of a block that one step of tiles takes.
+// Unpack the quantized values of a block for one step of tiles.
 template <class C>
 INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t step, uint32_t* to) {
     constexpr int PAIRS = C::unit_inputs / 2, UNITS = TILE_PAIRS / PAIRS;
@@ -107,14 +107,14 @@ INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t step,
     }
 }
 
-// The groups of one thread, one after the other.
+// Pipeline of one thread's groups.
 template <class C>
 class CodedGroups {
 public:
     CodedGroups(Tiles& tiles, const Panel& p, int64_t rows, const CodedRoom& room)
         : tiles(tiles), p(p), rows(rows), room(room) {}
 
-    // Begins with group g, of two tiles; two turns later it adds to its totals.
+    // Start group g of two tiles. Two calls later it is added to its totals.
     INLINE void add(const CodedBlock<C> (&blocks)[2], int64_t words, int64_t g, float* totals) {
         CodedGroup mine{room.codes + turn % 2 * p.steps * COLUMNS,
                         room.products + turn % 2 * p.rows * COLUMNS,
@@ -135,7 +135,7 @@ public:
         go_on(mine);
     }
 
-    // Ends with those that are on their way.
+    // Drain the pipeline.
     INLINE void finish() {
         while (last.codes || before.codes) {
             if (last.codes) multiply([](int64_t, int64_t) {});
@@ -151,7 +151,7 @@ private:
     CodedGroup last, before;
     uint64_t turn = 0;
 
-    // The last group's products. Between those of the first rows' tiles, unpack(step, t) is called.
+    // Multiply the last group. unpack(step, t) is called between the tile matmuls of the first rows.
     template <class F>
     INLINE void multiply(const F& unpack) {
         const int64_t steps = p.steps / TILE_PAIRS;
@@ -169,8 +169,8 @@ private:
         });
     }
 
-    // Scales the one before, both tiles of a row at once: the fewer instructions, the more of the
-    // other parts are under way.
+    // Scale and accumulate the group before the last, both tiles of a row at once. Fewer instructions
+    // leave more of the reorder window to the other stages.
     INLINE void add_scaled() const {
         constexpr int PARTS = COLUMNS / WIDTH;
         const float *products = before.products, *sums = p.sums + before.g * p.rows;
@@ -198,7 +198,7 @@ private:
     }
 };
 
-// The chunks of a product from `begin` to `end`. Totals are [STRIPE, rows, COLUMNS].
+// Compute chunks `begin` to `end` of a matmul. Totals are [STRIPE, rows, COLUMNS].
 template <class C>
 void coded_chunks(Tiles& tiles, const Product& a, const Panel& p, const CodedRoom& room,
                   float* totals, int64_t begin, int64_t end) {
@@ -211,7 +211,7 @@ void coded_chunks(Tiles& tiles, const Product& a, const Panel& p, const CodedRoo
         const int64_t stripe = here.stripe, chunks = here.chunks();
         std::memset(totals, 0, static_cast<size_t>(chunks * size) * sizeof *totals);
         for (; here.stripe == stripe; here.next(), ahead.next()) {
-            // Of a tile that is not there, the other one's.
+            // An odd last tile is paired with itself.
             const auto block = [&](int64_t t) ALWAYS_INLINE {
                 const int64_t tile = 2 * here.chunk + t;
                 const uint8_t* later = m.at(2 * ahead.chunk + t, ahead.g);
@@ -228,7 +228,7 @@ void coded_chunks(Tiles& tiles, const Product& a, const Panel& p, const CodedRoo
     }
 }
 
-// Every product of the chain, which share x: by their codes.
+// Compute all matmuls of a chain that share x, with quantized values as operands.
 template <class C>
 int coded_product(const Product& a) {
     const Blocks m(a.matrix);

@@ -1,4 +1,4 @@
-// Codes of a quantized matrix as operands of products: floats, or pairs of bfloat16.
+// Quantized values of a matrix as matmul operands: floats, or pairs of bfloat16.
 #pragma once
 
 #include <type_traits>
@@ -16,12 +16,12 @@ INLINE Words load_words(const void* from) {
 
 INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); }
 
-// Words of WIDTH outputs that hold whole codes.
+// Words of WIDTH outputs that hold whole quantized values.
 template <class C>
 struct Coded {
     Words words[C::unit_words];
 };
-// The n-th of a block, for the outputs from `lane` on.
+// Load unit `n` of a block, for WIDTH outputs from `lane` on.
 template <class C>
 INLINE Coded<C> load_coded(const uint8_t* block, int64_t n, int64_t lane) {
     Coded<C> to;
@@ -31,10 +31,10 @@ INLINE Coded<C> load_coded(const uint8_t* block, int64_t n, int64_t lane) {
     return to;
 }
 
-constexpr int64_t BOUND_ROWS = 4;  // of x, whose products take less time than memory does
+constexpr int64_t BOUND_ROWS = 4;  // maximum rows of x for which the matmul is memory-bound
 
-// The words of WIDTH outputs of a block, with each of which memory is asked for a line of a later one,
-// and where memory binds AGAIN for one that is nearer.
+// Words of WIDTH outputs of a block. Each access prefetches a line of a later block. If AGAIN is set
+// (memory-bound), it also prefetches a line of a nearer block.
 struct CodedWords {
     const uint8_t *words, *later, *sooner;
     CacheLevel to;
@@ -46,7 +46,7 @@ struct CodedWords {
         return load_words(words + 4 * MATRIX_TILE * n);
     }
 
-    // Those of a unit, the n-th.
+    // Return the words of unit `n`.
     template <class C, bool AGAIN>
     INLINE Coded<C> unit(int64_t n) const {
         Coded<C> to;
@@ -55,9 +55,9 @@ struct CodedWords {
     }
 };
 
-// A block of a tile, one of `tiles` that are computed with. A later one is asked for line by line, by
-// whoever is first to read this one: many lines at once fill a core's buffers for misses, and
-// computing waits.
+// A block of a tile; `tiles` tiles are computed together. The first reader of a block prefetches a
+// later block line by line. A burst of prefetches would fill the miss buffers of the core and stall the
+// computation.
 template <class C>
 struct CodedBlock {
     const uint8_t *block, *later, *sooner;
@@ -77,18 +77,18 @@ struct CodedBlock {
     }
 };
 
-// Codes that are taken for bfloat16 by their bits, which adds 128 to each.
+// True if the bits of a quantized value are read as bfloat16, which adds 128 to it.
 template <class C>
 constexpr bool shifted() {
     return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ||
            std::is_same_v<C, Compact<4>>;
 }
 
-// Products of floats: an element of x by a code, each step one input.
+// Float operands: one element of x by one quantized value, one input per step.
 struct Single {
-    static constexpr int64_t inputs = 1;  // of a step
+    static constexpr int64_t inputs = 1;  // per step
 
-    // Of words of WIDTH outputs, the codes of a step.
+    // Extract the quantized values of a step from the words of WIDTH outputs.
     template <class C>
     static INLINE Words codes(const Coded<C>& from, int step) {
         constexpr int bits = C::bits;
@@ -103,19 +103,19 @@ struct Single {
         }
         const Ints field = Ints(word >> (16 * (step % 2) + bits * (step / 2)));
 #if defined(__AVX512F__)
-        if (bits == 4) return bits_of<Words>(code<LOW>(field));  // looks at four bits alone
+        if (bits == 4) return bits_of<Words>(code<LOW>(field));  // uses only four index bits
 #endif
         return bits_of<Words>(__builtin_convertvector(field & ((1 << bits) - 1), Floats));
     }
 
-    // The same where codes stand for numbers of `Mxfp4`.
+    // Return the decoded values of `Mxfp4`.
     static INLINE Floats numbers(Words word, int step) {
         const int shift = 16 * (step % 2) + 4 * (step / 2);
 #if defined(__AVX512F__)
         const Floats table = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-        return _mm512_permutexvar_ps(__m512i(word >> shift), table);  // looks at four bits alone
+        return _mm512_permutexvar_ps(__m512i(word >> shift), table);  // uses only four index bits
 #elif defined(__AVX2__)
-        // Bytes for every other code at once; then the one that is asked for, with its sign.
+        // Look up bytes for every other code, then select the wanted one and sign-extend it.
         const __m256i table = _mm256_broadcastsi128_si256(
             _mm_loadu_si128(reinterpret_cast<const __m128i*>(Mxfp4::DOUBLED)));
         const Words low = word >> (shift & 4) & 0x0f0f0f0f;
@@ -133,7 +133,7 @@ struct Single {
         return fma(bits_of<Floats>(codes), x, sum);
     }
 
-    // What the codes are too large by.
+    // Offset that packing adds to each quantized value.
     template <class C>
     static constexpr float shift() {
         return 0.0f;
@@ -144,7 +144,7 @@ struct Single {
         return bits_of<uint32_t>(one(x));
     }
 
-    // Of WIDTH steps.
+    // Pack the x of WIDTH steps.
     template <class T>
     static INLINE Words pack_all(const T* x) {
         return bits_of<Words>(load(x));
@@ -152,31 +152,31 @@ struct Single {
 };
 
 #if defined(__AVX512BF16__) || defined(TILES)
-// Products of pairs of bfloat16: two inputs each step, whose sum AVX512_BF16 takes at once.
+// Pairs of bfloat16: two inputs per step, which AVX512_BF16 multiplies and adds at once.
 struct Pairs {
     static constexpr int64_t inputs = 2;
 
     template <class C>
     static INLINE Words codes(const Coded<C>& from, int step) {
         if constexpr (std::is_same_v<C, Float12>) return floats(Float12::pair(from.words, step));
-        // 128 + code is the bfloat16 whose low bits are the code.
+        // The bfloat16 value 128 + q has q in its low bits.
         if constexpr (C::bits == 6)
             return masked_or(C::word(from.words, step / 2) >> (8 * (step % 2)), 0x003f003f,
                              0x43004300);
         const Words field = from.words[0] >> (C::bits * step);
         if constexpr (std::is_same_v<C, Mxfp4>) return numbers(field);
         if (C::bits == 4) return masked_or(field, 0x000f000f, 0x43004300);
-        // A bfloat16 holds 8 bits exactly, and is the upper half of a float.
+        // A bfloat16 holds 8-bit integers exactly, and is the upper half of a float.
         const Words first = bits_of<Words>(__builtin_convertvector(Ints(field & 0xff), Floats));
         const Words second =
             bits_of<Words>(__builtin_convertvector(Ints(field >> 16 & 0xff), Floats));
         return first >> 16 | second;
     }
 
-    // The numbers of `Mxfp4` by the low bits of each half of a word.
+    // Decode `Mxfp4` codes in the low bits of each half of a word.
     static INLINE Words numbers(Words field) {
 #if defined(__AVX512F__)
-        // Looks at five bits: whichever the fifth is, the same.
+        // The permute uses five index bits. The table is repeated, so that the fifth is ignored.
         constexpr uint16_t TABLE[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0,
                                         0x4100, 0x4140, 0,      0xbf80, 0xc000, 0xc040,
                                         0xc080, 0xc0c0, 0xc100, 0xc140};
@@ -188,13 +188,13 @@ struct Pairs {
 #endif
     }
 
-    // The bfloat16 that pairs of codes of `Float12` are taken for.
+    // Convert pairs of `Float12` codes to the bfloat16 values that they encode.
     static INLINE Words floats(Words codes) {
 #if defined(__AVX512F__)
         const __mmask32 some = _mm512_test_epi16_mask(__m512i(codes), __m512i(Words{} + Float12::SIZE));
         return Words(_mm512_maskz_mov_epi16(some, __m512i(codes | Float12::LOWEST)));
 #else
-        // 0x800 where there are any bits; 7 times that is the lowest exponent.
+        // 0x800 in each half that is not zero. 7 times that is the lowest exponent.
         const Words some = ((codes & Float12::SIZE) + Float12::SIZE) & 0x08000800;
         return codes | ((some << 3) - some);
 #endif

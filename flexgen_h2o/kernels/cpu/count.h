@@ -1,4 +1,4 @@
-// Numbers as types: for loops whose length the compiler is to know.
+// Integers as types, for loops with a compile-time trip count.
 #pragma once
 
 namespace ISA {

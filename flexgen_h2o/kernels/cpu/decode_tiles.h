@@ -1,11 +1,11 @@
-// Decode attention of grouped queries over records of 4 bits in AMX tiles: a head's keys, and its
-// values, meet all query heads that share them at once.
+// Grouped-query decode attention over 4-bit KV entries in AMX tiles. Each tile of keys or values is
+// multiplied with all query heads of its KV head at once.
 //
-// Codes are whole numbers, which bfloat16 holds: scales come in with the logits and with the weights.
-// Keys are left operands, 16 slots a tile, and queries right ones. Weights are left operands, each in
-// two parts that add up to within 2^-17 of it, and values right ones, two slots a pair. What is taken
-// apart is multiplied a turn later, since a load of a tile waits until stores of its lines have left
-// the core's buffer.
+// Quantized values are integers that bfloat16 represents exactly. Scales are applied to the logits and
+// to the attention weights. Keys are left operands, 16 slots per tile, and queries are right operands.
+// Attention weights are left operands, split into two bfloat16 parts whose sum has a relative error of
+// at most 2^-17. Values are right operands, two slots per pair. Unpacked data is multiplied one
+// iteration later, because a tile load waits until the stores to its lines have left the store buffer.
 #pragma once
 
 #include "code_operands.h"
@@ -15,23 +15,25 @@
 
 namespace ISA {
 
-// With fewer queries vectors are faster, with more a tile lacks rows for both parts of the weights.
+// With fewer queries the vector kernels are faster. With more, a tile has too few rows for both parts
+// of the attention weights.
 constexpr int64_t FEWEST_QUERIES = 4, MOST_QUERIES = TILE_ROWS / 2;
-constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // for fewer, to set up tiles takes too long
-constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;   // whose values are added up in tiles together
+constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // minimum that pays for the setup of tiles
+constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;   // slots whose values are accumulated in tiles together
 static_assert(SLOT_TILE == 4 * TILE_ROWS, "four tiles of keys");
 
-// The cached keys or values of a KV head, of DIM elements in the usual groups, and memory of the thread.
+// The cached keys or values of a KV head with DIM elements in the default groups, and scratch memory of
+// the thread.
 template <int DIM>
 class TiledRecords {
     static constexpr int64_t GROUP = usual_group(4, DIM);
     static_assert(GROUP == STEP || GROUP == 2 * STEP, "one or two products of tiles sum over a group");
     static constexpr int64_t GROUPS = DIM / GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
-    static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // of a tile
-    static constexpr int64_t TILES_AT_ONCE = 3;  // of keys: taken apart, multiplied, and scaled
+    static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // per tile
+    static constexpr int64_t TILES_AT_ONCE = 3;  // tiles of keys in flight: unpacked, multiplied, scaled
 
 public:
-    // Floats of scratch.
+    // Return the size of the scratch memory in floats.
     static constexpr int64_t space() {
         const int64_t keys = SLOT_TILE * DIM + (GROUPS * SLOT_TILE + HALF) * MOST_QUERIES;
         const int64_t values = GROUPS * MOST_QUERIES * CHUNK_SLOTS + 2 * VALUE_TILES * TILE_WORDS +
@@ -39,14 +41,15 @@ public:
         return TILES_AT_ONCE * SCALES + (keys > values ? keys : values);
     }
 
-    // Slots `stride` bytes apart.
+    // The slots are `stride` bytes apart.
     TiledRecords(const uint8_t* base, int64_t stride, const Layout& layout, int64_t queries,
                  float* scratch)
         : base(base), stride(stride), layout(layout), queries(queries), columns(queries > 4 ? 8 : 4),
           scales(scratch), room(scratch + TILES_AT_ONCE * SCALES) {}
 
-    // Logits [queries, row] of the slots begin to end, and behind them to a whole tile: of queries of
-    // bfloat16, so many elements apart, times `scale`. `scaled` are these in float32 [queries, DIM].
+    // Compute logits [queries, row] of slots `begin` to `end`, padded to a whole tile. The bfloat16
+    // queries are `q_head` elements apart and are multiplied by `scale`. `scaled` holds the scaled
+    // queries in float32 [queries, DIM].
     void keys(const bf16* q, int64_t q_head, const float* scaled, float scale, int64_t begin,
               int64_t end, float* logits, int64_t row) const {
         auto* const rooms = reinterpret_cast<uint16_t*>(room);  // [2, SLOT_TILE, DIM]
@@ -56,7 +59,7 @@ public:
             for (int64_t g = 0; g < columns; g++)
                 std::memcpy(right + i * columns + g, q + (g < queries ? g : 0) * q_head + 2 * i,
                             sizeof *right);
-        float zero_sums[MOST_QUERIES * GROUPS];  // what zero points are multiplied with
+        float zero_sums[MOST_QUERIES * GROUPS];  // factors of the zero points
         for (int64_t n = 0; n < queries * GROUPS; n++)
             zero_sums[n] = sum_of(scaled + n * GROUP, GROUP);
         TileShapes shapes;
@@ -89,7 +92,7 @@ public:
         put(last);
     }
 
-    // out [queries, out_row] += weights [queries, row] of the slots begin to end by their values.
+    // out [queries, out_row] += weights [queries, row] of slots `begin` to `end` @ their values.
     void values(const float* weights, int64_t row, int64_t begin, int64_t end, float* out,
                 int64_t out_row) const {
         const int64_t rows = 2 * queries, size = rows * TILE_PAIRS;
@@ -140,14 +143,14 @@ public:
     }
 
 private:
-    // Keys of SLOT_TILE slots, as codes [SLOT_TILE, DIM] of bfloat16; none: there is no tile.
+    // Keys of SLOT_TILE slots as bfloat16 integers [SLOT_TILE, DIM]. Null `codes` mean no tile.
     struct KeyTile {
         uint16_t* codes = nullptr;
         const float* scales = nullptr;
         int64_t first = 0;
     };
 
-    // Which element a column of a block's tile of values is.
+    // Map a column of a block's tile of values to its element.
     static constexpr int64_t element(int64_t block, int64_t tile, int64_t column) {
         return tile / 2 * HALF + block * STEP + byte_of(tile, column);
     }
@@ -158,7 +161,7 @@ private:
         return mine;
     }
 
-    // 16 slots of a tile, as far as they are there; asks for what lies ahead.
+    // Unpack up to 16 slots of a tile and prefetch the data ahead.
     INLINE void unpack_keys(const KeyTile& tile, int64_t count, int64_t first) const {
         const int64_t end = first + TILE_ROWS < count ? first + TILE_ROWS : count;
         const uint8_t* from = base + (tile.first + first) * stride;
@@ -171,7 +174,7 @@ private:
         }
     }
 
-    // C0 to C3 = a tile's codes of a group by the queries; unpack(first) is called before each 16
+    // C0 to C3 = the quantized keys of a group by the queries. unpack(first) is called before each 16
     // slots.
     template <class F>
     INLINE void multiply(Tiles& tiles, const KeyTile& keys, int64_t group, const uint32_t* right,
@@ -188,7 +191,7 @@ private:
     template <int C, class F>
     INLINE void multiply_slots(Tiles& tiles, const uint16_t* codes, const F& unpack) const {
         constexpr int64_t ROW = DIM * sizeof *codes;
-        constexpr int LEFT = GROUP > STEP ? 4 : 4 + C % 2;  // the next load does not wait for this
+        constexpr int LEFT = GROUP > STEP ? 4 : 4 + C % 2;  // alternates, so loads do not wait
         unpack(C * TILE_ROWS);
         codes += C * TILE_ROWS * DIM;
         tiles.zero<C>();
@@ -200,7 +203,7 @@ private:
         }
     }
 
-    // A tile's first products go to memory, and so do those of the other groups.
+    // Store the matmuls of a tile's first group, then compute and store the other groups.
     INLINE void finish(Tiles& tiles, const KeyTile& keys, const uint32_t* right,
                        float* products) const {
         store(tiles, products);
@@ -242,9 +245,9 @@ private:
         }
     }
 
-    // Weights times scales of a chunk's slots as left operands [GROUPS, 2 queries, CHUNK_SLOTS]: what
-    // bfloat16 holds of those of all queries, then what is left. Behind the last slot all is 0.
-    // What zero points add goes to the outputs.
+    // Multiply attention weights by scales and store them as left operands [GROUPS, 2 queries,
+    // CHUNK_SLOTS]: first the bfloat16 part of all queries, then the remainders. Padding slots are 0.
+    // The contribution of zero points is added to the outputs.
     INLINE void weigh(int64_t first, int64_t slots, const float* weights, int64_t row, uint16_t* left,
                       float* out, int64_t out_row) const {
         for (int64_t t = 0; t < slots; t += SLOT_TILE) {
@@ -281,7 +284,7 @@ private:
         }
     }
 
-    // 32 bytes of up to 32 slots as right operands; asks for what lies ahead of them.
+    // Unpack 32 bytes of up to 32 slots to right operands and prefetch the data ahead.
     INLINE void unpack_values(const uint8_t* from, int64_t count, uint32_t* to) const {
         alignas(64) static constexpr uint8_t NONE_THERE[STEP] = {};
         const int64_t ahead = CHUNK_SLOTS * stride + AHEAD;
@@ -310,11 +313,11 @@ private:
     const uint8_t* const base;
     const int64_t stride;
     const Layout& layout;
-    const int64_t queries, columns;  // of products with keys, which are 4 or 8
+    const int64_t queries, columns;  // columns of the key matmuls: 4 or 8
     float *const scales, *const room;
 };
 
-constexpr int64_t TILED_RECORDS_SPACE = TiledRecords<128>::space();  // no other needs more
+constexpr int64_t TILED_RECORDS_SPACE = TiledRecords<128>::space();  // the maximum of all head sizes
 
 }  // namespace ISA
 

@@ -1,8 +1,9 @@
-// Products of many rows in float32, where the CPU multiplies nothing shorter: sums stay in registers
-// for DEPTH inputs, weights come to floats once for a panel of rows, strip by strip, and what is
-// computed with stays in the second-level cache. Results are rounded once.
+// Matmuls of many rows in float32, for CPUs without 16-bit matmul instructions.
 //
-// A product is a struct that tells how its weights come to floats: PlainWeights, CodedWeights.
+// Sums stay in registers for DEPTH inputs. Weights are converted to floats once per panel of rows, one
+// block of outputs at a time, and the operands stay in the L2 cache. Results are rounded once.
+//
+// A matmul is a struct that converts its weights to floats: PlainWeights or CodedWeights.
 #pragma once
 
 #include "count.h"
@@ -13,25 +14,25 @@
 namespace ISA {
 
 #if defined(__AVX512F__)
-constexpr int64_t TILE_HEIGHT = 12;  // rows of x by two vectors of outputs, in registers
+constexpr int64_t TILE_HEIGHT = 12;  // rows of x in the register block, by two vectors of outputs
 #elif defined(__AVX2__)
 constexpr int64_t TILE_HEIGHT = 6;
 #else
 constexpr int64_t TILE_HEIGHT = 4;
 #endif
-constexpr int64_t SLIVER = 2 * WIDTH;  // outputs whose floats lie together, input by input
+constexpr int64_t SLIVER = 2 * WIDTH;  // outputs of a register block, contiguous for each input
 constexpr int64_t DEPTH = PRODUCT_DEPTH;
-constexpr int64_t STRIP = 4 * PRODUCT_OUTPUTS;  // outputs, at most, that come to floats together
-constexpr int64_t NARROWEST = SLIVER > MATRIX_TILE ? SLIVER : MATRIX_TILE;  // strip
+constexpr int64_t STRIP = 4 * PRODUCT_OUTPUTS;  // maximum outputs of a panel, converted together
+constexpr int64_t NARROWEST = SLIVER > MATRIX_TILE ? SLIVER : MATRIX_TILE;  // minimum of a panel
 static_assert(STRIP % NARROWEST == 0 && NARROWEST % SLIVER == 0 && DEPTH % WIDTH == 0,
               "whole slivers and vectors");
 
-// A block of weights: outputs from `output` on, and inputs.
+// A block of weights: the first output, the first input, and their counts.
 struct Extent {
     int64_t output, outputs, input, inputs;
 };
 
-// M rows of x [M, DEPTH] by a sliver [depth, SLIVER], added to totals [M, STRIP].
+// Multiply M rows of x [M, DEPTH] by a register block [depth, SLIVER] and add to totals [M, STRIP].
 template <int M>
 void add_tile(const float* x, const float* sliver, int64_t depth, float* totals) {
     Floats sums[M][2];
@@ -71,7 +72,8 @@ inline void add_tile(int64_t rows, const float* x, const float* sliver, int64_t 
 #undef ROWS_OF
 }
 
-// A strip of outputs of `rows` rows, x [blocks of inputs, rows, DEPTH], to totals [rows, STRIP].
+// Compute an L2 panel of outputs for `rows` rows: x [blocks of inputs, rows, DEPTH] to totals [rows,
+// STRIP].
 template <class Weights>
 void strip_of_outputs(const Weights& weights, Extent part, int64_t inputs, const float* x,
                       int64_t rows, float* floats, float* totals) {
@@ -93,7 +95,7 @@ void strip_of_outputs(const Weights& weights, Extent part, int64_t inputs, const
     }
 }
 
-// Rows of x from `first` on to floats [blocks of inputs, rows, DEPTH], filled up with zeros.
+// Convert rows of x from `row` on to floats [blocks of inputs, rows, DEPTH], padded with zeros.
 template <class T>
 void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to) {
     const T* from = x;
@@ -107,7 +109,8 @@ void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to
     }
 }
 
-// Every product of the chain, which share x of so many inputs. Weights<A>(a) are those of one.
+// Compute all matmuls of a chain that share x of `inputs` inputs. Weights<A>(a) wraps the weights of
+// one matmul.
 template <class T, class Weights, class A>
 int float_product(const A& a, int64_t inputs) {
     const int64_t most = a.rows < PRODUCT_ROWS ? a.rows : PRODUCT_ROWS;
@@ -119,7 +122,7 @@ int float_product(const A& a, int64_t inputs) {
     {
         float* const totals = everyone.get() + thread_number() * size;
         float* const floats = totals + most * STRIP;
-        // Zeros where outputs fill no whole sliver.
+        // Zeros pad outputs that fill no whole register block.
         std::memset(floats, 0, static_cast<size_t>(STRIP * DEPTH) * sizeof *floats);
         for (int64_t first = 0; first < a.rows; first += PRODUCT_ROWS) {
             const int64_t left = a.rows - first, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
@@ -129,7 +132,7 @@ int float_product(const A& a, int64_t inputs) {
                            x.get());
             for (const A* each = &a; each; each = each->next) {
                 const Weights weights(*each);
-                int64_t width = STRIP;  // less where threads would get too few strips
+                int64_t width = STRIP;  // smaller if there are too few panels for the threads
                 while (width > NARROWEST && weights.outputs() < 4 * width * a.threads) width /= 2;
                 const int64_t strips = (weights.outputs() + width - 1) / width;
 #pragma omp for schedule(static) nowait

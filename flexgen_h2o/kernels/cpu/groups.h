@@ -1,5 +1,5 @@
-// Records of quantized vectors: see config/cache_layout.py for the layout, kernels/reference/attention.py
-// for the arithmetic, which the bytes here follow to the bit.
+// Quantized groups of KV entries. config/cache_layout.py defines the layout.
+// kernels/reference/attention.py defines the arithmetic, and the bytes here match it bit for bit.
 #pragma once
 
 #include <math.h>
@@ -11,7 +11,7 @@ namespace ISA {
 
 constexpr float HALF_MAX = 65504.0f, TINY = 0x1p-24f;
 
-// The largest float16 that is no larger than x.
+// Return the largest float16 that is not larger than x.
 inline uint16_t half_below(float x) {
 #if defined(__F16C__)
     return _cvtss_sh(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -22,9 +22,10 @@ inline uint16_t half_below(float x) {
 #endif
 }
 
-// x / step, rounded once, of a step that a float16 holds; `inverse` is 1 / step. What the product lacks
-// is exact, and mends its last bits (P. Markstein, Computation of elementary functions on the IBM RISC
-// System/6000 processor, 1990); by 11 bits no quotient lies so near a tie that they could stay wrong.
+// Return x / step, rounded once, for a step that is exact in float16. `inverse` is 1 / step. The
+// residual of the first quotient is exact and corrects its last bits (P. Markstein, Computation of
+// elementary functions on the IBM RISC System/6000 processor, 1990). With a divisor of 11 bits no
+// quotient is close enough to a tie to be rounded incorrectly.
 INLINE Floats quotient(Floats x, Floats step, Floats inverse) {
 #if defined(__FMA__)
     const Floats nearly = x * inverse;
@@ -58,7 +59,7 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
         }
         low = -widest(-lows), high = widest(highs);
     }
-    // Not fminf and fmaxf: GCC 12 fails on vectors of them for aarch64.
+    // fminf and fmaxf are avoided: GCC 12 cannot vectorize them for aarch64.
     for (; i < count; i++) {
         const float some = clamped_one(x + i);
         low = some < low ? some : low;
@@ -66,7 +67,7 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
     }
 }
 
-// One vector to its record. `codes` is scratch for layout.groups * layout.group bytes.
+// Quantize one vector to its KV entry. `codes` is scratch of layout.groups * layout.group bytes.
 template <class T>
 inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint8_t* codes) {
     const float levels = layout.bits == 8 ? 255.0f : 15.0f;
@@ -76,7 +77,7 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
         const T* mine = x + g * layout.group;
         float low, high;
         bounds(mine, layout.group, low, high);
-        const uint16_t zero_bits = half_below(low + 0.0f);  // of two zeros the positive one
+        const uint16_t zero_bits = half_below(low + 0.0f);  // turns -0 into +0
         const float zero = from_half(zero_bits);
         const uint16_t scale_bits = half_below((zero - high) / levels) & 0x7fff;  // rounded up
         const float scale = from_half(scale_bits), step = scale < TINY ? TINY : scale;
@@ -101,22 +102,22 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
     if (used < layout.code_bytes) record[used] = 0;
 }
 
-// Where a slot of a cache begins, in elements of its keys (kind 0) and values. A: a struct of an
-// operation that has `slots`.
+// Return the offset of a cache slot in elements of its keys (kind 0) or values (kind 1). A is the
+// argument struct of an operation and has `slots`.
 template <class A>
 INLINE int64_t slot_start(const A& a, int64_t kind, int64_t sequence, int64_t head, int64_t slot) {
     return kind * a.slots_kind + sequence * a.slots_sequence + head * a.slots_head +
            slot * a.slots_slot;
 }
 
-// How the keys (kind 0) or the values of a cache lie in its slots.
+// Return the layout of the keys (kind 0) or values (kind 1) of a slot.
 template <class A>
 INLINE const Layout& layout_of(const A& a, int64_t kind) {
     return kind == 0 ? a.key_layout : a.value_layout;
 }
 
-// One vector to the slot that begins at `start`. `codes` as of `quantize_row`. Apart from its
-// callers, whose loops come out slower beside it.
+// Write one vector to the slot at `start`. `codes` is scratch as in `quantize_row`. It is not inlined,
+// because inlining slows down the loops of the callers.
 template <class T, class A>
 __attribute__((noinline)) void write_slot(const A& a, const Layout& layout, int64_t start, const T* x,
                                           uint8_t* codes) {
@@ -133,13 +134,13 @@ INLINE float half_at(const uint8_t* from) {
     return from_half(bits);
 }
 
-// Codes of `count` elements out of as many bytes: whole bytes, their low or their high halves.
+// Extract `count` quantized values from `count` bytes: whole bytes, low nibbles or high nibbles.
 enum Part { WHOLE, LOW, HIGH };
 
 template <Part part>
 INLINE Floats code(Ints bytes) {
 #if defined(__AVX512F__)
-    if (part != WHOLE) {  // a table, which looks at the low half of its index alone
+    if (part != WHOLE) {  // a table lookup, which uses only the low nibble of its index
         const Floats table = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         return _mm512_permutexvar_ps(__m512i(part == LOW ? bytes : bytes >> 4), table);
     }
@@ -160,7 +161,7 @@ INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, 
     }
 }
 
-// One record to its vector of floats.
+// Dequantize one KV entry to a vector of floats.
 inline void dequantize_row(const uint8_t* record, float* x, const Layout& layout) {
     const int64_t half = layout.groups * layout.group / 2;
     for (int64_t g = 0; g < layout.groups; g++) {

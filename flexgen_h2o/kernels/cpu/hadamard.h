@@ -1,4 +1,4 @@
-// The rotation of smoothed keys and of their queries: see h2o/key_smoothing.py.
+// Rotation of smoothed keys and of their queries. See h2o/key_smoothing.py.
 #pragma once
 
 #include <math.h>
@@ -7,7 +7,8 @@
 
 namespace ISA {
 
-// A stage of a Hadamard matrix within a vector: sums and differences of lanes so far apart.
+// One butterfly stage of a Hadamard transform within a vector: sums and differences of lanes that are
+// APART lanes apart.
 template <int APART>
 INLINE Floats butterflies(Floats x) {
     Words other;
@@ -17,8 +18,8 @@ INLINE Floats butterflies(Floats x) {
     return __builtin_shuffle(x, other) + sign * x;
 }
 
-// x [dim] times the orthogonal matrix that has Sylvester's Hadamard matrix on its diagonal, in blocks
-// of the largest power of two that divides dim.
+// Multiply x [dim] by an orthogonal block-diagonal matrix. Its blocks are normalized Sylvester Hadamard
+// matrices, of the largest power of two that divides dim.
 inline void hadamard(float* x, int64_t dim) {
     const int64_t size = dim & -dim;
     const float scale = 1.0f / sqrtf(static_cast<float>(size));

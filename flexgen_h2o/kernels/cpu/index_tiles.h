@@ -1,4 +1,4 @@
-// Tiles of the index of keys: see config/cache_layout.py.
+// Tiles of the quantized key index. See config/cache_layout.py.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
-// What the sources share. The structs of the C ABI come from kernels/abi.py, which says what is in
-// them; the sizes beside them from config/limits.py. Strides count elements; the last dimension is
-// contiguous.
+// Declarations that all sources share. kernels/abi.py generates and documents the structs of the C ABI.
+// config/limits.py defines the size limits. Strides count elements. The last dimension is contiguous.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +8,11 @@
 
 enum DType : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-// What a call returns. After anything but DONE nothing has been written.
+// Return codes. After any code but DONE, no output has been written.
 enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 
-// What a function of elements returns, by the dtype of the arguments `a`. Those of an instruction set
-// that adds products of bfloat16 alone never meet another dtype (dispatch.cpp).
+// Dispatch a function template on the dtype of the arguments `a`. Instruction sets that are compiled
+// only for bfloat16 matmuls receive no other dtype (dispatch.cpp).
 #if defined(__AVX512BF16__) || defined(H2O_EMULATE)
 #define BY_DTYPE(function) return function<bf16>(a);
 #else
@@ -25,8 +24,8 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
     }
 #endif
 
-// Not every instruction set has kernels of its own for all of these: setup.py says which source is
-// compiled for which, and dispatch.cpp whose kernels the others use.
+// Not every instruction set has its own version of all kernels. setup.py says which sources are
+// compiled for which instruction set. dispatch.cpp chooses the fallback for the others.
 #define DECLARE(isa)                             \
     namespace isa {                              \
     int prefill_attention(const Prefill&);       \
@@ -66,7 +65,7 @@ DECLARE(amx_emulated)
 #endif
 #undef DECLARE
 
-// Of dispatch.cpp, for kernels that are made of others.
+// Dispatchers that other kernels call.
 extern "C" {
 int h2o_linear_skinny(int isa, const Linear*);
 int h2o_linear_quantized(int isa, const Product*);

@@ -1,9 +1,9 @@
-// Keys and values of a head as right operands of AMX tiles, which all its queries share.
+// Keys and values of a head as right operands of AMX tiles, shared by all its queries.
 //
-// A tile of keys has the elements of its rows two by two, and a key in each column; one of values has
-// two keys in each row, and an element in each column. Tiles lie in the order in which
-// prefill_tiles.h takes them: by two, of keys [tokens / PAIR, dim / DEPTH, 2], of values [chunks,
-// dim / PAIR, KEY_CHUNK / DEPTH, 2].
+// A tile of keys has pairs of elements in its rows and one key per column. A tile of values has pairs
+// of keys in its rows and one element per column. Tiles are stored in the order in which
+// prefill_tiles.h reads them, in pairs: keys [tokens / PAIR, dim / DEPTH, 2], values [chunks, dim /
+// PAIR, KEY_CHUNK / DEPTH, 2].
 #pragma once
 
 #include "amx.h"
@@ -14,11 +14,11 @@
 
 namespace ISA {
 
-constexpr int64_t SIDE = TILE_ROWS;          // rows of all tiles, and their columns in words
-constexpr int64_t DEPTH = 2 * TILE_PAIRS;    // what one product of tiles sums over
+constexpr int64_t SIDE = TILE_ROWS;          // rows of a tile, and its columns in words
+constexpr int64_t DEPTH = 2 * TILE_PAIRS;    // reduction depth of one tile matmul
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
-constexpr int64_t PAIR = 2 * SIDE;           // queries, keys, dimensions of 2 x 2 tiles
-constexpr int64_t KEY_CHUNK = 128;           // whose logits lie in the nearest cache
+constexpr int64_t PAIR = 2 * SIDE;           // queries, keys or dimensions of 2 x 2 tiles
+constexpr int64_t KEY_CHUNK = 128;           // keys whose logits fit in the L1 cache
 static_assert(KEY_CHUNK % PAIR == 0 && PAIR == DEPTH, "whole pairs of tiles");
 
 INLINE int64_t up_to(int64_t multiple, int64_t x) {
@@ -35,11 +35,11 @@ public:
         return keys && values;
     }
 
-    // Of another head, from `begin` on.
+    // Start another head.
     void start() { packed = 0; }
 
-    // Packs keys and values from `begin` up to the first `seen`, and on to whole tiles; those that are
-    // packed stay. What is before `begin` will not be asked for again.
+    // Pack keys and values from `begin` to `seen`, padded to whole tiles. Packed tokens are kept.
+    // Tokens before `begin` are not read again.
     void pack(const Lanes& of, int64_t begin, int64_t seen) {
         begin = begin / PAIR * PAIR;
         if (packed < begin) packed = begin;
@@ -59,11 +59,12 @@ public:
     }
 
     int64_t count() const { return packed; }
-    int64_t width() const { return dim; }  // head_dim up to whole tiles
+    int64_t width() const { return dim; }  // head_dim rounded up to whole tiles
 
-    // Two tiles for each DEPTH elements of PAIR keys from `token` on.
+    // Return the key tiles from `token` on: two for each DEPTH elements of PAIR keys.
     const uint32_t* keys_at(int64_t token) const { return keys.get() + token * dim / 2; }
-    // Two tiles for each DEPTH tokens of a chunk from `token` on, of PAIR elements from `element` on.
+    // Return the value tiles of a chunk from `token` on and PAIR elements from `element` on: two for
+    // each DEPTH tokens.
     const uint32_t* values_at(int64_t token, int64_t element) const {
         return values_at(token) + element / PAIR * CHUNK_WORDS;
     }
@@ -76,7 +77,7 @@ private:
         return values.get() + (token - inside) * dim / 2 + inside / DEPTH * 2 * TILE;
     }
 
-    // Rows of keys to columns of tiles, by pairs of elements.
+    // Transpose rows of keys to columns of tiles, in pairs of elements.
     void pack_keys(const bf16* from, int64_t row, int64_t left, int64_t head_dim,
                    uint32_t* to) const {
         const int64_t count = left > SIDE ? SIDE : left;
@@ -102,7 +103,7 @@ private:
         }
     }
 
-    // Two values to a row of tiles, element by element; null stands for zeros.
+    // Interleave two values into a row of tiles, element by element. Null means zeros.
     void pack_values(const bf16* low, const bf16* high, int64_t head_dim, uint32_t* first) const {
         for (int64_t i = 0; i < dim; i += SIDE) {
             const int64_t left = head_dim - i;

@@ -1,5 +1,5 @@
-// Matrix products whose right operand stands in LANES: blocks of queries. As float32, or as pairs
-// of bfloat16 where the CPU multiplies those.
+// Matmuls whose right operand has LANES columns: blocks of queries. Operands are float32, or pairs of
+// bfloat16 if the CPU can multiply them.
 #pragma once
 
 #include "kernels.h"
@@ -10,11 +10,11 @@ namespace ISA {
 constexpr int VECTORS = WIDTH == 16 ? 4 : 2;
 constexpr int LANES = VECTORS * WIDTH;
 static_assert(LANES <= QUERY_LANES, "the memory plan counts fewer");
-constexpr int ROWS = 4;       // of a product that are computed together
+constexpr int ROWS = 4;       // rows of the register block
 constexpr int CHUNK = 128;    // keys or values that are widened or packed together
 
-// out [count, LANES] (+)= a [count, depth] b [depth, LANES]. Element (m, k) of a is at
-// a + m * row + k * column.
+// out [count, LANES] (+)= a [count, depth] @ b [depth, LANES]. Element (m, k) of a is at a + m * row +
+// k * column.
 template <int M, bool ADD>
 INLINE void product_rows(const float* a, int64_t row, int64_t column, const float* b,
                          int64_t depth, float* out) {
@@ -35,7 +35,7 @@ INLINE void product_rows(const float* a, int64_t row, int64_t column, const floa
 }
 
 #if defined(__AVX512BF16__)
-// The same of pairs of bfloat16: depth, row and column count pairs.
+// The same for pairs of bfloat16. depth, row and column count pairs.
 template <int M, bool ADD>
 INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const uint32_t* b,
                          int64_t depth, float* out) {
@@ -61,7 +61,7 @@ INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const u
 }
 #endif
 
-// Not inlined: between the softmax's registers GCC would load b again for each row.
+// Not inlined: next to the softmax, register pressure makes GCC reload b for each row.
 template <bool ADD, class E>
 __attribute__((noinline)) void product(const E* a, int64_t row, int64_t column, int64_t count,
                                        const E* b, int64_t depth, float* out) {
@@ -72,16 +72,16 @@ __attribute__((noinline)) void product(const E* a, int64_t row, int64_t column, 
         product_rows<1, ADD>(a + m * row, row, column, b, depth, out + m * LANES);
 }
 
-// How operands come to the form that is multiplied. As floats:
+// Conversion of operands to the form that is multiplied: float32.
 template <class T>
 struct AsFloats {
     using Element = float;
-    static constexpr int64_t DEPTH = 1;  // elements of T in one Element
+    static constexpr int64_t DEPTH = 1;  // elements of T per Element
 
     static void query(const T* q, int64_t dim, Element* to) {
         for (int64_t i = 0; i < dim; i++) to[i * LANES] = one(q + i);
     }
-    // Rows of keys or values `stride` apart: where they are to be read, and how far apart then.
+    // Return the rows of keys or values to read, and set `stride` to their distance.
     static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,
                                Element* tile) {
         if constexpr (sizeof(T) == sizeof(float)) return x;
@@ -104,7 +104,7 @@ struct AsFloats {
         return rows(x, stride, count, dim, tile);
     }
     static const Element* weights(const float* e, int64_t, Element*) { return e; }
-    // `sums` [dim, LANES] to the outputs of lanes.
+    // Store `sums` [dim, LANES] to the outputs of the lanes.
     static void outputs(float* sums, int64_t dim, T* const* to, int64_t count) {
         for (int64_t lane = 0; lane < count; lane++)
             for (int64_t i = 0; i < dim; i++) put(to[lane] + i, sums[i * LANES + lane]);
@@ -117,7 +117,7 @@ INLINE void store_pairs(uint32_t* to, Floats low, Floats high) {
     std::memcpy(to, &pairs, sizeof pairs);
 }
 
-// As pairs of bfloat16 along the dimension that is summed over, the first in the low half.
+// Conversion to pairs of bfloat16 along the reduction dimension, the first in the low half.
 struct AsPairs {
     using Element = uint32_t;
     static constexpr int64_t DEPTH = 2;
@@ -163,8 +163,8 @@ struct AsPairs {
         return tile;
     }
     static void outputs(float* sums, int64_t dim, bf16* const* to, int64_t count) {
-        // Rounded where they lie; then lane by lane, since the outputs' rows are so far apart that
-        // they would push each other out of the cache.
+        // Round in place, then copy lane by lane. The rows of the outputs are so far apart that writing
+        // them in parallel would cause cache conflicts.
         uint32_t* pairs = reinterpret_cast<uint32_t*>(sums);
         for (int64_t i = 0; i < dim; i += 2)
             for (int n = 0; n < LANES; n += WIDTH)

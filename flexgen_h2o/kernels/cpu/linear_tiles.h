@@ -1,5 +1,6 @@
-// Products with 16-bit weights in AMX tiles. Few rows: weights [outputs, inputs] are left operands as
-// they lie, x is packed into right ones, and results come transposed. Many: tile_matmul.h.
+// Matmuls with 16-bit weights in AMX tiles. For few rows, weights [outputs, inputs] are left operands
+// in place, x is packed into right operands, and results are transposed. For many rows, see
+// tile_matmul.h.
 #pragma once
 
 #include "prefetch.h"
@@ -9,16 +10,16 @@
 
 namespace ISA {
 
-constexpr int64_t VECTOR_ROWS = 2;  // so few go by vectors
+constexpr int64_t VECTOR_ROWS = 2;  // up to this many rows use vectors
 constexpr int64_t TILE = SIDE * TILE_PAIRS;  // words
-constexpr int64_t TILES_AHEAD = 4;           // tiles of weights that are asked for beforehand
+constexpr int64_t TILES_AHEAD = 4;           // prefetch distance in tiles of weights
 
-// Rows are multiplied a panel at a time: up to four tiles of them with one tile of outputs, or,
-// where there are more rows, two with two.
+// x is multiplied in panels of rows: up to four tiles of rows by one tile of outputs, or, for more
+// rows, two by two.
 struct Panels {
-    int64_t steps, row_tiles;  // of all inputs, and of all rows
-    int64_t tiles;             // of a panel, but for the last one
-    int64_t outputs;           // that a panel is multiplied with
+    int64_t steps, row_tiles;  // tiles of all inputs and of all rows
+    int64_t tiles;             // row tiles of a panel; the last one may have fewer
+    int64_t outputs;           // outputs multiplied with a panel at once
 
     explicit Panels(const Linear& a)
         : steps((a.inputs + STEP_INPUTS - 1) / STEP_INPUTS), row_tiles((a.rows + SIDE - 1) / SIDE),
@@ -31,14 +32,14 @@ struct Panels {
     }
 };
 
-// 16 rows by 32 inputs, as many as there are of both, to a right operand [pairs, rows] whose pairs
-// are `to_row` words apart; the rest are zeros.
+// Transpose up to 16 rows by 32 inputs to a right operand [pairs, rows], whose pairs are `to_row` words
+// apart. The rest is padded with zeros.
 INLINE void right_tile(const bf16* from, int64_t from_row, int64_t rows, int64_t inputs, uint32_t* to,
                        int64_t to_row) {
     alignas(64) bf16 rest[STEP_INPUTS] = {};
     for (int64_t row = 0; row < SIDE; row += WIDTH)
         for (int64_t pair = 0; pair < TILE_PAIRS; pair += WIDTH) {
-            Floats words[WIDTH];  // which stand for pairs
+            Floats words[WIDTH];  // bits of pairs of bfloat16
             for (int64_t i = 0; i < WIDTH; i++) {
                 words[i] = Floats{};
                 if (row + i >= rows) continue;
@@ -55,7 +56,7 @@ INLINE void right_tile(const bf16* from, int64_t from_row, int64_t rows, int64_t
         }
 }
 
-// A step of a panel of x as right operands [panels, steps, tiles of rows, pairs, rows].
+// Pack one step of a panel of x as right operands [panels, steps, tiles of rows, pairs, rows].
 inline void pack_step(const Linear& a, const Panels& panels, int64_t pass, int64_t step,
                       uint32_t* to) {
     const int64_t tiles = panels.tiles_of(pass), begin = pass * panels.tiles * SIDE;
@@ -66,10 +67,10 @@ inline void pack_step(const Linear& a, const Panels& panels, int64_t pass, int64
                    a.inputs - step * STEP_INPUTS, to + row / SIDE * TILE, SIDE);
 }
 
-// 16 rows of weights by 32 inputs: where they lie, or a copy of what is there, filled up with zeros.
+// 16 rows of weights by 32 inputs: in place, or a copy padded with zeros.
 struct LeftTile {
     const bf16* from;
-    int64_t bytes;  // from one row to the next
+    int64_t bytes;  // row stride
 };
 INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* copy) {
     const bf16* from = static_cast<const bf16*>(a.weight) + output * a.weight_row + input;
@@ -83,8 +84,8 @@ INLINE LeftTile left_tile(const Linear& a, int64_t output, int64_t input, bf16* 
     return {copy, TILE_BYTES};
 }
 
-// Asks for rows `first` to `last` of a block of weights of so many outputs, by 32 inputs; behind
-// the inputs' end for those of the block after it.
+// Prefetch rows `first` to `last` of a block of `outputs` outputs by 32 inputs of weights. Past the
+// last step, prefetch the next block.
 INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t outputs, int64_t first,
                              int64_t last, int64_t step, int64_t steps, CacheLevel to) {
     if (step >= steps) output += outputs, step -= steps;
@@ -92,9 +93,9 @@ INLINE void prefetch_weights(const Linear& a, int64_t output, int64_t outputs, i
     for (int64_t row = first; row < last; row++) prefetch(from + row * a.weight_row, to);
 }
 
-// O tiles of outputs by R tiles of rows, at most 4 in all, to products [16 O, 64] float32. The
-// first pass has weights come into the nearest cache just before it needs them. Where there are
-// more, each asks for its share of the next block.
+// Multiply O tiles of outputs by R tiles of rows, at most four in all, to results [16 O, 64] float32.
+// The first pass prefetches weights into the L1 cache just before their use. With several passes, each
+// one prefetches its share of the next block.
 template <int O, int R>
 void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_t* x,
               int64_t output, int64_t pass, float* products) {
@@ -141,7 +142,7 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
     if constexpr ((O > 1 && R > 1) || R > 3) tiles.store<C3>(second + SIDE, ROW);
 }
 
-// 16 outputs of so many rows from `first` on, out of products [16, 64].
+// Store 16 outputs of `rows` rows from `first` on, from results [16, 64].
 inline void put_transposed(const Linear& a, int64_t output, int64_t first, int64_t rows,
                            const float* products) {
     const int64_t left = a.outputs - output, count = left < SIDE ? left : SIDE;
@@ -164,7 +165,7 @@ inline void put_transposed(const Linear& a, int64_t output, int64_t first, int64
 template <int O, int R>
 void outputs_of(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_t* x,
                 int64_t output, int64_t pass) {
-    if (output + (O - 1) * SIDE >= a.outputs)  // the last of an odd number
+    if (output + (O - 1) * SIDE >= a.outputs)  // last tile of an odd number
         return outputs_of<1, R>(tiles, a, panels, x, output, pass);
     alignas(64) float products[O * SIDE * 4 * SIDE];
     const int64_t first = pass * panels.tiles * SIDE, left = a.rows - first;
@@ -175,7 +176,7 @@ void outputs_of(Tiles& tiles, const Linear& a, const Panels& panels, const uint3
                        products + o * SIDE * 4 * SIDE);
 }
 
-// Every product of the chain, which share x.
+// Compute all matmuls of a chain that share x.
 inline int tiled_linear(const Linear& a) {
     const Panels panels(a);
     const Memory<uint32_t> x = memory<uint32_t>(panels.steps * panels.row_tiles * TILE);
@@ -211,7 +212,7 @@ inline int tiled_linear(const Linear& a) {
     return DONE;
 }
 
-// Weights as they lie, for products of many rows.
+// Weights in place, for matmuls of many rows.
 struct PlainSlabs {
     const Linear& a;
 

@@ -1,5 +1,5 @@
-// Quantized matrices: see config/weight_layout.py (MatrixLayout) for how they lie,
-// kernels/reference/matrix.py for the arithmetic.
+// Quantized matrices. config/weight_layout.py (MatrixLayout) defines the layout.
+// kernels/reference/matrix.py defines the arithmetic.
 #pragma once
 
 #include "groups.h"
@@ -7,9 +7,9 @@
 
 namespace ISA {
 
-constexpr int64_t BLOCKS_AHEAD = 8;  // of a tile, whose memory is asked for beforehand
+constexpr int64_t BLOCKS_AHEAD = 8;  // prefetch distance in blocks of a tile
 
-// Where the blocks of a matrix are, and what is in them.
+// The blocks of a matrix: their addresses and formats.
 struct Blocks {
     const uint8_t* data;
     int64_t bits, group, groups, words, block_bytes;
@@ -20,7 +20,8 @@ struct Blocks {
           groups((m.inputs + group - 1) / group), words(group * m.bits / 32),
           block_bytes(MATRIX_TILE * (head_bytes(m) + 4 * words)) {}
 
-    // Of an output, before its codes. A negative group is compact, and one of 0 MXFP4.
+    // Return the bytes per output before its quantized values. A negative group means the compact
+    // format, and 0 means MXFP4.
     static int64_t head_bytes(const Matrix& m) {
         return m.group == 0 || m.bits == 12 ? 1 : m.group < 0 ? 2 : 4;
     }
@@ -29,8 +30,8 @@ struct Blocks {
         return data + (tile * groups + g) * block_bytes;
     }
 
-    // The block `by` further than one of `tiles` tiles that are computed with; behind the tile's end
-    // of the one after them.
+    // Return the block `by` blocks ahead, if `tiles` tiles are computed together. Past the end of a
+    // tile, continue in the tiles after them.
     const uint8_t* later(int64_t tile, int64_t g, int64_t tiles, int64_t by) const {
         const int64_t ahead = g + by;
         return ahead < groups ? at(tile, ahead) : at(tile + tiles, ahead - groups);
@@ -39,26 +40,27 @@ struct Blocks {
 
 inline int64_t tiles_of(const Matrix& m) { return (m.outputs + MATRIX_TILE - 1) / MATRIX_TILE; }
 
-// How many words of an output hold whole codes, and of how many inputs.
+// The smallest unit of whole quantized values of an output: its words and its inputs.
 template <int WORDS, int INPUTS>
 struct Unit {
     static constexpr int unit_words = WORDS, unit_inputs = INPUTS;
 };
 
-// Codes of so many bits, none of which is in two words. Input 2 * t + side of a word's is in the bits
-// from 16 * side + bits * t on.
+// Quantized values of BITS bits that do not cross words. Input 2 * t + side of a word has the bits from
+// 16 * side + BITS * t on.
 template <int BITS>
 struct Codes : Unit<1, 32 / BITS> {
     static constexpr int bits = BITS;
 
-    // Of input i, out of the word of it.
+    // Extract the value of input `i` from its word.
     static uint32_t code(const uint32_t* word, int64_t i) {
         return word[0] >> (16 * (i % 2) + BITS * (i / 2)) & ((1u << BITS) - 1);
     }
 };
 
-// Codes of 6 bits, 16 in three words. `word` gives the four words that hold these codes in 8 bits each:
-// three lie in the lower six bits of bytes, and the fourth in the upper two bits of all three.
+// 6-bit values, 16 in three words. `word` returns four words with these values in 8 bits each: three
+// words have their values in the lower six bits of the bytes, and the fourth combines the upper two
+// bits of all three.
 template <>
 struct Codes<6> : Unit<3, 16> {
     static constexpr int bits = 6;
@@ -69,7 +71,7 @@ struct Codes<6> : Unit<3, 16> {
         return (words[0] >> 6 & 0x03030303) | (words[1] >> 4 & 0x0c0c0c0c) |
                (words[2] >> 2 & 0x30303030);
     }
-    // The three words of four.
+    // Pack four words into three.
     template <class W>
     static INLINE void join(const W* wide, W* words) {
         words[0] = wide[0] | (wide[3] & 0x03030303) << 6;
@@ -83,12 +85,12 @@ struct Codes<6> : Unit<3, 16> {
     }
 };
 
-// Elements that are evenly spaced: a scale times a code of so many bits, and a zero point.
+// Affine quantization: scale times quantized value plus zero point.
 template <int BITS>
 struct Spaced : Codes<BITS> {
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
 
-    // Of WIDTH outputs from `lane` on.
+    // Return the scales of WIDTH outputs from `lane` on.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         return load(reinterpret_cast<const fp16*>(block) + lane);
     }
@@ -103,14 +105,14 @@ struct Spaced : Codes<BITS> {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
-// The same with a scale and a zero point of 8 bits each. A scale has 4 bits of exponent and 4 of
-// mantissa; a zero point counts sixteenths of the scale, and is subtracted.
+// Affine quantization with an 8-bit scale and an 8-bit zero point. A scale has four bits of exponent
+// and four of mantissa. A zero point counts sixteenths of the scale and is subtracted.
 template <int BITS>
 struct Compact : Codes<BITS> {
-    static constexpr int MANTISSA = 19;  // where a code stands in a float
+    static constexpr int MANTISSA = 19;  // bit position of the code in a float
     static constexpr int32_t LOWEST = (127 - 14) << (23 - MANTISSA);  // the exponent of code 0 is -14
     static constexpr float STEP = 1.0f / 16;
-    static INLINE Floats most() { return broadcast(28.0f); }  // of an element's magnitude
+    static INLINE Floats most() { return broadcast(28.0f); }  // maximum magnitude of an element
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
 
@@ -132,15 +134,15 @@ struct Compact : Codes<BITS> {
     static float number(uint32_t code) { return static_cast<float>(code); }
 };
 
-// Elements of MXFP4: a power of two times what a code stands for. Here that is twice the number,
-// which is whole, and so the scale is half of it.
+// MXFP4 elements: a power of two times an FP4 (E2M1) number. The table holds doubled numbers, which are
+// integers, so the scale is halved.
 struct Mxfp4 : Codes<4> {
     static constexpr int8_t DOUBLED[16] = {0, 1,  2,  3,  4,  6,  8,  12,
                                            0, -1, -2, -3, -4, -6, -8, -12};
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + MATRIX_TILE; }
 
-    // Half of 2^(exponent - 127), of which the lowest is a denormal.
+    // 2^(exponent - 127) / 2. The smallest is a denormal.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         const Ints exponents = widen(block + lane);
         return bits_of<Floats>(exponents << 23 | ((exponents == 0) & 1 << 22)) * 0.5f;
@@ -155,20 +157,19 @@ struct Mxfp4 : Codes<4> {
     static float number(uint32_t code) { return DOUBLED[code]; }
 };
 
-// bfloat16 with four bits of exponent, by the exponent of a group's largest element. A code has the
-// sign of a bfloat16 in the same bit and its mantissa; above this, in bits 7 to 10, there is 15 where
-// the exponent is the largest's. A code of nothing but a sign is 0. Eight inputs lie in three
-// words: codes of the first three pairs in their places, and of the fourth pair four bits in each of
-// the gaps.
+// bfloat16 with four bits of exponent, relative to the largest exponent of the group. A code keeps the
+// sign bit and the mantissa of a bfloat16. Bits 7 to 10 hold the exponent, and 15 means the largest
+// one. A code of only a sign is 0. Eight inputs are packed in three words: the codes of the first three
+// pairs stay in place, and the gaps hold four bits each of the fourth pair.
 struct Float12 : Unit<3, 8> {
     static constexpr int bits = 12;
     static constexpr uint32_t SIGN = 0x80008000, SIZE = 0x07ff07ff, PLACES = SIGN | SIZE;
-    // 2^-15 for an exponent of 0, in each half of a word: what codes are taken for.
+    // 2^-15, the value of exponent code 0, in each half of a word.
     static constexpr uint32_t LOWEST = 0x38003800;
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + MATRIX_TILE; }
 
-    // 2^(exponent - 127) of the largest; 0 for what has no elements but 0.
+    // 2^(exponent - 127) of the largest element, or 0 if all elements are 0.
     static INLINE Floats scales(const uint8_t* block, int64_t lane) {
         return bits_of<Floats>(widen(block + lane) << 23);
     }
@@ -179,14 +180,14 @@ struct Float12 : Unit<3, 8> {
     }
     static float zero(const uint8_t*, int64_t) { return 0.0f; }
 
-    // Codes of a pair of inputs, in the halves of words.
+    // Return the codes of a pair of inputs, in the halves of words.
     template <class W>
     static INLINE W pair(const W* words, int pair) {
         if (pair < 3) return words[pair] & PLACES;
         return (words[0] >> 4 & 0x07800780) | (words[1] >> 7 & 0x00700070) |
                (words[2] >> 11 & 0x000f000f) | (words[1] << 1 & SIGN);
     }
-    // The words of four pairs' codes.
+    // Pack the codes of four pairs into words.
     template <class W>
     static INLINE void join(const W* pairs, W* words) {
         words[0] = pairs[0] | (pairs[3] & 0x07800780) << 4;
@@ -202,7 +203,7 @@ struct Float12 : Unit<3, 8> {
     }
 };
 
-// f(codes), where these are what the elements of a matrix are.
+// Call f(format) with the format of the matrix.
 template <class F>
 INLINE int by_codes(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});

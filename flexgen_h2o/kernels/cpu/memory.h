@@ -1,4 +1,4 @@
-// What the tasks of one call share: how many there are, memory, and which thread asks.
+// Helpers for the threads of one call: thread count, thread index and scratch memory.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace ISA {
 
-// An array that is freed with its owner. Not std::unique_ptr: the linker would keep one instruction
-// set's copy of its functions for all.
+// An array that is freed with its owner. std::unique_ptr is avoided, because the linker would keep the
+// copy of its functions of one instruction set for all.
 template <class T>
 class Memory {
 public:
@@ -33,7 +33,7 @@ private:
     T* first = nullptr;
 };
 
-// Uninitialised; null if there is none.
+// Allocate uninitialized memory. Return null on failure.
 template <class T>
 Memory<T> memory(int64_t count) {
     size_t bytes = (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;

@@ -1,11 +1,11 @@
-// Sums to where a product's results go.
+// Store accumulated sums to the output of a matmul.
 #pragma once
 
 #include "simd.h"
 
 namespace ISA {
 
-// out = sums + bias, or that added to out, rounded once. The bias may be null.
+// out = sums + bias, or out += sums + bias if `add` is set, rounded once. The bias may be null.
 template <class T>
 INLINE void put_outputs(const float* sums, const T* bias, T* out, int64_t count, bool add) {
     int64_t i = 0;

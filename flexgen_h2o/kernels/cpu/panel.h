@@ -1,4 +1,4 @@
-// The input of a product with quantized matrices, as all threads read it.
+// The packed input of a quantized matmul, which all threads read.
 #pragma once
 
 #include "codes.h"
@@ -11,21 +11,21 @@ namespace ISA {
 constexpr int64_t PANEL = PRODUCT_ROWS;
 constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
 #if defined(__AVX512F__)
-constexpr int ROWS = 8;  // of x, in registers together
+constexpr int ROWS = 8;  // rows of x in the register block
 #else
 constexpr int ROWS = 4;
 #endif
-constexpr int64_t LEAST_PACKED = 1 << 16;  // elements for which waking other threads pays
+constexpr int64_t LEAST_PACKED = 1 << 16;  // minimum elements that pay for waking other threads
 
-// Rows of x, filled up with zeros: to whole groups, and what else tiles ask for. Rows that are in
-// registers together lie together, a step of each beside those of the others.
+// Packed rows of x, padded with zeros to whole groups and to the rows that tiles need. The rows of a
+// register block are interleaved step by step.
 struct Panel {
     uint32_t* x;   // [groups, blocks of rows, steps, rows of the block]
-    float* sums;   // [groups, rows]: of x
+    float* sums;   // [groups, rows], sums of x
     int64_t rows, steps;
 };
 
-// Whether the matrices of a chain, which share x, are of one form.
+// Return whether the matrices of a chain, which share x, have one format.
 inline bool alike(const Product& a) {
     for (const Product* each = a.next; each; each = each->next)
         if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
@@ -35,15 +35,15 @@ inline bool alike(const Product& a) {
     return true;
 }
 
-// What one thread works in.
+// Scratch memory of one thread.
 struct Workspace {
     float* totals;    // [rows of the panel, columns]
     uint32_t* codes;  // [steps, columns]
     float* scales;    // [COLUMNS]
-    float* zeros;     // [COLUMNS]: what a sum of x is to be multiplied with
+    float* zeros;     // [COLUMNS], factors for the sums of x
 };
 
-// Calls add(Count<R>, first) for R rows at a time.
+// Call add(Count<R>, first) for R rows at a time.
 template <class F>
 INLINE void by_rows(int64_t rows, const F& add) {
     int64_t row = 0;
@@ -61,11 +61,12 @@ INLINE void by_rows(int64_t rows, const F& add) {
     }
 }
 
-// R vectors to WIDTH times R words: the first word of each, the second of each, and so on.
+// Interleave R vectors into WIDTH times R words: the first word of each vector, then the second of
+// each.
 template <int R>
 INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {
     constexpr int ALL = R > 4 ? 8 : R > 2 ? 4 : R;
-    Words low, high;  // which words of two vectors come first, and which then
+    Words low, high;  // word order of the two interleaved halves
     for (int i = 0; i < WIDTH; i++) {
         low[i] = static_cast<uint32_t>(i / 2 + i % 2 * WIDTH);
         high[i] = low[i] + WIDTH / 2;
@@ -89,8 +90,7 @@ INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {
     for (int i = 0; i < WIDTH; i++) std::memcpy(to + i * R, words + i * ALL, R * sizeof *to);
 }
 
-// The steps of R rows of x, `x_row` apart, side by side; zeros where they have no more than `size`
-// elements.
+// Interleave the steps of R rows of x, which are `x_row` apart. Elements beyond `size` are zeros.
 template <class A, int R, class T>
 INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, uint32_t* to) {
     int64_t step = 0;
@@ -107,9 +107,9 @@ INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, ui
         for (int r = 0; r < R; r++) to[step * R + r] = 0;
 }
 
-// `rows` of x from `first` on to a panel, in blocks of BLOCK rows (ROWS, or 1), the last one of what
-// is left. Where BLOCK is 1 the panel may have more rows: zeros. It is written in order: rows of one
-// group after the other lie too far apart to stay in the nearest cache.
+// Pack `rows` rows of x from `first` on to a panel, in blocks of BLOCK rows (ROWS or 1). The last block
+// may have fewer. If BLOCK is 1, the panel may have more rows, which are zeros. The panel is written
+// sequentially, because the rows of consecutive groups are too far apart to stay in the L1 cache.
 template <class A, class T, int64_t BLOCK>
 void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
 #pragma omp parallel for schedule(static) collapse(2) num_threads(a.threads) \
@@ -133,7 +133,7 @@ void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, 
         }
 }
 
-// Totals [rows, columns] to the outputs from `begin` on, of rows from `first` on.
+// Store totals [rows, columns] to the outputs from `begin` on, for rows from `first` on.
 template <class T>
 void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
                  const float* totals) {

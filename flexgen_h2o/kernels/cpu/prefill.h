@@ -1,4 +1,4 @@
-// What the forms of prefill_attention share: which queries make up a block, and what they see.
+// Code that all versions of prefill_attention share: blocks of queries and the keys they attend to.
 #pragma once
 
 #include <math.h>
@@ -12,24 +12,24 @@ struct Sequence {
     int64_t row, key_row, rows, tokens;
 };
 
-// A block of queries of one KV head of a sequence. Its lanes are flat numbers of (row, head of the
-// group): the query heads of a group are queries too.
+// A block of queries of one KV head of a sequence. A lane is a flat index of (row, query head of the
+// group), because the query heads of a group are handled as additional queries.
 struct Lanes {
     const Prefill& a;
     const Sequence& sequence;
     int64_t kv_head, first, count;
 
-    const int64_t queries = a.heads / a.kv_heads;  // that a KV head has, of each row
+    const int64_t queries = a.heads / a.kv_heads;  // query heads per KV head
 
     int64_t group() const { return queries; }
     int64_t row(int64_t lane) const { return queries == 1 ? first + lane : (first + lane) / queries; }
     int64_t head(int64_t lane) const {
         return queries == 1 ? kv_head : kv_head * queries + (first + lane) % queries;
     }
-    // The last key that a lane sees.
+    // Return the last key that a lane attends to.
     int64_t limit(int64_t lane) const { return sequence.tokens - sequence.rows + row(lane); }
     int64_t seen() const { return limit(count - 1) + 1; }
-    // The first key that a lane sees, and the first that any of the block's does.
+    // Return the first key that a lane attends to, or the first one of all lanes of the block.
     int64_t start(int64_t lane) const {
         const int64_t start = a.form.window ? limit(lane) + 1 - a.form.window : 0;
         return start > 0 ? start : 0;
@@ -61,7 +61,7 @@ struct Lanes {
         return static_cast<T*>(a.out) +
                ((sequence.row + row(lane)) * a.heads + head(lane)) * a.head_dim;
     }
-    // What the attention score keeps of this lane's weights once all rows are added.
+    // Return the fraction of a lane's weights that remains in the attention score after all rows.
     float kept(int64_t lane) const {
         const double age = static_cast<double>(sequence.rows - 1 - row(lane));
         return a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));

@@ -1,12 +1,12 @@
 // prefill_attention of bfloat16 in AMX tiles.
 //
-// Queries are rows of a tile and keys its columns. A first pass over chunks of keys has the
-// outputs, and each query's maximum and sum (the online softmax of FlashAttention, Dao et al.
-// 2022). A second one computes the logits again for the attention score, which needs the sums
-// first: so its weights are float32, and no memory grows with queries times keys.
+// Queries are the rows of a tile and keys its columns. A first pass over chunks of keys computes the
+// outputs, and the maximum and the sum of each query (the online softmax of FlashAttention, Dao et al.
+// 2022). A second pass recomputes the logits for the attention score, which needs the final sums. So
+// the weights of the score are float32, and no memory grows with queries times keys.
 //
-// A chunk's products and its exponentials follow each other. To alternate them gains nothing: next to
-// tiles' products a CPU adds and multiplies vectors at half its rate.
+// The matmuls of a chunk and its exponentials run one after the other. Interleaving them gains nothing,
+// because a CPU runs vector arithmetic at half rate next to tile matmuls.
 #pragma once
 
 #include <float.h>
@@ -19,15 +19,16 @@
 
 namespace ISA {
 
-// Elements of 4 bytes from one row to the next: none of 16 rows push each other out of the cache.
+// Row stride in elements of 4 bytes. The padding avoids cache conflicts between 16 rows.
 constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE;
 constexpr int64_t TOGETHER = 4;  // lanes whose weights are computed together
-// Of a block: their queries and sums take less than the weights of QUERY_LANES that the plan counts.
+// Maximum lanes of a block. Their queries and sums need less memory than the weights of QUERY_LANES
+// lanes, which the plan counts.
 constexpr int64_t MOST_LANES = 2 * QUERY_LANES;
 static_assert(MOST_LANES % PAIR == 0 && PAIR % TOGETHER == 0, "whole pairs of tiles");
 
-// C0 to C3, of 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are so many words apart, each `steps`
-// tiles long; tiles of B follow each other.
+// C0 to C3, 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are `a_row` words apart, and each is `steps`
+// tiles long. Tiles of B are contiguous.
 enum { C0, C1, C2, C3, A0, A1, B0, B1 };
 INLINE void add_products(Tiles& tiles, const uint32_t* a, int64_t a_row, const uint32_t* b,
                          int64_t steps) {
@@ -43,7 +44,7 @@ INLINE void add_products(Tiles& tiles, const uint32_t* a, int64_t a_row, const u
     }
 }
 
-// The same of a float32 matrix's rows at `c`, so many floats apart.
+// Load C0 to C3 from a float32 matrix at `c` with a row stride of `row` floats.
 INLINE void load_pair(Tiles& tiles, const float* c, int64_t row) {
     tiles.load<C0>(c, row * 4);
     tiles.load<C1>(c + SIDE, row * 4);
@@ -57,14 +58,14 @@ INLINE void store_pair(Tiles& tiles, float* c, int64_t row) {
     tiles.store<C3>(c + SIDE * row + SIDE, row * 4);
 }
 
-// Memory of one thread.
+// Scratch memory of one thread.
 struct TileSpace {
     KeyValueTiles cache;
-    Memory<uint32_t> queries;    // [lanes, dim] of bfloat16, as left operands
+    Memory<uint32_t> queries;    // [lanes, dim] bfloat16, as left operands
     Memory<float> logits, sums;  // [PAIR, KEY_CHUNK], [lanes, dim]
-    // Of each lane: the largest logit so far, or nearly so; what scaled logits are shifted by to be
-    // relative to that one, and a bit if they are too large for that; parts of the sum of its weights;
-    // and what these are multiplied by to be added to the score.
+    // Per lane: the approximate running maximum of the logits; the shift of scaled logits relative to
+    // it, and a bit if they are too large for a shift; partial sums of the weights; and the factor of
+    // the weights in the attention score.
     float tops[MOST_LANES], shifts[MOST_LANES], factors[MOST_LANES];
     uint32_t far[MOST_LANES / PAIR];
     Floats totals[MOST_LANES];
@@ -84,10 +85,10 @@ struct TileSpace {
     void start() { cache.start(); }
 };
 
-// Asks for the rows that the task's next block begins with, a few at a time.
+// Prefetch the rows of the task's next block, a few at a time.
 class RowsAhead {
 public:
-    // `packed` keys and values are in tiles by now; step() will be called so many times.
+    // `packed` keys and values are already in tiles. step() is called `steps` times.
     RowsAhead(const Lanes& now, const Lanes* next, int64_t packed, int64_t steps)
         : next(next), steps(steps) {
         if (!next) return;
@@ -117,23 +118,22 @@ private:
 
 struct TileBlock : Lanes {
     using Space = TileSpace;
-    // Keys and values that a second-level cache of 2 MB does not hold beside the rest are met by more
-    // lanes at a time.
+    // If keys and values do not fit in an L2 cache of 2 MB with the other data, a block has more lanes.
     static constexpr int64_t NEAR_BYTES = 5 << 18;
     static int64_t most_lanes(int64_t head_dim, int64_t longest) {
         const int64_t bytes = 2 * longest * up_to(PAIR, head_dim) * static_cast<int64_t>(sizeof(bf16));
         return bytes > NEAR_BYTES ? MOST_LANES : PAIR;
     }
-    // Weights are relative to one that the largest exceeds by a factor of 2^8 at most, which has the
-    // same precision: so sums are hardly ever made smaller.
+    // Weights are relative to a reference that the maximum exceeds by a factor of at most 2^8, without
+    // loss of precision. So sums are rarely rescaled.
     static constexpr float MOST_RAISE = 8;
-    // The rounding of a shift is that of all weights, as long as it is small.
+    // Small shifts do not increase the rounding error of the weights.
     static constexpr float MOST_SHIFT = 1024;
 
     Space& space;
     DenormalsAsZeros denormals{};
     Tiles tiles{space.shapes};
-    // Of logits, that are exponents of 2 then.
+    // Scale of the logits, which become exponents of 2.
     const float scale = a.form.softcap > 0   ? LOG2_E
                         : a.form.scale > 0 ? LOG2_E * Lanes::scale()
                                            : LOG2_E / sqrtf(static_cast<float>(a.head_dim));
@@ -178,7 +178,7 @@ struct TileBlock : Lanes {
         const int64_t lanes = up_to(PAIR, count);
         std::memset(space.sums.get(), 0, static_cast<size_t>(lanes * space.sums_row()) * 4);
         for (int64_t lane = 0; lane < lanes; lane++) {
-            // A sink is as if it were the first key, with a value of zeros.
+            // An attention sink acts as a first key with a value of zeros.
             const bool sinks = a.form.sinks;
             set_top(lane, sinks ? a.form.sinks[head(lane)] * LOG2_E / scale : -FLT_MAX);
             space.totals[lane] = Floats{};
@@ -195,7 +195,7 @@ struct TileBlock : Lanes {
         bits = (bits & ~(1u << lane % PAIR)) | static_cast<uint32_t>(far) << lane % PAIR;
     }
 
-    // Of logits that are too large to be shifted once they are scaled, the differences to the largest.
+    // For logits that are too large to be shifted after scaling, subtract the maximum first.
     __attribute__((noinline)) void subtract_tops(int64_t lane, int64_t end, int64_t width) const {
         for (; lane < end; lane++) {
             float* x = logits(lane);
@@ -209,8 +209,8 @@ struct TileBlock : Lanes {
         return space.logits.get() + lane % PAIR * LOGITS_ROW;
     }
 
-    // Of a pair's lanes by a chunk's keys up to the last that one of them sees, and on to whole tiles:
-    // so many. That of none where a lane does not see the key.
+    // Compute the logits of a pair of lane tiles by a chunk of keys, up to the last key that any lane
+    // attends to, padded to whole tiles. Return the number of keys. Masked keys get the logit NONE.
     int64_t logits(int64_t t, int64_t pair) {
         const int64_t row = space.queries_row(), end = pair_end(pair);
         const int64_t some = limit(end - 1) + 1 - t;
@@ -253,14 +253,14 @@ struct TileBlock : Lanes {
         }
     }
 
-    // Outputs are written behind the last chunk.
+    // Prefetch the output lines, which are written after the last chunk.
     INLINE void ask_for_outputs(int64_t pair) const {
         for (int64_t lane = pair; lane < pair_end(pair); lane++)
             for (int64_t i = 0; i < a.head_dim; i += DEPTH)
                 prefetch_to_write(output<bf16>(lane) + i);
     }
 
-    // Logits of TOGETHER lanes become weights, unnormalized, in bfloat16: in their place.
+    // Replace the logits of TOGETHER lanes by unnormalized weights in bfloat16, in place.
     INLINE void weigh(int64_t lane, int64_t width) const {
         float* x = logits(lane);
         Floats most[TOGETHER];
@@ -294,7 +294,7 @@ struct TileBlock : Lanes {
         }
     }
 
-    // A larger maximum: what was summed up becomes smaller.
+    // Set a larger maximum and rescale the accumulated sums.
     __attribute__((noinline)) void raise(int64_t lane, float top) const {
         const Floats factor = exp2_flushed(broadcast((space.tops[lane] - top) * scale));
         float* sums = space.sums.get() + lane * space.sums_row();
@@ -327,7 +327,7 @@ struct TileBlock : Lanes {
         }
     }
 
-    // The chunk's logits, again, to what its keys receive.
+    // Add the attention weights of the recomputed logits of a chunk to the scores of its keys.
     __attribute__((noinline)) void add_received(int64_t t, int64_t pair, int64_t width,
                                                 float* scores) const {
         if (space.far[pair / PAIR]) subtract_tops(pair, pair_end(pair), width);

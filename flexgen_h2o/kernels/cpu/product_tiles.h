@@ -1,9 +1,9 @@
-// Products with quantized matrices in AMX tiles.
+// Quantized matmuls in AMX tiles.
 //
-// x is the left operand, and codes the right one, as their words lie: pairs of inputs by outputs. Few
-// rows meet the codes themselves, and each group's products are scaled in float32. For more rows that
-// would cost more than the products: weights are rounded to bfloat16 (by 2^-8 of each at most), and
-// go the way of tile_matmul.h.
+// x is the left operand. Weights are the right operand in the layout of their words: pairs of inputs by
+// outputs. For few rows, the operands are the quantized values themselves, and the results of each
+// group are scaled in float32. For more rows, the scaling would cost more than the matmul. So weights
+// are rounded to bfloat16 (relative error at most 2^-8) and use tile_matmul.h.
 #pragma once
 
 #include "coded_tiles.h"
@@ -12,10 +12,10 @@
 
 namespace ISA {
 
-constexpr int64_t VECTOR_ROWS = 1;  // more go by tiles
+constexpr int64_t VECTOR_ROWS = 1;  // more rows use tiles
 static_assert(TILED_OUTPUTS % COLUMNS == 0, "whole chunks");
 
-// A block's weights, rounded, to steps COLUMNS apart.
+// Dequantize the weights of a block, rounded, to steps that are COLUMNS apart.
 template <class C>
 INLINE void unpack_rounded(const CodedBlock<C>& from, int64_t words, uint32_t* to) {
     constexpr int STEPS = C::unit_inputs / 2;
@@ -35,7 +35,7 @@ INLINE void unpack_rounded(const CodedBlock<C>& from, int64_t words, uint32_t* t
     }
 }
 
-// Weights rounded to bfloat16, for products of many rows.
+// Weights rounded to bfloat16, for matmuls of many rows.
 template <class C>
 struct CodedSlabs {
     const Matrix& matrix;
@@ -50,7 +50,7 @@ struct CodedSlabs {
         const int64_t groups = (slab.inputs + blocks.group - 1) / blocks.group;
         for (int64_t pair = 0; pair < slab.pairs(); pair++, to += slab.pair_words()) {
             const int64_t tile = slab.output / MATRIX_TILE + 2 * pair;
-            // Zeros where groups fill no whole step, and where outputs fill no two tiles.
+            // Zeros pad groups that fill no whole step, and outputs that fill no two tiles.
             if (groups * words < slab.pair_words() || tile + 1 == all)
                 std::memset(to, 0, static_cast<size_t>(slab.pair_words()) * sizeof *to);
             for (int64_t t = 0; t < 2 && tile + t < all; t++)
@@ -61,8 +61,9 @@ struct CodedSlabs {
     }
 };
 
-// The most rows that meet codes. In 4 and 8 bits more would lose exactness. Weights in 12 bits and of
-// MXFP4 are bfloat16 as they stand, so that the faster way is taken.
+// Maximum rows that use quantized values as operands. Rounding 4-bit and 8-bit weights to bfloat16
+// loses precision. 12-bit weights and MXFP4 are exact in bfloat16, so they switch to tile_matmul.h
+// where that is faster.
 template <class C>
 constexpr int64_t coded_rows() {
     return std::is_same_v<C, Mxfp4> ? 32 : std::is_same_v<C, Float12> ? 56 : 64;

@@ -1,5 +1,5 @@
-// Tiles of cached keys by queries, and weights by tiles of cached values. R rows and G queries go
-// together, so that what is loaded of either serves the others too.
+// Matmuls of cached keys by queries, and of attention weights by cached values. A register block has R
+// rows and G queries, so that each load is reused.
 #pragma once
 
 #include <math.h>
@@ -10,7 +10,7 @@
 
 namespace ISA {
 
-// Calls f(G, g) so that blocks of G query heads from g on make up the group.
+// Call f(G, g) for blocks of G query heads from `g` on, which cover the group.
 template <class F>
 INLINE void by_queries(int64_t group, F f) {
     int64_t g = 0;
@@ -22,13 +22,13 @@ INLINE void by_queries(int64_t group, F f) {
     }
 }
 
-// By which products of queries and keys are logits.
+// Return the factor of the logits.
 inline float logit_scale(const Form& form, int64_t head_dim) {
     return form.scale > 0 ? static_cast<float>(form.scale)
                           : 1.0f / sqrtf(static_cast<float>(head_dim));
 }
 
-// Queries [G, width] of a block and where their logits or weights go, `stride` apart.
+// Queries [G, width] of a block and their logits or weights, whose rows are `stride` apart.
 struct Queries {
     const float* q;
     int64_t width;
@@ -36,7 +36,7 @@ struct Queries {
     int64_t stride;
 };
 
-// The sums of what G queries give with R rows, to the logits of the rows from `row` on.
+// Reduce the sums of R rows by G queries and store them as logits of rows from `row` on.
 template <int R, int G>
 INLINE void put_logits(const Floats* total, const Queries& to, int64_t row) {
     float logits[G * R];
@@ -49,7 +49,7 @@ INLINE void put_logits(const Floats* total, const Queries& to, int64_t row) {
         std::memcpy(to.row + g * to.stride + row, logits + g * R, R * sizeof *logits);
 }
 
-// R rows from `row` on: their logits for G queries.
+// Compute the logits of R rows from `row` on for G queries.
 template <int R, int G, class Tile>
 INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
     Floats total[G * R];
@@ -65,13 +65,13 @@ INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
     put_logits<R, G>(total, to, row);
 }
 
-// The same of records, without their zero points: codes times scales meet the queries. With 4 bits
-// those in the high halves are elements `half` further.
+// The same for quantized groups, without their zero points: scaled quantized values by queries. With 4
+// bits the high nibbles hold elements `half` elements further.
 template <int R, int G, int bits>
 INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
     const int64_t half = to.width / 2, bytes = bits == 8 ? to.width : half;
     const int64_t group = tile.group_bytes(bytes);
-    const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // groups from low to high
+    const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // in groups, low to high nibbles
     Floats total[G * R];
     for (int n = 0; n < G * R; n++) total[n] = Floats{};
     const float* scale = tile.scales() + row;
@@ -93,8 +93,9 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
     put_logits<R, G>(total, to, row);
 }
 
-// The same of one query: codes meet it, and their sums the scales. Of BYTES of codes, whose groups are
-// the usual ones, or of as many as there are.
+// The same for one query: quantized values by the query, then their sums by the scales. BYTES is the
+// size of the quantized values if their groups are the default ones; otherwise the size is read at run
+// time.
 template <int R, int bits, int BYTES>
 INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
     constexpr int SIDES = bits == 4 ? 2 : 1;
@@ -102,7 +103,7 @@ INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int
     constexpr int64_t GROUP = BYTES < USUAL ? BYTES : USUAL;
     const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
     const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
-    const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // groups from low to high
+    const int64_t apart = tile.layout.groups == 1 ? 0 : bytes / group;  // in groups, low to high nibbles
     const uint8_t* from[R];
     for (int r = 0; r < R; r++) from[r] = tile.base + (row + r) * tile.stride;
     Floats total[R]{};
@@ -128,7 +129,7 @@ INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int
     put_logits<R, 1>(total, to, row);
 }
 
-// Of the first `count` rows.
+// Compute the logits of the first `count` rows.
 template <int G, class Tile>
 INLINE void all_key_rows(const Tile& tile, const Queries& to, int64_t count) {
     constexpr int R = Tile::rows_at_once(G);
@@ -163,7 +164,7 @@ INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_
 template <class Tile>
 INLINE void add_zeros(const Tile&, const Queries&, int64_t, int64_t) {}
 
-// What the zero points of the keys add to the logits of query g.
+// Add the contribution of the zero points of the keys to the logits of query `g`.
 template <int bits>
 INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g, int64_t count) {
     const int64_t group = tile.layout.group;
@@ -171,20 +172,20 @@ INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g
         const float part = sum_of(to.q + g * to.width + k * group, group);
         const float* zeros = tile.zeros() + k * SLOT_TILE;
         float* row = to.row + g * to.stride;
-        for (int64_t t = 0; t < count; t += WIDTH)  // what is behind the last row is overwritten
+        for (int64_t t = 0; t < count; t += WIDTH)  // elements past the last row are overwritten later
             store(row + t, fma(broadcast(part), load(zeros + t), load(row + t)));
     }
 }
 
-// Logits of the first `count` rows of a tile.
+// Compute the logits of the first `count` rows of a tile.
 template <int G, class Tile>
 INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
     all_key_rows<G>(tile, to, count);
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
 }
 
-// out[g] += weight[g][t] times row t, for N vectors from `column` on, G queries and the rows from
-// `first` to `end`; outputs lie `apart`.
+// out[g] += weight[g][t] * row t, for N vectors from `column` on, G queries and rows `first` to `end`.
+// Outputs are `apart` elements apart.
 template <int G, int N, class Tile>
 INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first, int64_t end,
                         int64_t column, float* out, int64_t apart) {
@@ -202,8 +203,8 @@ INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first,
         for (int n = 0; n < N; n++) store(out + g * apart + column + n * WIDTH, sums[g][n]);
 }
 
-// All columns of some rows before the next rows, so that lines which two rounds through the columns
-// share are still near.
+// Process all columns of some rows before the next rows, so that cache lines shared by two column
+// blocks are still in the cache.
 template <int G, class Tile>
 INLINE void value_products(const Tile& tile, const Queries& weights, int64_t count, float* out,
                            int64_t apart) {
@@ -220,8 +221,8 @@ INLINE void value_products(const Tile& tile, const Queries& weights, int64_t cou
     }
 }
 
-// The same of N vectors of codes, all of one group, and with 4 bits of as many in their high
-// halves.
+// The same for N vectors of quantized values of one group. With 4 bits it includes N vectors of high
+// nibbles.
 template <int G, int N, int bits>
 INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t column, float* out,
                         int64_t apart) {
@@ -272,7 +273,7 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
             const float *scales = tile.scales() + k * SLOT_TILE, *zeros = tile.zeros() + k * SLOT_TILE;
             float* scaled = tile.scaled() + (g * groups + k) * SLOT_TILE;
             Floats zero{};
-            for (int64_t t = 0; t < count; t += WIDTH) {  // behind the last row all is 0
+            for (int64_t t = 0; t < count; t += WIDTH) {  // elements past the last row are 0
                 const Floats some = load(weight + t);
                 store(scaled + t, some * load(scales + t));
                 zero = fma(some, load(zeros + t), zero);
@@ -284,14 +285,14 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
             }
         }
     const int64_t columns = bits == 4 ? weights.width / 2 : weights.width;
-    const auto blocks = [&](auto vectors) ALWAYS_INLINE {  // true if they are all of the columns
+    const auto blocks = [&](auto vectors) ALWAYS_INLINE {  // true if they cover all columns
         constexpr int N = decltype(vectors)::value;
         if (group % (N * WIDTH) || columns % (N * WIDTH)) return false;
         for (int64_t column = 0; column < columns; column += N * WIDTH)
             value_block<G, N>(tile, count, column, out, apart);
         return true;
     };
-    // As many as there are registers for.
+    // As many vectors as the registers allow.
     constexpr int MOST = bits == 8 ? at_once(G) : G <= 2 ? 4 : WIDTH == 16 || G == 3 ? 2 : 1;
     if constexpr (MOST >= 4)
         if (blocks(std::integral_constant<int, 4>{})) return;

@@ -1,9 +1,9 @@
-// The logits that an index of keys gives for queries, which are rounded to 8 bits: products of
-// whole numbers.
+// Approximate logits from the quantized key index, for queries quantized to 8 bits, with integer
+// arithmetic.
 //
-// In a tile tokens lie side by side. Codes of two elements of one token come together, meet a pair
-// of a query's codes, and the products are added up in 16 bits as long as they fit; with AVX512_VNNI
-// they are those of four elements, and are added up in 32 bits.
+// A tile stores tokens side by side. Quantized values of two elements of a token are multiplied with a
+// pair of quantized query values and accumulated in 16 bits as long as they fit. AVX512_VNNI multiplies
+// four elements and accumulates in 32 bits.
 #pragma once
 
 #include <math.h>
@@ -14,22 +14,22 @@
 
 namespace ISA {
 
-constexpr float QUERY_LEVELS = 127;  // of a query's codes, to either side of 0
+constexpr float QUERY_LEVELS = 127;  // quantized query values are in [-127, 127]
 
 #if defined(__AVX512VNNI__)
-constexpr int64_t QUAD = 4;  // rows of bytes that meet a query at once
+constexpr int64_t QUAD = 4;  // rows of bytes multiplied with a query at once
 static_assert(INDEX_TILE == WIDTH, "a tile's tokens are a vector");
 typedef int8_t QueryCode;
 
-// Elements of QueryCode of a query.
+// Return the number of QueryCode elements of a query.
 inline int64_t query_codes(const TileShape& shape) {
     return shape.groups * ((shape.rows_of_group() + QUAD - 1) / QUAD) * shape.per_byte * QUAD;
 }
 #elif defined(__AVX2__)
-constexpr int64_t PAIR_BYTES = 32;  // of the codes of a query that two rows of bytes meet at once
+constexpr int64_t PAIR_BYTES = 32;  // quantized query values for two rows of bytes
 typedef int8_t QueryCode;
 
-// Elements of QueryCode of a query.
+// Return the number of QueryCode elements of a query.
 inline int64_t query_codes(const TileShape& shape) {
     return shape.groups * ((shape.rows_of_group() + 1) / 2) * (shape.per_byte / 2) * PAIR_BYTES;
 }
@@ -39,17 +39,18 @@ typedef float QueryCode;
 inline int64_t query_codes(const TileShape& shape) { return shape.dim; }
 #endif
 
-// Queries of a head: of each the codes as tiles meet them, and of each group the step and the step
-// by the sum of the codes.
+// Quantized queries of a head, in the order of the tiles. Each group has a step (quantization scale)
+// and the step times the sum of its quantized values.
 struct RoundedQueries {
     QueryCode* codes;  // [queries, query_codes]
     float *steps, *sums;  // [queries, groups]
 };
 
-// Lays out the codes of a group, whole numbers, as tiles meet them; returns where the next ones go.
+// Store the quantized values of a group in the order of the tiles. Return the address of the next
+// group.
 inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCode* to) {
 #if defined(__AVX512VNNI__)
-    // By four rows of bytes, by the codes of a byte: those of the rows.
+    // For each four rows of bytes and each value of a byte: the query values of these rows.
     const int64_t rows = shape.rows_of_group();
     for (int64_t row = 0; row < rows; row += QUAD)
         for (int64_t part = 0; part < shape.per_byte; part++)
@@ -57,8 +58,8 @@ inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCod
                 *to++ = static_cast<int8_t>(i < rows ? codes[i * shape.per_byte + part] : 0);
     return to;
 #elif defined(__AVX2__)
-    // By two rows of bytes, by two codes of a byte: these two of the first row, eight times over,
-    // then those of the second.
+    // For each two rows of bytes and each two values of a byte: the pair of the first row, repeated
+    // eight times, then the pair of the second row.
     const int64_t rows = shape.rows_of_group();
     for (int64_t row = 0; row < rows; row += 2)
         for (int64_t part = 0; part < shape.per_byte; part += 2)
@@ -75,8 +76,8 @@ inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCod
 #endif
 }
 
-// One query's `dim` floats, which are overwritten; its steps then go by `factor`. See
-// h2o/recall.py, `rounded_queries`.
+// Quantize a query of `dim` floats, which are overwritten, and multiply its steps by `factor`. See
+// `rounded_queries` in h2o/recall.py.
 inline void round_query(float* q, float factor, const TileShape& shape, int64_t number,
                         const RoundedQueries& to) {
     QueryCode* codes = to.codes + number * query_codes(shape);
@@ -88,7 +89,7 @@ inline void round_query(float* q, float factor, const TileShape& shape, int64_t 
         const float step = largest / QUERY_LEVELS, divisor = step > 0 ? step : 1;
         for (int64_t i = 0; i < shape.group; i++) {
             const float x = nearbyintf(mine[i] / divisor);
-            // NaN, too, becomes a code.
+            // Clamping also maps NaN to an integer.
             mine[i] = x >= -QUERY_LEVELS ? x <= QUERY_LEVELS ? x : QUERY_LEVELS : -QUERY_LEVELS;
             sum += mine[i];
         }
@@ -99,7 +100,7 @@ inline void round_query(float* q, float factor, const TileShape& shape, int64_t 
 }
 
 #if defined(__AVX512VNNI__)
-// Four rows of bytes of 16 tokens to the four bytes of each token.
+// Transpose four rows of bytes of 16 tokens to four bytes per token.
 INLINE Words by_token(const uint8_t* rows) {
     constexpr uint32_t LANES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
     constexpr uint8_t BYTES[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
@@ -109,8 +110,8 @@ INLINE Words by_token(const uint8_t* rows) {
     return Words(_mm512_shuffle_epi8(lanes, bytes));
 }
 
-// Logits of a tile for G queries from `number` on. Where a group's rows are no fours, those behind
-// them meet zeros.
+// Compute the logits of a tile for G queries from `number` on. If the rows of a group are not a
+// multiple of four, the padding is multiplied by zeros.
 template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
@@ -122,7 +123,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
     const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
     Floats total[G]{};
     for (int64_t k = 0; k < shape.groups; k++) {
-        Ints sums[2][G]{};  // a sum has to wait for the last one
+        Ints sums[2][G]{};  // separate chains, because a sum waits for the last one
         const uint8_t* mine = tile + k * rows * INDEX_TILE;
         for (int64_t row = 0; row < rows; row += QUAD) {
             const Words words = by_token(mine + row * INDEX_TILE);
@@ -153,13 +154,13 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
 #elif defined(__AVX2__)
 INLINE __m256i load_bytes(const void* from) { return load_raw<__m256i>(from); }
 
-// 16 sums of 16 bits, each of a token and one of two rows, to those of 8 tokens.
+// Add 16-bit sums, eight of each of two rows, to 32-bit sums of eight tokens.
 INLINE __m256i joined_rows(__m256i x) {
     return _mm256_add_epi32(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)),
                             _mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1)));
 }
 
-// sums [G][8 tokens each] += what COUNT twos of rows of bytes give with codes of G queries.
+// sums [G][8 tokens each] += COUNT pairs of rows of bytes by quantized values of G queries.
 template <int G, int BITS, int COUNT>
 INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
                      __m256i (*sums)[2]) {
@@ -182,7 +183,7 @@ INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
                 const __m256i query = load_bytes(mine + g * apart);
                 some[g][0] = _mm256_add_epi16(some[g][0], _mm256_maddubs_epi16(low, query));
                 some[g][1] = _mm256_add_epi16(some[g][1], _mm256_maddubs_epi16(high, query));
-                // Else GCC adds in another order, for which there are too few registers.
+                // Prevents a GCC reordering that needs too many registers.
                 asm("" : "+x"(some[g][0]), "+x"(some[g][1]));
             }
         }
@@ -192,7 +193,7 @@ INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
             sums[g][half] = _mm256_add_epi32(sums[g][half], joined_rows(some[g][half]));
 }
 
-// Logits of a tile for G queries from `number` on.
+// Compute the logits of a tile for G queries from `number` on.
 template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
@@ -232,7 +233,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
             _mm256_storeu_ps(logits + g * stride + half * INDEX_TILE / 2, total[g][half]);
 }
 #else
-// The same in floats, in which the sums of a group are whole numbers too.
+// The same in floats, which represent the integer sums of a group exactly.
 template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
@@ -265,7 +266,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
 }
 #endif
 
-// Logits [group, stride] of all tiles.
+// Compute logits [group, stride] of all tiles.
 template <int BITS>
 void scan(const uint8_t* index, const TileShape& shape, int64_t tiles, int64_t group,
           const RoundedQueries& queries, float* logits, int64_t stride) {

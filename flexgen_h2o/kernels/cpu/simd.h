@@ -1,8 +1,8 @@
-// Vectors of WIDTH floats on whatever instruction set this file is compiled for.
+// Vectors of WIDTH floats for the instruction set of this compilation.
 //
-// Every source that includes it is compiled once per instruction set, into namespace ISA (a macro
-// of the build). Nothing here rounds behind the caller's back: the build turns contraction off,
-// and multiply-adds are written out.
+// Every source that includes this header is compiled once per instruction set, into namespace ISA (a
+// macro of the build). No rounding is implicit: the build disables contraction, and multiply-adds are
+// explicit.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include <limits>
 
 #if defined(__AVX2__)
-// GCC 12 warns of its own header's deliberately undefined vectors (its bug 105593).
+// GCC 12 warns about deliberately undefined vectors in its own header (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -27,9 +27,9 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 
-constexpr float NONE = -std::numeric_limits<float>::infinity();  // the logit of no key
+constexpr float NONE = -std::numeric_limits<float>::infinity();  // logit of a masked key
 
-#define ALWAYS_INLINE __attribute__((always_inline))  // of a lambda, behind its arguments
+#define ALWAYS_INLINE __attribute__((always_inline))  // for lambdas, after the parameter list
 #define INLINE inline ALWAYS_INLINE
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
@@ -38,7 +38,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
 
-// Cached 16-bit elements; float is itself.
+// 16-bit elements of caches and weights. float needs no wrapper.
 struct bf16 {
     uint16_t bits;
 };
@@ -73,7 +73,7 @@ INLINE Floats fma(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// (x & mask) | more.
+// Return (x & mask) | more.
 INLINE Words masked_or(Words x, uint32_t mask, uint32_t more) {
 #if defined(__AVX512F__)
     constexpr int AND_OR = 0xea;
@@ -86,7 +86,7 @@ INLINE Words masked_or(Words x, uint32_t mask, uint32_t more) {
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(H2O_EMULATE)
 #define FOURS
-// sums += the products of the four bytes of each lane, of which those of x have signs.
+// sums += the dot products of four bytes per lane: unsigned `bytes` by signed `x`.
 INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
 #if defined(__AVX512VNNI__)
     return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), __m512i(x)));
@@ -100,7 +100,7 @@ INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
 }
 #endif
 
-// b where either is NaN.
+// Return b if either operand is NaN.
 INLINE Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return _mm512_maskz_max_ps(0xffff, a, b);
@@ -112,7 +112,7 @@ INLINE Floats larger(Floats a, Floats b) {
 }
 
 #if defined(__AVX512F__)
-// Not _mm512_castps512_ps128, in which GCC 12 finds an undefined vector (-Wuninitialized).
+// _mm512_castps512_ps128 is avoided: GCC 12 reports an undefined vector (-Wuninitialized).
 INLINE __m128 first_four(Floats x) {
     __m128 four;
     std::memcpy(&four, &x, sizeof four);
@@ -123,8 +123,8 @@ INLINE __m128 first_four(Floats x) {
 INLINE float sum(Floats x) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e);  // the other half
-    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1);  // the other quarter
+    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e);  // add the other half
+    x += _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1);  // add the other quarter
     __m128 four = first_four(x);
 #else
     __m128 four = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
@@ -136,7 +136,7 @@ INLINE float sum(Floats x) {
 #endif
 }
 
-// The sums of four vectors, to four floats.
+// Reduce four vectors to four sums.
 INLINE void sums(const Floats* x, float* to) {
 #if defined(__AVX512F__)
     const Floats a = _mm512_unpacklo_ps(x[0], x[1]) + _mm512_unpackhi_ps(x[0], x[1]);
@@ -170,7 +170,7 @@ INLINE float widest(Floats x) {
 #endif
 }
 
-// The largest elements of four vectors.
+// Reduce four vectors to four maxima.
 INLINE void widest(const Floats* x, float* to) {
 #if defined(__AVX512F__)
     const Floats a = larger(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
@@ -204,7 +204,7 @@ INLINE int32_t widest(Ints x) {
 #endif
 }
 
-// float16 by its bits, for single elements; denormals, infinities and NaN included.
+// Convert the bits of a float16, including denormals, infinities and NaN. For single elements.
 inline float from_half(uint16_t half) {
     uint32_t bits = static_cast<uint32_t>(half & 0x7fff) << 13;
     bits = (half & 0x7c00) == 0x7c00
@@ -213,13 +213,13 @@ inline float from_half(uint16_t half) {
     return bits_of<float>(bits | static_cast<uint32_t>(half & 0x8000) << 16);
 }
 
-// To the nearest float16, of two equally near to the even one.
+// Round to the nearest float16, ties to even.
 inline uint16_t to_half(float x) {
     uint32_t bits = bits_of<uint32_t>(x), sign = bits >> 16 & 0x8000;
     bits &= 0x7fffffff;
     if (bits > 0x7f800000) return static_cast<uint16_t>(sign | 0x7e00);
     if (bits >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
-    if (bits < 0x38800000) {  // below the smallest normal: adding 0.5 rounds at 2^-24
+    if (bits < 0x38800000) {  // subnormal in float16: adding 0.5 rounds at 2^-24
         uint32_t low = bits_of<uint32_t>(bits_of<float>(bits) + 0.5f) - 0x3f000000;
         return static_cast<uint16_t>(sign | low);
     }
@@ -229,7 +229,7 @@ inline uint16_t to_half(float x) {
 
 INLINE Floats load(const float* from) { return load_raw<Floats>(from); }
 
-// Wider and narrower whole numbers; GCC takes vectors apart for some of these conversions.
+// Conversions between integer widths. GCC scalarizes some of them without intrinsics.
 INLINE Words widen(const uint16_t* from) {
 #if defined(__AVX512F__)
     return Words(_mm512_cvtepu16_epi32(load_raw<__m256i>(from)));
@@ -250,7 +250,7 @@ INLINE Ints widen(const uint8_t* from) {
 #endif
 }
 
-// The low bytes.
+// Keep the low bytes.
 INLINE void narrow(uint8_t* to, Ints x) {
 #if defined(__AVX512F__)
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(__m512i(x)));
@@ -278,7 +278,7 @@ INLINE Floats load(const fp16* from) {
 #endif
 }
 
-// Whole numbers that are the bits of float16.
+// Convert integers that hold the bits of float16.
 INLINE Floats from_halves(Words halves) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtph_ps(0xffff, _mm512_maskz_cvtepi32_epi16(0xffff, __m512i(halves)));
@@ -309,7 +309,7 @@ inline void put(bf16* to, float x) {
 }
 inline void put(fp16* to, float x) { to->bits = to_half(x); }
 
-// Whole numbers below 2^16.
+// Narrow integers below 2^16.
 INLINE void narrow(uint16_t* to, Words x) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(__m512i(x)));
@@ -322,7 +322,7 @@ INLINE void narrow(uint16_t* to, Words x) {
 #endif
 }
 
-// A vector to as many elements.
+// Store a vector to elements of the type of `to`.
 INLINE void put_all(float* to, Floats x) { store(to, x); }
 INLINE void put_all(bf16* to, Floats x) {
     const Words bits = bits_of<Words>(x);
@@ -342,7 +342,7 @@ INLINE void put_all(fp16* to, Floats x) {
 }
 
 #if defined(__AVX512F__)
-// Rows of a matrix of 16 x 16 to its columns.
+// Transpose a 16 x 16 matrix.
 INLINE void transpose(Floats* x) {
     __m512 pairs[16], fours[16];
     for (int i = 0; i < 16; i += 2) {
@@ -368,7 +368,7 @@ INLINE void transpose(Floats* x) {
     }
 }
 #elif defined(__AVX2__)
-// Rows of a matrix of 8 x 8 to its columns.
+// Transpose an 8 x 8 matrix.
 INLINE void transpose(Floats* x) {
     __m256 fours[8];
     for (int i = 0; i < 8; i += 4)
@@ -386,7 +386,7 @@ INLINE void transpose(Floats* x) {
     }
 }
 #else
-// Rows of a matrix of WIDTH x WIDTH to its columns.
+// Transpose a WIDTH x WIDTH matrix.
 INLINE void transpose(Floats* x) {
     for (int i = 0; i < WIDTH; i++)
         for (int k = 0; k < i; k++) {
@@ -407,7 +407,7 @@ INLINE float sum_of(const T* x, int64_t count) {
     return total;
 }
 
-// Two vectors to pairs of the nearest bfloat16, the first in the low half.
+// Round two vectors to pairs of bfloat16, the first in the low half.
 INLINE Words rounded_pairs(Floats first, Floats second) {
 #if defined(__AVX512BF16__)
     const __m512i halves = bits_of<__m512i>(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
@@ -420,10 +420,10 @@ INLINE Words rounded_pairs(Floats first, Floats second) {
 #endif
 }
 
-// To the nearest whole number, of two equally near to the even one; for |x| < 2^22.
+// Round to the nearest integer, ties to even, for |x| < 2^22.
 INLINE Floats rounded(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
 
-// e^x for x <= 0, to 2 units in the last place; 0 below -87, and of -inf.
+// Return e^x for x <= 0, with an error of 2 ulp. The result is 0 below -87 and for -inf.
 INLINE Floats exp(Floats x) {
     const Floats lowest = broadcast(-87.0f);
     const Ints under = x < lowest;
@@ -439,7 +439,7 @@ INLINE Floats exp(Floats x) {
     p = fma(p, r, broadcast(1.6666665459e-1f));
     p = fma(p, r, broadcast(5.0000001201e-1f));
     p = fma(p, r * r, r + 1.0f);
-    // The low bits of `shifted` are n: into the exponent with them.
+    // The low bits of `shifted` are n. Shift them to the exponent.
     Floats scale = bits_of<Floats>((bits_of<Words>(shifted) + 127) << 23);
     Floats result = p * scale;
     return under ? Floats{} : result;
@@ -447,23 +447,23 @@ INLINE Floats exp(Floats x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
-// 2^x for x <= 0, to 2 units in the last place; 0 below -126.5, and of -inf.
+// Return 2^x for x <= 0, with an error of 2 ulp. The result is 0 below -126.5 and for -inf.
 INLINE Floats exp2(Floats x) {
     constexpr float SHIFT = 0x1.8p23f + 127;
-    x = larger(broadcast(-127.0f), x);  // NaN stays
+    x = larger(broadcast(-127.0f), x);  // NaN propagates
     const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
-    // Minimax for the relative error, 1e-7, within 0.5 of 0.
+    // Minimax polynomial on [-0.5, 0.5] with a relative error of 1e-7.
     Floats p = broadcast(0x1.5c08e6p-10f);
     p = fma(p, r, broadcast(0x1.3d0c52p-7f));
     p = fma(p, r, broadcast(0x1.c6b6e4p-5f));
     p = fma(p, r, broadcast(0x1.ebf918p-3f));
     p = fma(p, r, broadcast(0x1.62e428p-1f));
     p = fma(p, r, broadcast(1.0f));
-    // The low bits of `shifted` are the exponent's.
+    // The low bits of `shifted` are the exponent bits.
     return p * bits_of<Floats>(bits_of<Words>(shifted) << 23);
 }
 
-// cap tanh(x / cap), within a few units in the last place of the cap; NaN stays.
+// Return cap * tanh(x / cap), within a few ulp of the cap. NaN propagates.
 INLINE Floats soft_capped(Floats x, float cap) {
     const Words sign = bits_of<Words>(x) & 0x80000000u;
     const Floats size = bits_of<Floats>(bits_of<Words>(x) ^ sign);

@@ -1,11 +1,10 @@
-// Products of many rows of bfloat16 in AMX tiles.
+// Matmuls of many rows of bfloat16 in AMX tiles.
 //
-// Rows of x are left operands as they lie. Weights come to right ones by slabs of some outputs and
-// inputs, which stay in the second-level cache: each once for all rows that meet it. Sums stay in
-// tiles for all inputs of a slab. Meanwhile the next rows of x are asked for, and the lines where
-// results go.
+// Rows of x are left operands in place. Weights are converted to right operands in L2 panels (slabs) of
+// outputs by inputs, once for all rows. Sums stay in tiles for all inputs of a panel. Meanwhile the
+// next rows of x and the output lines are prefetched.
 //
-// A product is a struct that tells how its weights come to operands: PlainSlabs, CodedSlabs.
+// A matmul is a struct that converts its weights to operands: PlainSlabs or CodedSlabs.
 #pragma once
 
 #include "amx.h"
@@ -19,10 +18,10 @@
 
 namespace ISA {
 
-constexpr int64_t SIDE = TILE_ROWS;               // rows of all tiles, and their columns in words
-constexpr int64_t STEP_INPUTS = 2 * TILE_PAIRS;   // that one product of tiles sums over
-constexpr int64_t TILE_COLUMNS = 2 * SIDE;        // outputs that are computed together
-constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // for which weights come to operands anew
+constexpr int64_t SIDE = TILE_ROWS;               // rows of a tile, and its columns in words
+constexpr int64_t STEP_INPUTS = 2 * TILE_PAIRS;   // reduction depth of one tile matmul
+constexpr int64_t TILE_COLUMNS = 2 * SIDE;        // outputs of the register block
+constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // minimum that pays for converting weights
 static_assert(TILED_OUTPUTS % TILE_COLUMNS == 0 && TILED_ROWS % (2 * SIDE) == 0 &&
                   TILED_INPUTS % STEP_INPUTS == 0,
               "whole tiles");
@@ -31,14 +30,14 @@ INLINE int64_t up_to(int64_t multiple, int64_t x) {
     return (x + multiple - 1) / multiple * multiple;
 }
 
-// Whole tiles, all of them.
+// Return the shapes of whole tiles for all registers.
 INLINE TileShapes whole_tiles() {
     TileShapes shapes;
     for (int tile = 0; tile < 8; tile++) shapes.set(tile, TILE_ROWS, TILE_BYTES);
     return shapes;
 }
 
-// Calls f(Count<H>, first) for H x 16 rows at a time.
+// Call f(Count<H>, first) for H x 16 rows at a time.
 template <class F>
 INLINE void by_tiles(int64_t rows, const F& f) {
     int64_t row = 0;
@@ -51,13 +50,13 @@ enum { C0, C1, C2, C3, A0, A1, B0, B1 };
 // 16 rows of a left operand.
 struct LeftRows {
     const void* from;
-    int64_t bytes;  // from one row to the next
+    int64_t bytes;  // row stride
 
     const char* step(int64_t k) const { return static_cast<const char*>(from) + k * TILE_BYTES; }
 };
 
-// C0 to C3, of H x 2 tiles, += A0, A1 by B0, B1, over some steps. Rows of B [pairs, TILE_COLUMNS]
-// follow each other. meanwhile(step, tile) is called before either tile of B is loaded.
+// C0 to C3, H x 2 tiles, += A0, A1 by B0, B1, over `steps` steps. Rows of B [pairs, TILE_COLUMNS] are
+// contiguous. meanwhile(step, tile) is called before each load of B.
 template <int H, class F>
 INLINE void add_products(Tiles& tiles, const LeftRows (&a)[H], const uint32_t* b, int64_t steps,
                          const F& meanwhile) {
@@ -78,7 +77,7 @@ INLINE void add_products(Tiles& tiles, const LeftRows (&a)[H], const uint32_t* b
     }
 }
 
-// Sums [16 H, TILE_COLUMNS] of float32.
+// Sums [16 H, TILE_COLUMNS] float32.
 template <int H>
 INLINE void zero_sums(Tiles& tiles) {
     tiles.zero<C0>();
@@ -111,7 +110,8 @@ INLINE void store_sums(Tiles& tiles, float* c) {
     }
 }
 
-// x [rows, inputs] by tiles of rows and steps of inputs. What fills none is copied, with zeros.
+// x [rows, inputs] in tiles of rows and steps of inputs. Partial tiles are copied and padded with
+// zeros.
 class LeftOperand {
 public:
     const bf16* const x;
@@ -141,10 +141,10 @@ public:
         return true;
     }
 
-    // True if the last step is not whole.
+    // Return whether the last step is partial.
     bool ragged() const { return inputs % STEP_INPUTS != 0; }
 
-    // 16 rows from `row` on, from a step on: the last one, if it is not whole, by itself.
+    // Return 16 rows from `row` on, starting at `step`. A partial last step is accessed alone.
     LeftRows at(int64_t row, int64_t step) const {
         constexpr int64_t SIZE = sizeof *x;
         if (row + SIDE > rows)
@@ -158,17 +158,18 @@ private:
     Memory<bf16> last_rows, last_step;  // [SIDE, inputs], [rows, STEP_INPUTS]
 };
 
-// A block of weights; `room` is of inputs, to whole steps and to what of them is unpacked together.
+// An L2 panel of weights. `room` is the number of inputs rounded up to whole steps and to whole
+// unpacking units.
 struct Slab {
     int64_t output, outputs, input, inputs, room;
 
     int64_t steps() const { return (inputs + STEP_INPUTS - 1) / STEP_INPUTS; }
     int64_t pairs() const { return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS; }
-    // Words of its right operands [pairs, room / 2, TILE_COLUMNS] for a pair of tiles.
+    // Return the words of right operands [pairs, room / 2, TILE_COLUMNS] for a pair of tiles.
     int64_t pair_words() const { return room / 2 * TILE_COLUMNS; }
 };
 
-// Results of some rows and TILE_COLUMNS outputs at most, which are written while the tiles compute the
+// Results of some rows and at most TILE_COLUMNS outputs. They are written while the tiles compute the
 // next ones.
 template <class A>
 class Results {
@@ -178,7 +179,8 @@ public:
     Results(const Results&) = delete;
     Results& operator=(const Results&) = delete;
 
-    // Where sums of the next ones go, [rows, TILE_COLUMNS]; those before are written by then.
+    // Return the buffer of the next sums [rows, TILE_COLUMNS]. Writes out the remaining earlier ones
+    // first.
     float* begin(int64_t first_row, int64_t count, int64_t output, int64_t outputs) {
         put(2 * SIDE);
         turn = !turn, row = 0, rows = count, columns = outputs;
@@ -187,7 +189,7 @@ public:
         return sums[turn];
     }
 
-    // Writes so many of the rows that are left.
+    // Write up to `count` of the remaining rows.
     INLINE void put(int64_t count) {
         for (; count > 0 && row < rows; count--, row++) {
             const float* from = sums[turn] + row * TILE_COLUMNS;
@@ -214,14 +216,15 @@ private:
     const bf16* bias = nullptr;
 };
 
-// H x 16 rows by a slab, whose right operands are given: to `sums`, and of the last slab to `results`.
+// Multiply H x 16 rows by an L2 panel of right operands. Sums go to `sums`, and for the last panel to
+// `results`.
 template <int H, class A>
 void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& slab, int64_t row,
                    const uint32_t* right, float* sums, Results<A>& results) {
     const int64_t first = slab.input / STEP_INPUTS, steps = slab.steps(), pairs = slab.pairs();
     const bool last = first + steps == x.steps, rest = last && x.ragged();
     const int64_t left = x.rows - row, rows = left < H * SIDE ? left : H * SIDE;
-    const int64_t later = left - rows < H * SIDE ? left - rows : H * SIDE;  // of the next ones
+    const int64_t later = left - rows < H * SIDE ? left - rows : H * SIDE;  // of the next block
     const int64_t each = (2 * SIDE + steps - 1) / steps;
     LeftRows whole[H], end[H];
     for (int h = 0; h < H; h++) {
@@ -254,12 +257,12 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
     }
 }
 
-// How a product is shared out: by outputs, and by rows where there are too few of them; the same to
-// each thread, but for a tile or two.
+// Work split of a matmul: by outputs, and also by rows if there are too few outputs. Shares differ by
+// at most a tile or two.
 struct Shares {
     int64_t rows, outputs, by_rows = 1, by_outputs;
 
-    // `most` outputs are of a slab.
+    // `most` is the maximum number of outputs of an L2 panel.
     Shares(int64_t rows, int64_t outputs, int64_t most, int64_t threads)
         : rows(rows), outputs(outputs), by_outputs((outputs + most - 1) / most) {
         if (by_outputs < threads) {
@@ -278,19 +281,19 @@ struct Shares {
     }
 
 private:
-    // Where a part of `all` begins: at whole tiles.
+    // Return the start of part `part` of `all`, aligned to whole tiles.
     static int64_t bound(int64_t all, int64_t tile, int64_t part, int64_t parts) {
         const int64_t first = (all + tile - 1) / tile * part / parts * tile;
         return first < all ? first : all;
     }
 };
 
-// Inputs up to whole steps, after `multiple` of them that are unpacked together.
+// Round inputs up to whole unpacking units of `multiple` inputs, then to whole steps.
 INLINE int64_t room_of(int64_t inputs, int64_t multiple) {
     return up_to(STEP_INPUTS, up_to(multiple, inputs));
 }
 
-// Rows from `first` to `end` by some outputs, in slabs of `deep` inputs at most.
+// Multiply rows `first` to `end` by the outputs of `slab`, in L2 panels of at most `deep` inputs.
 template <class Weights, class A>
 void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const LeftOperand& x, Slab slab,
                     int64_t first, int64_t end, int64_t deep, int64_t multiple, uint32_t* right,
@@ -311,8 +314,8 @@ void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const Left
         }
 }
 
-// Every product of the chain, which share x of so many inputs. Weights(a) are those of one; `multiple`
-// is of inputs, where a slab of them may end.
+// Compute all matmuls of a chain that share x of `inputs` inputs. Weights(a) wraps the weights of one
+// matmul. An L2 panel ends at a multiple of `multiple` inputs.
 template <class Weights, class A>
 int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
     int64_t least = multiple;
@@ -320,8 +323,8 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
     const int64_t deep = least < TILED_INPUTS ? TILED_INPUTS / least * least : least;
     const bool whole = inputs <= deep;
     const int64_t width = whole ? room_of(inputs, multiple) : deep, all = TILED_OUTPUTS * deep;
-    const int64_t outputs = all / width / TILE_COLUMNS * TILE_COLUMNS;  // of a slab
-    // Of a thread: right operands, and sums where there are several slabs.
+    const int64_t outputs = all / width / TILE_COLUMNS * TILE_COLUMNS;  // of an L2 panel
+    // Per thread: right operands, and sums if there are several L2 panels.
     const int64_t words = outputs * width / 2;
     const int64_t size = words + (whole ? 0 : TILED_ROWS * TILED_OUTPUTS);
     LeftOperand x(a.x, a.rows, inputs, a.x_row);

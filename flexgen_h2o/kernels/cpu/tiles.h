@@ -1,5 +1,4 @@
-// Cached vectors as decode reads them: where rows lie, and up to SLOT_TILE of them as they are
-// computed with.
+// Cached vectors in decode: their addresses, and tiles of up to SLOT_TILE of them.
 #pragma once
 
 #include "groups.h"
@@ -9,27 +8,26 @@
 namespace ISA {
 
 constexpr int64_t LINE = 64;     // bytes
-constexpr int64_t AHEAD = 4096;  // bytes: what memory sends while so much is computed with
-constexpr int64_t ROWS_AHEAD = 16;  // the same of rows that lie anywhere
-constexpr int64_t VALUE_ROWS = 16;  // whose values are added up before the next rows'
+constexpr int64_t AHEAD = 4096;  // prefetch distance, in bytes
+constexpr int64_t ROWS_AHEAD = 16;  // prefetch distance for rows at arbitrary addresses
+constexpr int64_t VALUE_ROWS = 16;  // rows whose values are accumulated before the next rows
 
-// Elements of a record of 64 or 128 that share a scale.
+// Return the default group size: elements of a vector of 64 or 128 that share a scale.
 constexpr int64_t usual_group(int bits, int64_t dim) { return bits == 4 && dim == 64 ? 32 : 64; }
 
-// Rows of keys, or vectors of a value, that meet so many queries together: their sums stay in
-// registers.
+// Return the rows of keys, or the vectors of a value, in a register block with `queries` queries.
 constexpr int at_once(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
 
-// Up to SLOT_TILE rows of cached vectors as they are computed with: plain, or floats in scratch.
+// A tile of up to SLOT_TILE rows of cached vectors: plain, or converted to floats in scratch memory.
 template <class T>
 struct PlainTile {
     const T* base;
     int64_t stride;
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(base + row * stride + i); }
-    // What lies ahead of element i of R rows, if a line may begin there: a line is asked for as one
-    // is computed with, and again halfway. Those of several rows at once would fill a core's
-    // buffers for misses, and computing would wait.
+    // Prefetch data ahead of element `i` of R rows at each possible line start, and again at half a
+    // line. Each line is prefetched while another is used. Prefetching several rows at once would fill
+    // the miss buffers and stall the computation.
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
@@ -41,14 +39,14 @@ struct PlainTile {
     }
 };
 
-// Rows that lie anywhere: where those of the tile are, and where all are that it is a part of.
+// A tile of rows at arbitrary slots, with the slot list that it is a part of.
 template <class T>
 struct ListedTile {
     const T* const* rows;
     const T* base;
     int64_t stride, dim;
-    const int32_t* slots;  // from the tile's first row on
-    int64_t left;          // of the slots
+    const int32_t* slots;  // of this tile's rows and the following ones
+    int64_t left;          // remaining slots in the list
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
     INLINE Floats at(int64_t row, int64_t i) const { return load(rows[row] + i); }
     template <int R>
@@ -57,7 +55,7 @@ struct ListedTile {
         ask(row + 2 * ROWS_AHEAD, R, i);
         ask(row + ROWS_AHEAD, R, i);
     }
-    // The first rows.
+    // Prefetch the first rows.
     INLINE void prefetch_first() const {
         for (int64_t i = 0; i < dim; i += LINE / static_cast<int64_t>(sizeof(T)))
             ask(0, ROWS_AHEAD, i);
@@ -68,8 +66,8 @@ struct ListedTile {
     }
 };
 
-// Records whose groups are whole vectors, computed with as codes: scales and zero points come in
-// once for a group and once for a query, not with each element.
+// A tile of quantized groups whose groups are whole vectors. It computes with the quantized values.
+// Scales are applied once per group and zero points once per query, not per element.
 template <int bits>
 struct RecordTile {
     const uint8_t* base;
@@ -78,31 +76,32 @@ struct RecordTile {
     float* scratch;
 
     static bool suits(const Layout& layout) {
-        // With 4 bits elements i and i + half share a byte: both lie in whole groups, or in one.
+        // With 4 bits, elements i and i + half share a byte. Both halves must consist of whole groups,
+        // or of one group.
         const int64_t half = layout.groups * layout.group / 2;
-        // Groups of fewer than 8 would need more scratch than there is.
+        // Groups of fewer than 8 elements need more scratch memory than there is.
         return layout.group % WIDTH == 0 && layout.group >= 8 &&
                (bits == 8 || (half % WIDTH == 0 && (layout.groups == 1 || layout.groups % 2 == 0)));
     }
     static constexpr int rows_at_once(int queries) { return at_once(queries); }
-    // How many bytes of codes, of all so many, share their scales.
+    // Return the bytes of quantized values that share a scale, out of `bytes`.
     int64_t group_bytes(int64_t bytes) const { return layout.group < bytes ? layout.group : bytes; }
-    // What lies ahead of byte i of R rows, at every half line, as records end anywhere. The next
-    // tile's scales are all read at its beginning.
+    // Prefetch data ahead of byte `i` of R rows at every half line, because entries are not aligned.
+    // The scales of the next tile are all read at its start.
     template <int R>
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i % (LINE / 2)) return;
         for (int64_t r = row + SLOT_TILE; r < row + SLOT_TILE + R; r++)
             ISA::prefetch(base + r * stride + i + AHEAD, SECOND);
     }
-    // [groups, SLOT_TILE] each.
+    // Each is [groups, SLOT_TILE].
     INLINE float* scales() const { return scratch; }
     INLINE float* zeros() const { return scratch + layout.groups * SLOT_TILE; }
-    // Weights by scale [queries, groups, SLOT_TILE].
+    // Weights times scales [queries, groups, SLOT_TILE].
     INLINE float* scaled() const { return scratch + 2 * layout.groups * SLOT_TILE; }
 };
 
-// Where rows lie, and how some of them come to be a tile.
+// The rows of a cache, and their conversion to tiles.
 template <class T>
 struct PlainRows {
     const T* base;
@@ -136,16 +135,16 @@ struct RecordRows {
     }
 };
 
-// Everything else goes through floats: rotation by rank, odd head sizes and groups.
+// The general path converts rows to floats: rotation by rank, unusual head sizes and groups.
 template <class T>
 struct ExpandedRows {
     const T* base;
     int64_t stride, dim, width;
     const Layout& layout;
-    const int32_t* ranks;  // null: no rotation
+    const int32_t* ranks;  // null if there is no rotation
     const float *cos, *sin;
     int64_t half_rotary;
-    const float *factor, *shift;  // of the head's smoothed keys, which are restored; or null
+    const float *factor, *shift;  // inverse smoothing of the keys of this head, or null
     float* scratch;  // [SLOT_TILE, width]
     INLINE PlainTile<float> tile(int64_t first, int64_t count) const {
         for (int64_t t = 0; t < count; t++) {
