@@ -53,7 +53,7 @@ class Stream(Session):
     Parameters
     ----------
     runner : Runner
-        Computes in chunks, see `Runner.in_chunks`.
+        Computes in chunks, see `Runner.with_prefill_chunk`.
     prompts : Prompts
     memory : MemoryCheck
         Of the runner's model.
@@ -209,7 +209,7 @@ class Stream(Session):
         assert self._workspace is not None  # callers have checked
         batch = next_turn(request, new, past=self._past, chunk=self._chunk)
         try:
-            self.stats = self._runner.run(self._workspace, [batch], consumer, keeps=True)
+            self.stats = self._runner.run(self._workspace, [batch], consumer, keep_cache=True)
         except BaseException:
             self.end()  # the state of the cache is unknown
             raise

@@ -502,7 +502,7 @@ class LLM(Session):
         runner = self._engine.runner
         size = self._memory.largest_batch(self.policy, self._cache, workload,
                                           loaded_bytes=runner.loaded_bytes)
-        self._engine.runner = runner.in_batches(size)
+        self._engine.runner = runner.with_batch_size(size)
         self.policy = self._engine.runner.args.policy
         return size
 
@@ -532,7 +532,7 @@ class LLM(Session):
         """
         self._control.check_single_rank("stream")
         self._check_open()
-        stream = Stream(self._engine.runner.in_chunks(self.policy.prefill_chunk or CHUNK),
+        stream = Stream(self._engine.runner.with_prefill_chunk(self.policy.prefill_chunk or CHUNK),
                         self._prompts, self._memory, self.call_lock, max_tokens=max_tokens,
                         past_context=past_context)
         stream.owner = self  # an open stream keeps its LLM open

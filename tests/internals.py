@@ -182,7 +182,8 @@ def before_logits(monkeypatch, look) -> None:
 
 def before_token_layers(monkeypatch, look) -> None:
     """Call ``look(attentions)`` before each layer of a decode step, with how many have started."""
-    before(monkeypatch, DecoderLayers, "_token_layer", lambda self, *_: look(len(self._started)))
+    before(monkeypatch, DecoderLayers, "_decode_layer",
+           lambda self, *_: look(len(self._pending_attention)))
 
 
 def before_early_attention(monkeypatch, look) -> None:
@@ -216,7 +217,7 @@ def attend_with(monkeypatch, **weights) -> None:
 
         return wrapped
 
-    for name in ("_prompt_layer", "_start"):
+    for name in ("_prefill_layer", "_start_attention"):
         monkeypatch.setattr(DecoderLayers, name, with_more(getattr(DecoderLayers, name)))
 
 

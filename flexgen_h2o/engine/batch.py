@@ -73,9 +73,9 @@ class Batch:
     requests : sequence of Request
     batch_layout : BatchLayout
         Forward passes of the prompts, and the most tokens that follow.
-    shares : bool
+    share_prompts : bool
         Compute equal prompts once, and copy their cache.
-    shares_prefix : bool
+    share_prefixes : bool
         Also compute common prefixes once, unless prompts come in chunks.
 
     Attributes
@@ -85,7 +85,7 @@ class Batch:
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
-                 shares: bool = False, shares_prefix: bool = False):
+                 share_prompts: bool = False, share_prefixes: bool = False):
         self.index = index
         self.requests = list(requests)
         self.batch_layout = batch_layout
@@ -94,14 +94,14 @@ class Batch:
         for sequence, request in enumerate(requests):
             if batch_layout.origin(sequence) is not None:
                 continue
-            lead = first.setdefault(request.shared if shares else sequence, sequence)
+            lead = first.setdefault(request.shared if share_prompts else sequence, sequence)
             self.duplicates.setdefault(lead, []).append(sequence)
         by_prefix: dict[object, list[int]] = {}
-        shares_prefix = shares_prefix and not batch_layout.appends
+        share_prefixes = share_prefixes and not batch_layout.appends
         for lead in self.duplicates:
             length, prompt = self.requests[lead].shared
             # A prompt that is no longer than the prefix would have no row of its own.
-            has_prefix = shares_prefix and len(prompt) > SHARED_PREFIX
+            has_prefix = share_prefixes and len(prompt) > SHARED_PREFIX
             key = (length, prompt[:SHARED_PREFIX]) if has_prefix else lead
             by_prefix.setdefault(key, []).append(lead)
         # Sequences whose prompts have a common prefix, and the tokens of that.
@@ -134,7 +134,7 @@ class Batch:
         return sum(map(len, self.spans(forward_pass)))
 
     @property
-    def shares(self) -> bool:
+    def has_shared_rows(self) -> bool:
         """True if several sequences share a prompt or a prefix."""
         return any(prefix for _, prefix in self._groups) or any(
             len(sequences) > 1 for sequences in self.duplicates.values())
@@ -208,7 +208,7 @@ class RowChunk:
     row: int
     end: int
 
-    def beginnings(self, past: int) -> Iterator[slice]:
+    def prompt_starts(self, past: int) -> Iterator[slice]:
         """Yield the rows of spans that begin a prompt, after `past` tokens of earlier runs."""
         first = 0
         for span in self.spans:
@@ -251,15 +251,15 @@ class BlockSize:
         Sequences of a batch, and batches.
     prefill_chunk : int or None
         Tokens of a prompt in a forward pass; None: all.
-    shares, shares_prefix : bool
+    share_prompts, share_prefixes : bool
         See `Batch`.
     """
 
     gpu_batch_size: int
     num_gpu_batches: int
     prefill_chunk: int | None = None
-    shares: bool = False
-    shares_prefix: bool = False
+    share_prompts: bool = False
+    share_prefixes: bool = False
 
     @property
     def sequences(self) -> int:
@@ -272,7 +272,7 @@ class BlockQueue:
 
     They are sorted: first by the power of two of the tokens to generate, then by prompt length,
     longest first. So a batch has similar lengths, and a block that does not fit in memory comes
-    first. With `shares`, equal prompts are adjacent.
+    first. With `share_prompts`, equal prompts are adjacent.
 
     Parameters
     ----------
@@ -293,12 +293,12 @@ class BlockQueue:
         self.size = size
         self.evicts: tuple[bool, ...] = ()
         first: dict[object, int] = {}
-        if size.shares:
+        if size.share_prompts:
             for request in requests:
                 first.setdefault(request.shared, request.key)
         self._waiting = deque(sorted(requests, key=lambda request: (
             -self._new[request.key].bit_length(), -len(request.prompt),
-            first[request.shared] if size.shares else 0, request.key)))
+            first[request.shared] if size.share_prompts else 0, request.key)))
         self._block: list[Batch] = []
 
     @property
@@ -331,8 +331,8 @@ class BlockQueue:
                 continued=tuple(continued.get(request.key) for request in group),
                 evicts=self.evicts)
             self._block.append(Batch(len(self._block), group, batch_layout,
-                                     shares=self.size.shares,
-                                     shares_prefix=self.size.shares_prefix))
+                                     share_prompts=self.size.share_prompts,
+                                     share_prefixes=self.size.share_prefixes))
         return self._block
 
     def halve(self) -> list[Request] | None:
@@ -376,7 +376,7 @@ class BlockQueue:
         lengths = [min(len(request.prompt), limit) for request in self._waiting]
         prompts = [request.shared for request in self._waiting]
         # Rows that each prompt adds to a batch with the one before it: none if they are equal.
-        added = [0 if self.size.shares and index and prompts[index] == prompts[index - 1]
+        added = [0 if self.size.share_prompts and index and prompts[index] == prompts[index - 1]
                  else length for index, length in enumerate(lengths)]
         sums = [0, *accumulate(added)]
         sequences, _ = self.batches()

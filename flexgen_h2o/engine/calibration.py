@@ -138,7 +138,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
     with ExitStack() as opened:
         runner.load(opened)
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
-                             shares=False)
+                             share_prompts=False)
         size = WorkspaceSize.of(queue, None, source.config.num_layers)
         scorer = _EveryRow(dict(enumerate(sequences)))
         cache = UncachedAttention(source.config.form)

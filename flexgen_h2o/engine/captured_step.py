@@ -137,14 +137,14 @@ class CapturedLayers:
             for target, table in zip(captured, new, strict=True):
                 target.copy_(table)
 
-    def run(self, step: LayerStep, *, cached: int, rows: int,
+    def run(self, step: LayerStep, *, cache_layer: int, rows: int,
             attend: Callable[..., torch.Tensor]) -> None:
         """Take the hidden states of a batch through a layer step: replay it, or capture it first.
 
         Parameters
         ----------
         step : LayerStep
-        cached : int
+        cache_layer : int
             Number of its decoder layer in the cache.
         rows : int
             Rows of the hidden states.
@@ -155,14 +155,14 @@ class CapturedLayers:
         """
         layer = self._layers.get((step.layer, step.batch))
         if layer is None:
-            layer = self._capture(step.layer, step.batch, cached, rows)
+            layer = self._capture(step.layer, step.batch, cache_layer, rows)
             self._layers[step.layer, step.batch] = layer
         layer.before.replay()
         if not self._captures_attention:
             layer.attended.copy_(attend(step, layer.x, *layer.qkv))
             layer.after.replay()
 
-    def _capture(self, layer: int, batch: int, cached: int, rows: int) -> _CapturedLayer:
+    def _capture(self, layer: int, batch: int, cache_layer: int, rows: int) -> _CapturedLayer:
         config, weights = self._config, self._weights.get(layer)
         calls = before = CapturedCalls()
         operations = CapturingOperations(self._workspace.operations, calls)
@@ -173,8 +173,8 @@ class CapturedLayers:
         attended = self._attended[batch]
         if self._captures_attention:
             ropes = self._rope[batch]
-            rope = ropes[config.rope_number(self._first + cached)] if ropes else None
-            self._workspace.cache.capture_token(cached, batch, q, k, v, rope=rope,
+            rope = ropes[config.rope_number(self._first + cache_layer)] if ropes else None
+            self._workspace.cache.capture_token(cache_layer, batch, q, k, v, rope=rope,
                                              sinks=weights.get("sinks"), out=attended,
                                              capture=calls)
         else:

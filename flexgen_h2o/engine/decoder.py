@@ -1,4 +1,4 @@
-"""The layers of one block: embedding, attention and MLP of prompts and new tokens, logits."""
+"""Compute of the layer steps: embedding, attention and MLP, logits; in prefill and decode."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TRIAL_STEPS = 4
 
 
 class PrefetchAutotune:
-    """Measures decode steps with and without speculative prefetch, and keeps the faster way.
+    """Measures decode steps with and without speculative prefetch, and keeps the faster one.
 
-    A prefetch costs a matmul, a selection, and reads of tokens that are not recalled; it saves
-    waiting for reads. Which is more depends on the model, the disk and the processor. Tokens do not
-    depend on it. The first step, which fills the hot set, does not count.
+    A prefetch costs a matmul, a selection, and reads of tokens that are then not used; it saves
+    waiting for reads. Whether it pays depends on the model, the disk and the processor. The
+    generated tokens do not depend on it. The first step fills the hot set and is not counted.
 
     Attributes
     ----------
     enabled : bool
-        The current step prefetches.
+        Whether the current step prefetches.
     """
 
     def __init__(self) -> None:
@@ -59,30 +59,30 @@ class PrefetchAutotune:
 
 
 class DecoderLayers:
-    """Takes a block's batches through embedding, decoder layers and head, step by step.
+    """Computes embedding, decoder layers and head for the batches of a block, one step per call.
 
     Parameters
     ----------
     config : ModelConfig
     weights : WeightStore
-        Loaded. Those of a layer are fetched before its step is computed.
+        Loaded. The executor fetches a layer's weights before its step is computed.
     workspace : Workspace
-        Its cache has begun or resumed the block.
+        Memory of the block. The executor has called its cache's `begin` or `resume`.
     policy : Policy
-        Overlap and sep_layer are used.
+        `overlap` and `sep_layer` are used.
     transfers : Transfers
     stage : Stage
-        The rank's layers.
+        Layers of this rank.
     experts : ExpertLayers or None
-        Of a mixture of experts, whose policy separates attention and MLP. It may have layers
-        without experts.
+        The experts of a mixture; None for a dense model. A mixture needs `sep_layer`, and may
+        have layers without experts.
 
     Attributes
     ----------
     layer_steps : range
-        The layer steps of the rank.
-    last : int
-        The layer step of the head.
+        Numbers of this rank's layer steps (see `LayerStep`).
+    head_step : int
+        Number of the layer step of the head.
     chunk_rows : int
         The most rows of prompts that are computed together.
     prefetch : PrefetchAutotune
@@ -104,26 +104,26 @@ class DecoderLayers:
         self._sep_layer = policy.sep_layer
         self._stage = stage
         self.layer_steps = stage.layer_steps(policy.sep_layer)
-        self.last = num_layer_steps(config.num_layers, policy.sep_layer) - 1
+        self.head_step = num_layer_steps(config.num_layers, policy.sep_layer) - 1
         self._experts = experts
         self._captured = CapturedLayers(
             config, weights, workspace, policy=policy, device=transfers.device.torch,
             dtype=workspace.dtype, first=stage.first)
         self._rope: dict[int, tuple[RopeTables, ...]] = {}
         self._batches: Sequence[Batch] = ()
-        self._started: dict[int, PendingAttention] = {}
+        self._pending_attention: dict[int, PendingAttention] = {}
         self.chunk_rows = CHUNK_ROWS[transfers.device.torch.type]
 
     def begin(self, batches: Sequence[Batch], groups: int) -> None:
-        """Begin a block, whose batches go through the layers in `groups` groups."""
+        """Begin a block. A pipeline computes its batches in `groups` groups; one rank has one."""
         self._batches = batches
-        self._started.clear()
+        self._pending_attention.clear()
         self.prefetch = PrefetchAutotune()
         if self._experts is not None:
             self._experts.begin(batches, groups)
 
     def set_positions(self, step: LayerStep, positions: torch.Tensor) -> None:
-        """Compute the rotations of a batch's rows; positions are int64 [rows], on the host."""
+        """Compute the RoPE tables of a batch's rows; positions are int64 [rows], on the host."""
         batch = self._batches[step.batch]
         rope_lengths = batch.rope_lengths(step.forward_pass)
         lengths = None if rope_lengths is None else torch.tensor(rope_lengths)
@@ -138,7 +138,7 @@ class DecoderLayers:
             None if lengths is None else lengths.to(device))
 
     def embed(self, step: LayerStep) -> None:
-        """Write the embeddings of a batch's tokens to its hidden states; set positions."""
+        """Write the embeddings of a batch's tokens to its hidden states, and set its positions."""
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         ids, positions = (torch.tensor(values) for values in batch.inputs(step.forward_pass))
@@ -166,29 +166,29 @@ class DecoderLayers:
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        if batch.shares or len(selected) < len(x):
+        if batch.has_shared_rows or len(selected) < len(x):
             x = x[selected.to(self._transfers.device.torch)]
         for rows in _row_chunks(len(x), LOGIT_ROWS):
             yield rows.start, self._family.head(self._config, weights, x[rows])
 
-    def cached(self, step: LayerStep) -> int:
-        """Return the decoder layer of a layer step, counted from the rank's first."""
+    def cache_layer(self, step: LayerStep) -> int:
+        """Return the index of a layer step's decoder layer in this rank's KV cache."""
         return (step.layer - 1) // (2 if self._sep_layer else 1) - self._stage.first
 
     def _has_experts(self, step: LayerStep) -> bool:
         """Return True if the decoder layer of a layer step has experts."""
         return self._experts is not None and self._config.has_experts(
-            self._stage.first + self.cached(step))
+            self._stage.first + self.cache_layer(step))
 
-    def _tables(self, step: LayerStep) -> RopeTables | None:
-        """Return the rotations of a layer step's rows; None without rotary positions."""
+    def _rope_tables(self, step: LayerStep) -> RopeTables | None:
+        """Return the RoPE tables of a layer step's rows; None for a model without RoPE."""
         tables = self._rope[step.batch]
-        layer = self._stage.first + self.cached(step)
+        layer = self._stage.first + self.cache_layer(step)
         return tables[self._config.rope_number(layer)] if tables else None
 
     def attend(self, step: LayerStep) -> None:
-        """Start the attention of a decode step's layer before its `compute`."""
-        self._started[step.batch] = self._start(step)
+        """Start the attention of a decode step ahead of its `compute`."""
+        self._pending_attention[step.batch] = self._start_attention(step)
 
     def compute(self, step: LayerStep) -> None:
         """Compute a layer step of a decoder layer: a whole layer, or attention or MLP."""
@@ -196,40 +196,40 @@ class DecoderLayers:
         if self._sep_layer and step.layer % 2 == 0:
             self._mlp(step, batch)
         elif batch.batch_layout.in_prefill(step.forward_pass):
-            self._prompt_layer(step, batch)
+            self._prefill_layer(step, batch)
         elif step.layer in self._captured.layer_steps:
-            self._captured.run(step, cached=self.cached(step), rows=len(batch),
-                                   attend=self._attend_new)
+            self._captured.run(step, cache_layer=self.cache_layer(step), rows=len(batch),
+                               attend=self._attend_between_captures)
             if self._has_experts(step):
                 self._route(step, self._weights.get(step.layer),
                             self._hidden.get(step.batch, len(batch)))
         else:
-            self._token_layer(step, batch)
+            self._decode_layer(step, batch)
 
-    def _prompt_layer(self, step: LayerStep, batch: Batch) -> None:
+    def _prefill_layer(self, step: LayerStep, batch: Batch) -> None:
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        rope = self._tables(step)
-        attend = self._attend_once if batch.shares else self._attend_prompts
+        rope = self._rope_tables(step)
+        attend = self._attend_shared_prompts if batch.has_shared_rows else self._attend_prompts
         for chunk in batch.chunks(step.forward_pass, self.chunk_rows):
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._operations)
             attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
-            self._finish(step, weights, x[rows], attended, chunk.row,
-                         list(chunk.beginnings(batch.batch_layout.past)))
+            self._finish_layer(step, weights, x[rows], attended, chunk.row,
+                               list(chunk.prompt_starts(batch.batch_layout.past)))
 
     def _attend_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                         rope, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attend within prompts, and cache them; q, k and v are [rows, heads, head_dim]."""
-        return self._cache.attend_prompt(self.cached(step), step.batch, *qkv, spans=spans,
+        return self._cache.attend_prompt(self.cache_layer(step), step.batch, *qkv, spans=spans,
                                          rope=rope, sinks=sinks)
 
-    def _attend_once(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
+    def _attend_shared_prompts(self, step: LayerStep, spans: Sequence[PromptChunk], qkv,
                      rope, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend within prompts that several sequences share, and copy their cache to each.
+        """Attend within prompts that several sequences share, and copy the cache to each sequence.
 
-        Spans may be parts of prompts: a cache is copied when its prompt ends.
+        A span may be a part of a prompt: the cache is copied when the whole prompt is computed.
         """
         outputs, first = [], 0
         batch = self._batches[step.batch]
@@ -240,21 +240,23 @@ class DecoderLayers:
                 step, [span], [x[rows] for x in qkv],
                 None if rope is None else [table[rows] for table in rope], sinks))
             if span.end == batch.batch_layout.lengths[span.sequence]:
-                self._cache.repeat(self.cached(step), step.batch, *batch.duplicates[span.sequence])
+                self._cache.repeat(self.cache_layer(step), step.batch,
+                                   *batch.duplicates[span.sequence])
         return torch.cat(outputs)
 
-    def _token_layer(self, step: LayerStep, batch: Batch) -> None:
-        pending = self._started.pop(step.batch, None) or self._start(step)
+    def _decode_layer(self, step: LayerStep, batch: Batch) -> None:
+        pending = self._pending_attention.pop(step.batch, None) or self._start_attention(step)
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        self._finish(step, weights, x, self._attended(step, x, pending))
+        self._finish_layer(step, weights, x, self._finish_attention(step, x, pending))
 
-    def _attend_new(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor) -> torch.Tensor:
-        """Attend from new tokens between captured parts of a layer: see `CapturedLayers.run`."""
-        return self._attended(step, x, self._start_with(step, *qkv))
+    def _attend_between_captures(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor
+                                 ) -> torch.Tensor:
+        """Attend between the two captured halves of a layer: see `CapturedLayers.run`."""
+        return self._finish_attention(step, x, self._start_attention_with(step, *qkv))
 
-    def _attended(self, step: LayerStep, x: torch.Tensor, pending: PendingAttention
-                  ) -> torch.Tensor:
+    def _finish_attention(self, step: LayerStep, x: torch.Tensor, pending: PendingAttention
+                          ) -> torch.Tensor:
         """Wait for attention, return its output, and prefetch for the next layer.
 
         x [rows, hidden] is the layer's input.
@@ -271,49 +273,49 @@ class DecoderLayers:
         2406.19707). Without resident weights of the next layer it is a no-op.
         """
         following = step._replace(layer=step.layer + (2 if self._sep_layer else 1))
-        if (following.layer not in self.layer_steps or following.layer >= self.last
+        if (following.layer not in self.layer_steps or following.layer >= self.head_step
                 or not self._weights.is_resident(following.layer)):
             return
         weights = self._weights.get(following.layer)
         q, k, _ = self._family.attention_inputs(self._config, weights, x, self._operations)
         self._cache.prefetch_token(
-            self.cached(following), step.batch, q, k, rope=self._tables(following),
+            self.cache_layer(following), step.batch, q, k, rope=self._rope_tables(following),
             token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
 
-    def _start(self, step: LayerStep) -> PendingAttention:
-        """Start a layer's attention from new tokens."""
+    def _start_attention(self, step: LayerStep) -> PendingAttention:
+        """Compute queries, keys and values of new tokens, and start their attention."""
         batch = self._batches[step.batch]
         weights = self._weights.get(step.layer)
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
-        return self._start_with(
+        return self._start_attention_with(
             step, *self._family.attention_inputs(self._config, weights, x, self._operations))
 
-    def _start_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
-        """Start attention with these queries, keys and values, which it may overwrite."""
+    def _start_attention_with(self, step: LayerStep, *qkv: torch.Tensor) -> PendingAttention:
+        """Start the attention of given queries, keys and values, which are overwritten."""
         return self._cache.attend_token(
-            self.cached(step), step.batch, *qkv, rope=self._tables(step),
+            self.cache_layer(step), step.batch, *qkv, rope=self._rope_tables(step),
             token=self._batches[step.batch].batch_layout.token(step.forward_pass),
             sinks=self._weights.get(step.layer).get("sinks"))
 
-    def _finish(self, step: LayerStep, weights: Mapping[str, Weight | ShardedMatrix],
-                x: torch.Tensor, attended: torch.Tensor, row: int = 0,
-                beginnings: Sequence[slice] | None = None) -> None:
+    def _finish_layer(self, step: LayerStep, weights: Mapping[str, Weight | ShardedMatrix],
+                      x: torch.Tensor, attended: torch.Tensor, row: int = 0,
+                      prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute the part of a layer step after attention; x [rows, hidden] is updated.
 
-        `row` is the number of x's first row in the batch. `beginnings` are rows of x at which
-        prompts begin.
+        `row` is the index of x's first row in the batch. `prompt_starts` are the rows of x with the
+        first chunk of a prompt.
         """
         self._family.attention_output(self._config, weights, x, attended, self._operations)
         if self._has_experts(step):
-            self._route(step, weights, x, row, beginnings)
+            self._route(step, weights, x, row, prompt_starts)
         elif not (self._sep_layer or self._config.parallel_residual):
             self._family.mlp(self._config, weights, x, self._operations)
 
     def _route(self, step: LayerStep, weights: Mapping[str, Weight], x: torch.Tensor, row: int = 0,
-               beginnings: Sequence[slice] | None = None) -> None:
-        """Compute the router for rows x [rows, hidden]; other parameters as of `_finish`."""
-        self._experts.route(self.cached(step), weights, x, batch=step.batch,
-                            forward_pass=step.forward_pass, row=row, beginnings=beginnings,
+               prompt_starts: Sequence[slice] | None = None) -> None:
+        """Compute the router for rows x [rows, hidden]; other arguments as in `_finish_layer`."""
+        self._experts.route(self.cache_layer(step), weights, x, batch=step.batch,
+                            forward_pass=step.forward_pass, row=row, beginnings=prompt_starts,
                             following=self._weights.resident_weights(
                                 step.layer + 2, *weights.keys() & ROUTING))
 

@@ -1,4 +1,4 @@
-"""The loop over the schedule's steps for a block of GPU batches."""
+"""The generation loop: execute the steps of the schedule for one block of GPU batches."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Timing:
     Attributes
     ----------
     began : float
-        `time.perf_counter` at its beginning.
+        `time.perf_counter` when the block began.
     prefill : float
         Seconds of the prefill.
     steps : list of float
         Seconds of each decode step.
     slots, idle_slots : int
-        Rows of all decode steps, and those of finished sequences among them.
+        Sequences computed, summed over decode steps; and how many of them had finished.
     """
 
     began: float = 0.0
@@ -53,17 +53,17 @@ class Executor:
     ----------
     config : ModelConfig
     weights : WeightStore
-        Loaded.
+        Loaded weights.
     workspace : Workspace
-        Large enough for every block.
+        Memory that is large enough for every block.
     transfers : Transfers
     policy : Policy
-        Overlap, sep_layer and refill_share are used. With sep_layer, the weights are separated
-        too.
+        `overlap`, `sep_layer` and `refill_share` are used. With `sep_layer`, `weights` must be
+        separated into attention and MLP too.
     exchange : Exchange, optional
-        With other ranks of a pipeline, which run the same blocks through their layers.
+        Communication with the other ranks of a pipeline, which compute the same blocks.
     experts : ExpertSlots, optional
-        Of a mixture of experts, whose policy separates attention and MLP.
+        Expert slots of a mixture of experts, which needs `sep_layer`.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
@@ -80,29 +80,29 @@ class Executor:
             config, weights, workspace, policy=policy, transfers=transfers, stage=self._stage,
             experts=None if experts is None else ExpertLayers(
                 config, experts, workspace.operations, transfers))
-        self._first, self._last = self._layers.layer_steps[0], self._layers.last
+        self._first_step, self._head_step = self._layers.layer_steps[0], self._layers.head_step
         self._batches: list[Batch] = []
         self._values: dict[int, torch.Tensor] = {}
-        """What the consumer reduced logits to, by batch, to be sent to other ranks."""
+        """Reduced logits of each batch, to be sent to the other ranks."""
         self._ended: list[int] = []
-        """Sequences that ended with each forward pass."""
+        """Number of sequences that ended in each forward pass."""
 
-    def run(self, batches: Sequence[Batch], consumer: LogitsConsumer, *, keeps: bool = False,
+    def run(self, batches: Sequence[Batch], consumer: LogitsConsumer, *, keep_cache: bool = False,
             on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
-        """Run one block: prompts and new tokens, until the share `refill_share` has ended.
+        """Run one block until the fraction `refill_share` of its sequences has ended.
 
-        The last token of a sequence is not computed, and so not cached.
+        The last token of a sequence is never an input, so it is not cached.
 
         Parameters
         ----------
         batches : sequence of Batch
             The block.
         consumer : LogitsConsumer
-            Gets the logits, and appends tokens to the requests.
-        keeps : bool
-            The block continues with the contents of the cache, and leaves them to another one.
+            Turns logits into tokens or scores, which it appends to the requests.
+        keep_cache : bool
+            Continue with the contents of the cache, and keep them for the next block.
         on_compute : callable
-            Called after each compute.
+            Called after each compute step.
 
         Returns
         -------
@@ -116,7 +116,7 @@ class Executor:
         self._consumer = consumer
         self._weights.reset()
         self._hidden.reset()
-        begin = self._cache.resume if keeps else self._cache.begin
+        begin = self._cache.resume if keep_cache else self._cache.begin
         begin([batch.batch_layout for batch in batches])
         if self._exchange is not None:
             self._exchange.begin(len(batches))
@@ -127,10 +127,10 @@ class Executor:
         began = timing.began = time.perf_counter()
         for step in schedule(
                 passes, stage.num_layers, len(batches), overlap=overlap,
-                sep_layer=self._policy.sep_layer, keeps=keeps, stage=stage, groups=groups,
+                sep_layer=self._policy.sep_layer, keep_cache=keep_cache, stage=stage, groups=groups,
                 split_from=batch_layout.prefill_passes if self._cache.attends_on_host else None,
                 no_ops=self._no_ops):
-            if step.batch is None or self._takes_part(step):
+            if step.batch is None or self._has_rows(step):
                 self._ACTIONS[step.kind](self, step)
             if step.kind is not Kind.COMPUTE:
                 if not overlap:
@@ -139,31 +139,31 @@ class Executor:
             on_compute(step)
             if (step.layer, step.batch) == ends_pass:
                 began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
-                if self._is_over(step.forward_pass + 1):
-                    self._depart(step)
+                if self._enough_ended(step.forward_pass + 1):
+                    self._send_last(step)
                     break
         self._end_exchange(timing, began)
         return timing
 
-    def _is_over(self, forward_pass: int) -> bool:
-        """Return True if enough sequences have ended for the block to end before a forward pass.
+    def _enough_ended(self, forward_pass: int) -> bool:
+        """Return True if enough sequences ended before a forward pass for the block to end.
 
-        In a pipeline, tokens of the previous pass do not count: no rank waits for them.
+        In a pipeline, tokens of the previous pass are not counted, so that no rank waits for them.
         """
         known = forward_pass if self._exchange is None else forward_pass - 1
         return sum(self._ended[:known]) >= self._policy.refill_share * sum(map(len, self._batches))
 
-    def _takes_part(self, step: LayerStep) -> bool:
-        """Return True if a batch has rows in a step: short prompts have fewer chunks."""
+    def _has_rows(self, step: LayerStep) -> bool:
+        """Return True if a batch has work in a step: short prompts have fewer chunks."""
         if step.kind in (Kind.TAKE_TOKENS, Kind.SEND_TOKENS):
-            return True  # tokens exist only if the batch took part
-        if step.kind is Kind.RECEIVE_HIDDEN and self._is_over(step.forward_pass):
+            return True  # a no-op unless the batch was computed
+        if step.kind is Kind.RECEIVE_HIDDEN and self._enough_ended(step.forward_pass):
             return False
         batch = self._batches[step.batch]
         return not batch.finished and batch.rows(step.forward_pass) > 0
 
     def _end_pass(self, timing: Timing, prefill: bool, began: float) -> float:
-        """Record the time of a forward pass. With its tokens on the host, it has finished."""
+        """Record the time of a forward pass. It has finished, as its tokens are on the host."""
         now = time.perf_counter()
         if prefill:
             timing.prefill += now - began
@@ -173,16 +173,16 @@ class Executor:
         self._transfers.settle()
         return now
 
-    def _depart(self, step: LayerStep) -> None:
-        """Send to other ranks after the last compute of a block that ends before its schedule."""
+    def _send_last(self, step: LayerStep) -> None:
+        """Send the last results to the other ranks if a block ends before its schedule does."""
         if self._exchange is None:
             return
         kind = Kind.SEND_TOKENS if self._stage.is_last_stage else Kind.SEND_HIDDEN
-        if self._takes_part(step._replace(kind=kind)):
+        if self._has_rows(step._replace(kind=kind)):
             self._ACTIONS[kind](self, step)
 
     def _end_exchange(self, timing: Timing, began: float) -> None:
-        """Wait for all messages between ranks, as a part of the last forward pass."""
+        """Wait for all messages between ranks; the time counts for the last forward pass."""
         if self._exchange is None:
             return
         for batch, forward_pass in self._exchange.pending_tokens():
@@ -201,18 +201,18 @@ class Executor:
 
     def _compute(self, step: LayerStep) -> None:
         batch = self._batches[step.batch]
-        if step.layer == self._first:
-            self._enter(step, batch)
+        if step.layer == self._first_step:
+            self._begin_pass(step, batch)
         with self._transfers.compute_span(f"layer {step.layer} batch {step.batch}"):
             if step.layer == 0:
                 self._layers.embed(step)
-            elif step.layer == self._last:
+            elif step.layer == self._head_step:
                 self._head(step, batch)
             else:
                 self._layers.compute(step)
 
-    def _enter(self, step: LayerStep, batch: Batch) -> None:
-        """Begin a forward pass of a batch, with the hidden states of the previous rank if any."""
+    def _begin_pass(self, step: LayerStep, batch: Batch) -> None:
+        """Begin a forward pass of a batch: take the hidden states of the previous rank, if any."""
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._timing.slots += len(batch)
             self._timing.idle_slots += batch.ended
@@ -224,7 +224,7 @@ class Executor:
         self._layers.set_positions(step, torch.tensor(positions))
 
     def _head(self, step: LayerStep, batch: Batch) -> None:
-        """Compute the logits of a batch, and let the consumer extend its requests."""
+        """Compute the logits of a batch, and let the consumer append tokens or scores."""
         values = []
         for row, logits in self._layers.logits(step, self._consumer.rows(batch, step.forward_pass)):
             values.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
@@ -234,7 +234,7 @@ class Executor:
             self._values[step.batch] = torch.cat(values)
 
     def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
-        """Let the consumer extend requests by the values of rows from number `row` on."""
+        """Let the consumer apply reduced logits, of rows from index `row` on, to the requests."""
         before = batch.ended
         self._consumer.apply(batch, forward_pass, row, values)
         self._ended[forward_pass] += batch.ended - before
@@ -260,25 +260,26 @@ class Executor:
         self._hidden.drop(step.batch)
 
     def _weight_passes(self, step: LayerStep) -> int:
-        """Return how often compute reads the weights of a layer step: once a chunk of rows."""
+        """Return how often a layer step reads its weights: once per chunk of rows."""
         batch = self._batches[0]
-        if step.layer in (0, self._last) or not batch.batch_layout.in_prefill(step.forward_pass):
+        in_prefill = batch.batch_layout.in_prefill(step.forward_pass)
+        if step.layer in (0, self._head_step) or not in_prefill:
             return 1
         return sum(1 for _ in batch.chunks(step.forward_pass, self._layers.chunk_rows))
 
     def _rows(self, step: LayerStep) -> int:
         return self._batches[step.batch].rows(step.forward_pass)
 
-    # Of the class: an executor that refers to itself would keep its cache in memory until the
-    # garbage collector runs.
+    # A class attribute: bound methods would be reference cycles, which keep the cache in memory
+    # until the garbage collector runs.
     _ACTIONS = {
         Kind.LOAD_WEIGHTS: lambda self, step: self._weights.fetch(
             step.layer, self._weight_passes(step)),
         Kind.RELEASE_WEIGHTS: lambda self, step: self._weights.release(step.layer),
-        Kind.LOAD_CACHE: lambda self, s: self._cache.load(
-            self._layers.cached(s), s.batch, s.forward_pass),
-        Kind.STORE_CACHE: lambda self, s: self._cache.store(
-            self._layers.cached(s), s.batch, s.forward_pass),
+        Kind.LOAD_CACHE: lambda self, step: self._cache.load(
+            self._layers.cache_layer(step), step.batch, step.forward_pass),
+        Kind.STORE_CACHE: lambda self, step: self._cache.store(
+            self._layers.cache_layer(step), step.batch, step.forward_pass),
         Kind.LOAD_HIDDEN: lambda self, step: self._hidden.load(step.batch, self._rows(step)),
         Kind.STORE_HIDDEN: lambda self, step: self._hidden.store(step.batch, self._rows(step)),
         Kind.RECEIVE_HIDDEN: lambda self, step: self._exchange.receive_hidden(

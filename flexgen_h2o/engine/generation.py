@@ -77,7 +77,7 @@ class Run:
         self.gen_len = gen_len
         # Scores of a prefill are of each request's own rows: no batch shares equal prompts.
         self.queue: BlockQueue | None = runner.queue(
-            requests, new_tokens, shares=not isinstance(consumer, PrefillScorer))
+            requests, new_tokens, share_prompts=not isinstance(consumer, PrefillScorer))
         self.stats = runner.new_stats()
         self.workspace: Workspace | None = None
         self.halved = False  # out of memory made its blocks smaller
@@ -92,7 +92,7 @@ class Run:
         """Return the size of a workspace for all waiting requests, and their workload."""
         assert self.queue is not None
         runner = self.runner
-        size = WorkspaceSize.of(self.queue, runner.args.cache.h2o, runner.own.num_layers)
+        size = WorkspaceSize.of(self.queue, runner.args.cache.h2o, runner.stage_config.num_layers)
         return size, Workload(
             prompt_len=self.queue.longest, gen_len=self.gen_len,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)

@@ -1,4 +1,4 @@
-"""Runner: load the weights of a model, run blocks of batches through it, measure them."""
+"""Runner: load the weights of a model, compute blocks of batches, and measure them."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ from flexgen_h2o.storage.transfer import Transfers
 Block = Sequence[Batch]
 
 SAMPLED_TOKENS = 512
-"""Random tokens whose keys are measured before keys are quantized."""
+"""Number of random tokens whose keys are measured for key smoothing."""
 
 SAMPLED_POSITIONS = 4096
-"""Positions of these tokens: from 0 to this, or to the model's last."""
+"""Range of the positions of these tokens, unless the model has fewer positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
     """The arguments of an `LLM`, which documents them.
 
-    `cache` has those of the KV cache. The policy's `prefill_chunk` is h2o's `prompt_chunk`, if
-    that is set.
+    `cache` combines the arguments of the KV cache. If `H2OConfig.prompt_chunk` is set, it is also
+    the policy's `prefill_chunk`.
 
     Raises
     ------
@@ -114,28 +114,28 @@ class EngineArgs:
 
 
 class Runner:
-    """The weights of a model on their tiers. Runs blocks of batches through them.
+    """Holds the weights of a model on their tiers, and computes blocks of batches.
 
     Parameters
     ----------
     source : ModelSource
-        The model. `load` reads its weights.
+        Files and configuration of the model. `load` reads the weights.
     device : Device
     args : EngineArgs
-        Their cache options are of this rank's layers.
+        `args.cache` has the options of this rank's layers.
     rank : RankContext, optional
-        This rank's part of a pipeline. Default: all layers.
+        This rank of a pipeline. Default: one rank with all layers.
 
     Attributes
     ----------
-    config, own : ModelConfig
-        Of the whole model, and of this rank's layers.
+    config, stage_config : ModelConfig
+        Configurations of the whole model, and of this rank's layers alone.
     stage : Stage
-        This rank's layers.
+        Range of this rank's layers.
     loaded_bytes : int
         Resident bytes of the process after loading.
     load_seconds : float
-        Set by the LLM.
+        Seconds that loading took, set by the LLM.
     """
 
     def __init__(self, source: ModelSource, device: Device, args: EngineArgs,
@@ -150,7 +150,7 @@ class Runner:
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
         self.stage = Stage.whole(self.config.num_layers) if rank is None else rank.stage
-        self.own = self.config.part(self.stage.first, self.stage.last)
+        self.stage_config = self.config.part(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
             rank.pipeline, rank.stage, rank.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
@@ -170,16 +170,16 @@ class Runner:
         """The device that computes."""
         return self._device.torch
 
-    def in_chunks(self, chunk: int) -> Runner:
-        """Return a runner of the same weights that prefills in chunks, with eviction after each."""
+    def with_prefill_chunk(self, chunk: int) -> Runner:
+        """Return a runner with the same weights that prefills in chunks and evicts after each."""
         args, cache = self.args, self.args.cache
         if cache.evicts and not cache.recalls:  # with recall only sliding windows drop tokens
             cache = replace(cache, h2o=replace(cache.h2o, prompt_chunk=chunk))
         policy = replace(args.policy, prefill_chunk=chunk)
         return self._with(replace(args, cache=cache, policy=policy))
 
-    def in_batches(self, size: int) -> Runner:
-        """Return a runner of the same weights with another `gpu_batch_size`."""
+    def with_batch_size(self, size: int) -> Runner:
+        """Return a runner with the same weights and another `gpu_batch_size`."""
         args = self.args
         return self._with(replace(args, policy=replace(args.policy, gpu_batch_size=size)))
 
@@ -188,12 +188,12 @@ class Runner:
         other.args = args
         return other
 
-    def load(self, opened: contextlib.ExitStack) -> None:
-        """Read the weights to their tiers. Resources that must be closed are pushed to `opened`."""
+    def load(self, resources: contextlib.ExitStack) -> None:
+        """Read the weights to their tiers. What must be closed is pushed to `resources`."""
         limit_shape_caches()
         args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
-        opened.callback(self._transfers.close)
+        resources.callback(self._transfers.close)
         placement, choices = args.policy.weights, args.policy.expert_choices
         experts = args.policy.experts
         on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
@@ -201,8 +201,8 @@ class Runner:
         with byte_bar(doing, off=args.no_bars) as bar:
             checkpoint, names = source.open(on_disk=on_disk, seed=args.seed,
                                             weight_cache=args.weight_cache,
-                                            progress=self._reporting(bar))
-        opened.callback(checkpoint.close)
+                                            progress=self._progress_callback(bar))
+        resources.callback(checkpoint.close)
         weights = source.weights.part(self.stage.first, self.stage.last)
         if args.policy.sep_layer:
             weights = weights.separated()
@@ -215,11 +215,11 @@ class Runner:
 
         def run_folder() -> RunFolder:
             folder = RunFolder(args.offload_dir)
-            opened.callback(folder.close)
+            resources.callback(folder.close)
             return folder
 
         with byte_bar("loading", off=args.no_bars) as bar:
-            self.weights.load(run_folder, self._reporting(bar),
+            self.weights.load(run_folder, self._progress_callback(bar),
                               kept=source.kept(args.seed, args.weight_cache))
         self._load_experts()
         self._smoothing = self._key_smoothing()
@@ -240,35 +240,35 @@ class Runner:
             host_computes=policy.cpu_expert_compute)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
-        """Return constants that smooth each layer's keys before quantization; empty without it."""
-        cache, source, own = self.args.cache, self.source, self.own
+        """Return the key smoothing of each layer; empty if keys are not quantized."""
+        cache, source, config = self.args.cache, self.source, self.stage_config
         if not cache.quantizes_keys:
             return ()
-        device, shape = self._device.torch, (own.num_kv_heads, own.head_dim)
+        device, shape = self._device.torch, (config.num_kv_heads, config.head_dim)
         if source.dummy:  # keys of random weights have no outliers
             constants = KeySmoothing.rotation(*shape, device)
-            return (LayerSmoothing(constants, constants),) * own.num_layers
-        if self.rank is not None:  # all ranks must compute, whatever each one's cache has
-            return self._sampled_keys()
+            return (LayerSmoothing(constants, constants),) * config.num_layers
+        if self.rank is not None:  # measuring takes all ranks, even those with a stored result
+            return self._measure_keys()
         constants = source.kept_constants(
-            lambda: torch.stack([layer.stacked() for layer in self._sampled_keys()]).cpu().numpy(),
+            lambda: torch.stack([layer.stacked() for layer in self._measure_keys()]).cpu().numpy(),
             "keys1", self.args.weight_cache)
         return tuple(LayerSmoothing.unstacked(each)
                      for each in torch.from_numpy(constants).to(device))
 
-    def _sampled_keys(self) -> tuple[LayerSmoothing, ...]:
-        """Measure the keys of a prompt of random tokens."""
-        own = self.own
+    def _measure_keys(self) -> tuple[LayerSmoothing, ...]:
+        """Return the key smoothing, measured on a prompt of random tokens."""
+        config = self.stage_config
         longest = min(context(self.config, None), SAMPLED_POSITIONS)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
                                generator=generator).tolist()
-        sampler = KeySampler(own.form, rotation_of(own), longest)
+        sampler = KeySampler(config.form, rotation_of(config), longest)
         self._run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}), [])
-        return tuple(sampler.layers[layer] for layer in range(own.num_layers))
+        return tuple(sampler.layers[layer] for layer in range(config.num_layers))
 
-    def _reporting(self, bar: ByteProgress) -> ByteProgress:
-        """Return a callback that updates a bar and, in a pipeline, the heartbeat."""
+    def _progress_callback(self, bar: ByteProgress) -> ByteProgress:
+        """Return a callback that updates a progress bar and, in a pipeline, the heartbeat."""
         if self.rank is None:
             return bar
         monitor = self.rank.pipeline.monitor
@@ -284,26 +284,26 @@ class Runner:
         return sampled_memory(self._trace, self._device.used_bytes)
 
     def workspace(self, size: WorkspaceSize, cache: BlockCache | None = None) -> Workspace:
-        """Return a workspace for blocks up to `size`, optionally with another cache."""
+        """Return a workspace for blocks of at most `size`. `cache` replaces the KV cache."""
         args = self.args
-        return Workspace(self.own, self._cache_shape(), size, policy=args.policy,
+        return Workspace(self.stage_config, self._cache_shape(), size, policy=args.policy,
                          h2o=args.cache.h2o, transfers=self._transfers,
                          offload_dir=args.offload_dir, cache=cache,
                          smoothing=self._smoothing)
 
-    def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *, shares: bool
-              ) -> BlockQueue:
-        """Return a queue of requests for blocks of the policy's size: see `BlockQueue`."""
+    def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *,
+              share_prompts: bool) -> BlockQueue:
+        """Return a queue of requests, in blocks of the policy's size: see `BlockQueue`."""
         policy, cache = self.args.policy, self.args.cache
         self._set_rope_lengths(requests, new)
         queue = BlockQueue(requests, new, BlockSize(
-            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, shares,
-            shares_prefix=shares and not cache.simulated))
-        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.own.num_layers)
+            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
+            share_prefixes=share_prompts and not cache.simulated))
+        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.stage_config.num_layers)
         return queue
 
     def _set_rope_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
-        """Set the rotation length of each request, if rotations depend on the text's length."""
+        """Set the RoPE length of each request, if RoPE scaling depends on the text's length."""
         rope, h2o = self.config.rope, self.args.cache.h2o
         if rope is None or context(self.config, h2o) == self.config.plain_positions:
             return
@@ -313,22 +313,23 @@ class Runner:
 
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor],
               consumer: LogitsConsumer) -> RunStats:
-        """Run prompts one by one while `attend` computes the attention: see `LLM.probe`."""
+        """Run prompts one by one with `attend` as the attention: see `LLM.probe`."""
         self._set_rope_lengths(requests, 0)
-        numbers: list[int] = []
-        return self._run_prompts(requests, ProbedCache(attend, numbers), consumer, numbers)
+        request_keys: list[int] = []
+        return self._run_prompts(requests, ProbedCache(attend, request_keys), consumer,
+                                 request_keys)
 
     def _run_prompts(self, requests: Sequence[Request], cache: BlockCache, consumer: LogitsConsumer,
-                     numbers: list[int]) -> RunStats:
-        """Run prompts one by one with another cache. The key of each is appended to `numbers`."""
+                     request_keys: list[int]) -> RunStats:
+        """Run prompts one by one with another cache. Append their keys to `request_keys`."""
         queue = BlockQueue(requests, 0, BlockSize(1, 1))
         size = WorkspaceSize.of(queue, None, self.config.num_layers)
-        # No token follows a prompt: the cache has the size of prompts.
+        # Nothing is generated, so the cache needs no capacity beyond the prompts.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
             stats = self.new_stats()
             while queue.left:
                 block = queue.next()
-                numbers.append(block[0].requests[0].key)
+                request_keys.append(block[0].requests[0].key)
                 stats = stats.followed_by(self.run(workspace, block, consumer))
             return stats
 
@@ -338,23 +339,23 @@ class Runner:
                        off=self.args.no_bars)
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
-            keeps: bool = False, bars: RunBars | None = None) -> RunStats:
-        """Run a block in a workspace, and return its figures.
+            keep_cache: bool = False, bars: RunBars | None = None) -> RunStats:
+        """Run a block in a workspace, and return its statistics.
 
         Parameters
         ----------
         workspace : Workspace
         block : sequence of Batch
         consumer : LogitsConsumer
-        keeps : bool
-            Continue with the contents of the workspace's cache, and leave them.
+        keep_cache : bool
+            Continue with the contents of the workspace's cache, and keep them for the next block.
         bars : RunBars, optional
             Default: new ones.
 
         Returns
         -------
         RunStats
-            Tokens are those of finished requests.
+            Token counts include finished requests only.
         """
         self._links.reset()
         self._device.begin_run()
@@ -367,10 +368,10 @@ class Runner:
         with (torch.inference_mode(), self.sampled_memory(),
               self._wait_policy.applied(sleep=recalls is not None),
               dispatch.use_autotune_table(self.args.implementations),
-              contextlib.ExitStack() as opened):
+              contextlib.ExitStack() as resources):
             if bars is None:
                 bars = self.bars()
-                opened.callback(bars.close)
+                resources.callback(bars.close)
             bars.begin(block)
 
             def computed(step: LayerStep) -> None:
@@ -380,7 +381,7 @@ class Runner:
                     self.rank.pipeline.monitor.advance()
 
             try:
-                timing = executor.run(block, consumer, keeps=keeps, on_compute=computed)
+                timing = executor.run(block, consumer, keep_cache=keep_cache, on_compute=computed)
             except BaseException:
                 if self._experts is not None:
                     self._experts.clear()
@@ -395,13 +396,14 @@ class Runner:
         stats.decode_seconds = sum(timing.steps)
         stats.decode_slots, stats.idle_slots = timing.slots, timing.idle_slots
         stats.kv_cache_bytes = workspace.cache.nbytes()
-        stats.full_kv_cache_bytes = self.own.kv_bytes_per_token(self.source.dtype.itemsize) * (
+        token_bytes = self.stage_config.kv_bytes_per_token(self.source.dtype.itemsize)
+        stats.full_kv_cache_bytes = token_bytes * (
             sum(len(batch) * batch.batch_layout.longest for batch in block))
         stats.links = self._links.totals()
         if experts_before is not None:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
-            stats.expert_choices = self._experts.choices.summary(self.own.num_layers)
+            stats.expert_choices = self._experts.choices.summary(self.stage_config.num_layers)
         if recalls is not None:
             for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
                 setattr(stats, f"recall_{name}", count)
@@ -418,7 +420,7 @@ class Runner:
             start += seconds
 
     def new_stats(self, requests: Collection[Request] = ()) -> RunStats:
-        """Return the figures of the model and of the tokens of requests, without times."""
+        """Return statistics of the model and of the tokens of requests, without times."""
         return RunStats(
             model=self.args.model, num_parameters=self.config.num_parameters(),
             dtype=str(self.source.dtype).removeprefix("torch."),
@@ -431,7 +433,7 @@ class Runner:
             weight_bytes=self.weights.nbytes, weight_bits=self.source.bits)
 
     def _cache_shape(self) -> CacheShape:
-        config, cache = self.own, self.args.cache
+        config, cache = self.stage_config, self.args.cache
         return CacheShape(config.num_layers, config.num_kv_heads, config.head_dim,
                           self.source.dtype, cache.layout(config.head_dim), cache.attn_sparsity,
                           config.attention)

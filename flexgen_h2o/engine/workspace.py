@@ -206,7 +206,7 @@ class BlockCache(Protocol):
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
         """Start loading what a new token is likely to recall, if `supports_prefetch`."""
 
-    def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, steps) -> None:
+    def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, capture) -> None:
         """Capture the attention of a decode step, if `supports_capture`."""
 
     def prepare_replay(self, batch: int, token: int) -> None:

@@ -28,7 +28,7 @@ def pipelines(draw):
         lambda counts: [sum(counts[: n + 1]) for n in range(len(counts))]))]
     return draw(st.integers(1, 4)), bounds, draw(st.integers(1, 6)), {
         "overlap": draw(st.booleans()), "split_from": draw(st.none() | st.integers(0, 4)),
-        "sep_layer": draw(st.booleans()), "keeps": draw(st.booleans()),
+        "sep_layer": draw(st.booleans()), "keep_cache": draw(st.booleans()),
         "groups": draw(st.integers(1, 6))}
 
 
@@ -164,7 +164,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
                 if key in cache:
                     assert cache[key] == step.forward_pass
                     started.add(key)
-                    if step.forward_pass == passes - 1 and not options["keeps"]:
+                    if step.forward_pass == passes - 1 and not options["keep_cache"]:
                         cache.pop(key)
                 if step.kind is Kind.COMPUTE and step.layer == own[-1] == own.stop - 1 and (
                         Stage.for_rank(rank, bounds).is_last_stage):

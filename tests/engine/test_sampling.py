@@ -516,7 +516,7 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
     prompts = [[7], [7, 8], [8, 7], [1, 2, 3, 4, 5]]
     requests = [Request(key, prompts[kind]) for key, kind in enumerate(kinds)]
     blocks = make_blocks(requests, 2, gpu_batch_size=size, num_gpu_batches=2, prefill_chunk=chunk,
-                         shares=True)
+                         share_prompts=True)
     ordered = [request for block in blocks for batch in block for request in batch.requests]
     assert sorted(request.key for request in ordered) == list(range(len(kinds)))
     seen = [request.prompt for request in ordered]

@@ -15,7 +15,7 @@ SIZES = dict(passes=st.integers(1, 4), layers=st.integers(1, 4), batches=st.inte
 
 def steps_of(passes, layers, batches, overlap, split_from=None, sep=False, keeps=False, **more):
     return list(schedule(passes, layers, batches, overlap=overlap, split_from=split_from,
-                         sep_layer=sep, keeps=keeps, **more))
+                         sep_layer=sep, keep_cache=keeps, **more))
 
 
 def attends(layer, layers, sep):
