@@ -324,7 +324,7 @@ def decode_case(cached: Sequence[int], *, form=torch.float32, group=1, kv_heads=
                 attention=None, smoothed=False, offsets=False):
     """A step of sequences with `cached` slots each; those numbered in `full` need a victim.
 
-    ties: scores are whole numbers from 1 to 3, times `HUGE`. smoothed: cached keys are smoothed.
+    ties: scores are integers from 1 to 3, times `HUGE`. smoothed: cached keys are smoothed.
     offsets: something is added to the products of each query.
     """
     torch.default_generator.manual_seed(len(cached) + sum(cached) + group + dim)

@@ -1,6 +1,6 @@
-"""The names of policies, `H2OConfig.score`: the built-in ones and those that were registered.
+"""Configuration of the KV cache's budget and eviction policy (arXiv 2306.14048). No torch.
 
-No torch: a policy's function is nothing that this module looks at (`h2o.policies`).
+Policies are known here by name; their functions are in `h2o.policies`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from flexgen_h2o.config.validation import check_bool, check_choice, check_int, c
 from flexgen_h2o.errors import UserError
 
 KERNELS = ("sum", "mean", "decay")
-"""Those that the kernels know."""
+"""Scores that the kernels compute."""
 BUILT_IN = (*KERNELS, "caote")
 
 _registered: dict[str, object] = {}
 
 
 def add_policy(name: str, policy: object) -> None:
-    """Keep a policy under a name; the same one may come again.
+    """Register a policy under a name; registering the same one again is a no-op.
 
-    Raises `UserError` where the name is no string that could be one, or is another's.
+    Raises `UserError` if the name is empty or belongs to another policy.
     """
     if not isinstance(name, str) or not name or name != name.strip():
         raise UserError(f"a policy's name must be a word, got {name!r}")
@@ -34,19 +34,16 @@ def add_policy(name: str, policy: object) -> None:
 
 
 def find_policy(name: str) -> object:
-    """The policy that was registered under a name; KeyError where none was."""
+    """Return the policy that was registered under a name. Raises KeyError."""
     return _registered[name]
 
 
 def check_score(name: object) -> None:
-    """Raise `UserError` unless a policy of that name is known in this process."""
+    """Raise `UserError` unless a policy of this name is registered in this process."""
     if not isinstance(name, str) or name not in (*BUILT_IN, *_registered):
         known = ", ".join((*BUILT_IN, *_registered))
         raise UserError(f"score must be one of {known}, got {name!r}: others are registered first, "
                         "with register_policy, in each process")
-
-
-# The configuration of H2O: sizes of the KV cache, and the score that decides.
 
 
 EVICTIONS = ("h2o", "window", "sink-window", "full")
@@ -60,53 +57,55 @@ INDEX_BITS = (4, 2)
 
 @dataclass(frozen=True)
 class H2OConfig:
-    """Sizes of the KV cache under the heavy-hitter oracle (arXiv 2306.14048).
+    """Budget and eviction policy of the KV cache (H2O, arXiv 2306.14048).
 
-    With no size given the cache is full; with only a recent one it is a window. A layer whose
-    heavy ratio is 1, and the recent one too or left out, is full as well.
+    Without a size, the cache is full; with only a recent size, it is a window. A layer is also full
+    if its heavy ratio is 1 and its recent ratio is 1 or omitted.
 
     Parameters
     ----------
     heavy_ratio, recent_ratio : float or sequence of float, optional
-        Shares of each sequence's own tokens, see `budget_of`, over 0 and at most 1; a sequence
-        gives one per decoder layer. `recent_ratio` defaults to `heavy_ratio`.
+        Heavy hitters and recent tokens as fractions of a sequence's tokens (see `budget_of`), above
+        0 and at most 1; a sequence has one ratio per decoder layer. `recent_ratio` defaults to
+        `heavy_ratio`.
     heavy_tokens, recent_tokens : int, optional
-        Counts in place of ratios: tokens per sequence, layer and KV head. `recent_tokens` defaults
-        to `heavy_tokens`, which may be 0.
+        The same in tokens per sequence, layer and KV head, instead of ratios. `recent_tokens`
+        defaults to `heavy_tokens`, which may be 0.
     budget_of : str
-        What ratios are shares of: ``"prompt"``, its length, as in the authors' code; ``"text"``,
-        all tokens so far, as in the paper's experiments: the cache grows with what is generated.
+        Base of the ratios. ``"prompt"``: the prompt's length, as in the authors' code; ``"text"``:
+        all tokens so far, as in the paper's experiments, so that the cache grows.
     sink_tokens : int
-        The first tokens of a sequence, kept beside the others.
+        First tokens of a sequence that are always kept, in addition to the budget.
     score : str
-        The policy's name. Attention becomes a score as ``"sum"`` (the paper's), as ``"mean"`` over
-        the queries that could see the key, as ``"decay"``, or by a function of one's own that was
-        given a name (`register_policy`).
+        Policy that turns attention into a score. ``"sum"``: summed over queries (the paper);
+        ``"mean"``: averaged over the queries that see the key; ``"decay"``: a sum that fades;
+        ``"caote"``: change of the attention output; or a name given to `register_policy`.
     decay : float
-        The factor per query of the score ``"decay"``, and of others that fade.
+        Factor per query of the score ``"decay"`` and of other scores that fade.
     positions : str
-        ``"original"``: a key keeps its position; ``"rolling"``: its rank among the cached ones.
+        ``"original"``: a key keeps its position; ``"rolling"``: its position is its rank among the
+        cached keys.
     evict_generated : bool
-        Whether generated tokens count too; if not, only the prompt is cut.
+        Evict among generated tokens too. If false, only the prompt is cut.
     prompt_chunk : int, optional
-        Evict inside prompts too, after every so many tokens of them (counted from the prompt's
-        end), so that one of any length goes through a cache of the budget and a chunk. It changes
-        what is kept. None: prompts attend to all of themselves and are cut at their end.
+        Evict inside prompts, after each chunk of this many tokens, counted from the prompt's end.
+        The cache then needs only the budget and one chunk, and other tokens are kept. None: a
+        prompt attends to all of its tokens and is cut at its end.
     simulate : bool
-        Mask a full cache instead of dropping from it.
+        Mask a full cache instead of dropping tokens.
     drop_positions : bool
         OPT: drop positions past the learned table. For speed measurements only.
     recall : bool
-        Keep every key and value, and let each new token attend to the budget's worth of them that
-        its own query weighs most: `h2o.recall`. Nothing is evicted.
+        Evict nothing. Each new token attends to the tokens that its query weighs most, as many as
+        the budget (`h2o.recall`).
     index_bits : int
-        With `recall`: bits of a number in the index of keys that the choice is made by, 4 or 2.
+        Bit width of the quantized key index of `recall`: 4 or 2.
 
     Raises
     ------
     UserError
-        A value of a wrong type or range, a ratio and a count of the same part, or an option
-        without effect.
+        A value is of a wrong type or out of range, a part has both a ratio and a count, or an
+        option has no effect.
     """
 
     heavy_ratio: float | Sequence[float] | None = None
@@ -193,7 +192,7 @@ class H2OConfig:
                             "budget_of 'text' or prompt_chunk (--evict-while-prefilling) out")
 
     def _per_layer(self) -> dict[str, tuple[float, ...]]:
-        """The ratios that are given per layer."""
+        """Return the ratios that are given per layer."""
         names = ("heavy_ratio", "recent_ratio")
         return {n: getattr(self, n) for n in names if isinstance(getattr(self, n), tuple)}
 
@@ -212,7 +211,7 @@ class H2OConfig:
                 )
 
     def ratios(self, layer: int) -> tuple[float | None, float | None]:
-        """The heavy and the recent ratio of one decoder layer; None where none sets the size."""
+        """Return the heavy and the recent ratio of a decoder layer; None where counts apply."""
         heavy, recent = (
             ratio[layer] if isinstance(ratio, Sequence) else ratio
             for ratio in (self.heavy_ratio, self.recent_ratio)
@@ -220,42 +219,40 @@ class H2OConfig:
         return heavy, heavy if recent is None and self.recent_tokens is None else recent
 
     def is_full_at(self, layer: int) -> bool:
-        """True if nothing is ever evicted in one decoder layer."""
+        """Return whether a decoder layer never evicts."""
         return self.recall or not self._sized or self.ratios(layer) == (1, 1)
 
     @property
     def is_full(self) -> bool:
-        """True if nothing is ever evicted in any layer: no size is given, only ratios of 1, or
-        `recall`."""
+        """Whether no layer evicts: no size is given, all ratios are 1, or `recall` is set."""
         layers = min(map(len, self._per_layer().values()), default=1)
         return all(self.is_full_at(layer) for layer in range(layers))
 
     def window(self, layer: int) -> int | None:
-        """The window of attention of one decoder layer, if that bounds its cache."""
+        """Return the attention window of a decoder layer, or None if it has none."""
         return None
 
     def evicts_generated_at(self, layer: int) -> bool:
-        """True if generated tokens count too in one decoder layer that is not full."""
+        """Return whether a decoder layer that is not full evicts generated tokens."""
         return self.evict_generated
 
     def evicts_chunks(self, *, compressed: bool) -> bool:
-        """True if a prompt that comes in chunks, to a compressed cache or not, is evicted from
-        after each of them; if not, it is held whole until it has come."""
+        """Return whether prompts are evicted from after each chunk, not only at their end."""
         return self.prompt_chunk is not None
 
     def without_windows(self) -> H2OConfig:
-        """The same without what the model's layers add."""
+        """Return the configuration without the windows of the model's layers."""
         return self
 
     @property
     def scored(self) -> bool:
-        """True if some layer has heavy hitters to choose, and so needs scores."""
+        """Whether some layer selects heavy hitters and needs scores."""
         heavy = self.heavy_ratio is not None or bool(self.heavy_tokens)
         return heavy and not self.without_windows().is_full
 
 
 def _ratios(name: str, value: object) -> float | tuple[float, ...]:
-    """Check one ratio, or one per decoder layer, which becomes a tuple to be hashable."""
+    """Check a ratio, or one per decoder layer. Return a sequence as a (hashable) tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return check_number(name, value, above=0, high=1)
     if len(value) == 0:
@@ -265,17 +262,14 @@ def _ratios(name: str, value: object) -> float | tuple[float, ...]:
     return tuple(value)
 
 
-# H2O in a model some of whose layers attend to a window. No torch.
-
-
 @dataclass(frozen=True)
 class WindowedH2O(H2OConfig):
-    """An `H2OConfig` with the windows of the model's layers, as `add_windows` makes it of a user's.
+    """An `H2OConfig` with the attention windows of a model's layers; see `add_windows`.
 
-    A layer with a window caches what the next token will see, one token fewer than the window, and
-    a new one takes the slot of the oldest. A budget of H2O that is smaller than that counts there
-    instead, but for two things: the first tokens are not pinned, as the window leaves them, and
-    where generated tokens are not evicted the window alone decides.
+    A layer with a window caches one token less than the window, and a new token takes the slot of
+    the oldest. A smaller H2O budget applies there too, with two exceptions: sink tokens are not
+    pinned, because the window leaves them, and if generated tokens are not evicted, only the window
+    applies.
 
     Parameters
     ----------
@@ -303,8 +297,7 @@ class WindowedH2O(H2OConfig):
         return self.evict_generated or self.windows[layer] is not None
 
     def evicts_chunks(self, *, compressed: bool) -> bool:
-        """See `H2OConfig.evicts_chunks`: where only windows drop anything, chunks lose nothing by
-        it."""
+        """See `H2OConfig.evicts_chunks`. Eviction by windows alone loses nothing."""
         return super().evicts_chunks(compressed=compressed) or (
             not compressed and self.without_windows().is_full)
 
@@ -315,18 +308,20 @@ class WindowedH2O(H2OConfig):
     @cached_property
     def _user(self) -> H2OConfig:
         user = H2OConfig(**_options(self) | {"prompt_chunk": None})
-        # Chunks are evicted from here though nothing else may be.
+        # A full cache has no prompt_chunk, but windows evict from chunks.
         return user if user.is_full else replace(user, prompt_chunk=self.prompt_chunk)
 
 
 def add_windows(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OConfig | None:
-    """The configuration for layers of these forms, of a user's or of one for other layers; without
-    a window it is the user's."""
+    """Return a configuration with the windows of layers of these forms, replacing earlier windows.
+
+    Without any window, return the user's configuration.
+    """
     h2o = None if h2o is None else h2o.without_windows()
     windows = tuple(form.window for form in forms)
     if not any(windows):
         return h2o
-    # Whatever else a full cache is given has no effect.
+    # Other options have no effect on a full cache.
     if h2o is None or h2o.is_full and not h2o.recall:
         h2o = H2OConfig(simulate=h2o is not None and h2o.simulate)
     return WindowedH2O(**_options(h2o), windows=windows)

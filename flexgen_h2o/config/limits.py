@@ -1,22 +1,22 @@
-"""Sizes of blocks and buffers that several rooms go by: what the engine makes, the plan counts.
+"""Sizes of blocks and buffers that several packages share: allocated by the engine, planned for.
 
-The C++ kernels are compiled with those of `KERNELS`: kernels/abi.py writes them into their header.
-The module imports nothing, since setup.py runs it by its path.
+kernels/abi.py writes the constants of `KERNELS` into the header of the C++ kernels. The module
+imports nothing, because setup.py runs it by its path.
 """
 
 ROW_BLOCK = 2048
-"""Rows that a decoder layer takes at once through whatever is row by row (norms, projections, MLP).
-It bounds the MLP's workspace, and is far more than a matrix product needs to run at full speed."""
+"""Rows that a decoder layer computes at once in row-wise operations (norms, projections, MLP). It
+bounds the MLP's scratch memory; matmuls reach full speed with far fewer rows."""
 
 CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
-"""Rows of a prefill that go through a layer together, by the kind of device. The temporaries of so
-many rows fit near the caches of a CPU and keep its products busy; more would only cost memory."""
+"""Rows of a prefill that go through a layer together, by device type. Their scratch memory is small
+enough for the caches of a CPU, and its matmuls stay busy; more rows would only cost memory."""
 
 LOGIT_ROWS = 512
-"""Rows that get logits together: a vocabulary is wide."""
+"""Rows whose logits are computed together, because a vocabulary is large."""
 
 WEIGHT_BUFFERS = 2
-"""Staging buffers of weights: one computed with, one being filled."""
+"""Staging buffers of weights: one in use, one being filled."""
 
 SHARDS_PER_LAYER = 8
 """Approximate number of row shards of a decoder layer whose weights are streamed from disk."""
@@ -28,102 +28,100 @@ SHARD_BUFFERS = 4
 """Staging buffers of row shards: one used by a matmul, three being filled."""
 
 HIDDEN_BUFFERS = 3
-"""Staging buffers of hidden states: one being stored, one computed with, one being loaded."""
+"""Staging buffers of hidden states: one being stored, one in use, one being loaded."""
 
 CACHE_BUFFERS = 3
-"""Staging buffers of a cache: one computed with, one fetched, and one being stored and then
-fetched into."""
+"""Staging buffers of a cache: one in use, one being fetched, one being stored."""
 
 STARTED_BATCHES = 2
-"""Batches whose attention on the host may be under way: the one computed, and the next."""
+"""Batches whose host attention may be in flight: the current one and the next."""
 
 WRITE_BACK_TOKENS = 16
-"""Tokens whose changes to a cache on disk wait in memory before the whole is written in bulk."""
+"""Tokens whose changes to a cache on disk are collected in memory and then written in bulk."""
 
 CACHE_GROWTH = 64
-"""Slots that a growing cache is given at a time: a multiple of `WRITE_BACK_TOKENS`, for a backing
-store is rewritten then."""
+"""Slots by which a growing cache grows: a multiple of `WRITE_BACK_TOKENS`, because growth rewrites
+the backing store."""
 
 PAGE = 4096
-"""Bytes to which reads and writes of a disk that pass the page cache by are aligned."""
+"""Alignment of direct reads and writes (O_DIRECT), in bytes."""
 
 HOT_SET_FACTOR = 2
-"""Times the tokens that a step attends to by recall: so many stay in memory of a cache on disk."""
+"""Size of the hot set of a cache on disk, in multiples of the tokens that a step attends to."""
 
 NEWEST_RECORDS = 2
-"""Records of the newest tokens that memory holds of such a cache: one fills up, and one may be on
-its way to disk."""
+"""Records of the newest tokens of such a cache in memory: one being filled, one being written."""
 
 RECALL_GROUPS = 2
-"""Groups of a batch's sequences at most that recall from such a cache one after the other: the next
-ones' tokens come while attention goes over these."""
+"""Maximum number of groups of a batch that recall one after the other: a group attends while the
+tokens of the next one are read."""
 
 MAX_READ_GAP = 32 << 10
-"""Bytes between two records of such a cache that are read with them: a disk takes about as long for
-one more request, where it has many at a time."""
+"""Maximum gap in bytes between two records that are read by one request: one more request would
+take a disk about as long as reading the gap."""
 
 READ_BYTES = 256 << 10
-"""Bytes that one request reads of such a cache, at most, unless a record has more."""
+"""Maximum bytes of a read request of such a cache, unless a record is larger."""
 
 INDEX_TILE = 16
-"""Tokens of the index of keys whose numbers lie side by side: the lanes of the widest vectors."""
+"""Tokens that are interleaved in the key index: the lanes of the widest vectors."""
 
 MEAN_SHIFT = 3
-"""The last weight of a token makes 2^-3 of the running mean by which fast memory keeps it."""
+"""The newest weight of a token contributes 2^-3 to the running mean that ranks the hot set."""
 
 SHARED_PREFIX = 16
-"""Tokens with which prompts of a batch have to begin alike for these to be computed once: with
-fewer, attending from each prompt's rest by itself costs more."""
+"""Minimum common prefix of a batch's prompts that is computed once: with a shorter one, separate
+attention of each prompt's rest costs more."""
 
 UNPACKED_BYTES = 64 << 20
-"""The most bytes of a quantized matrix that a GPU unpacks at a time before a product."""
+"""Maximum bytes of a quantized matrix that a GPU dequantizes at a time before a matmul."""
 
 EMPTY = 2**31 - 1
-"""The position of a slot that holds no token: later than all, so it is never a victim."""
+"""Position of an empty slot: later than all others, so that it is never evicted."""
 
 GROUP_SIZE = 64
 """Default group size of quantization: elements that share a scale and a zero point."""
 
 MATRIX_TILE = 16
-"""Outputs of a quantized matrix that lie together: the lanes of a vector."""
+"""Outputs of a quantized matrix that are interleaved: the lanes of a vector."""
 
 MXFP4_GROUP = 32
 """Inputs that share a scale in MXFP4."""
 
 PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
-"""Rows of the input that meet a block of a quantized matrix while it is in a CPU's nearest cache,
-and the outputs that are computed together: each thread holds so many in float32."""
+"""Blocking of quantized matmuls: input rows per weight block in the L1 cache, and outputs that a
+thread accumulates together in float32."""
 
 TILED_OUTPUTS, TILED_INPUTS, TILED_ROWS = 128, 2048, 1024
-"""The outputs and inputs of a matrix that are operands of AMX tiles at a time, for many rows. Each
-thread holds them in its second-level cache, and where there are more inputs sums of so many rows.
+"""Blocking of AMX matmuls with many rows: outputs and inputs of the weight panel in the L2 cache,
+and rows whose partial sums a thread keeps.
 """
 
 PRODUCT_DEPTH = 128
-"""Inputs that products in float32 take at once: a strip of weights has so many as floats."""
+"""Inputs per block of float32 matmuls, which dequantize a panel of this depth."""
 
 SKINNY_ROWS = 128
-"""The most rows of `linear_skinny`: for more, `linear_tiled` is as fast with AMX, and PyTorch
+"""Maximum rows of `linear_skinny`: with more, `linear_tiled` is as fast with AMX, and PyTorch is
 faster without."""
 
 EXPERT_ROWS = 64
-"""The most tokens of one of several experts that one call computes."""
+"""Maximum tokens per expert in one call that computes several experts."""
 
 EXPERT_ROUND = 1024
-"""Choices of experts, by tokens of few, that one call computes before it adds them up."""
+"""(token, expert) pairs that one call computes before it sums them."""
 
 QUERY_LANES = 64
-"""The most queries that a thread attends with at once, of each of which it holds all weights. With
-AMX it may be twice as many, of some of which it holds the weights of some keys."""
+"""Maximum queries that a thread attends with at once, holding the attention weights of each. With
+AMX it may be twice as many, with the weights of some keys only."""
 
 SLOT_TILE = 64
-"""Slots of a cache whose keys or values a thread expands at once."""
+"""Cache slots whose keys or values a thread dequantizes at once."""
 
 FEWEST_TASKS = 64
-"""So many tasks are made out of few heads, whatever the number of threads; each has results of its
-own."""
+"""Minimum number of tasks into which few heads are split, for any number of threads; each task has
+partial results of its own."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
            "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",
            "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
-"""What the C++ kernels are compiled with."""
+"""Constants that the C++ kernels are compiled with."""

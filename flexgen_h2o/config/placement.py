@@ -1,4 +1,4 @@
-"""Shares of the three tiers, and FlexGen's ``--percent``."""
+"""Placement of data over the three tiers, and FlexGen's ``--percent``. No torch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flexgen_h2o.errors import UserError
 TIERS = ("gpu", "cpu", "disk")
 PLACED = ("weights", "cache", "activations")
 
-# Percentages are typed by people and summed in binary: 33.3 + 66.7 must count as 100.
+# Tolerance of a sum of typed percentages: 33.3 + 66.7 counts as 100.
 _PERCENT_SLACK = 1e-6
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of one kind of data: percentages of the three tiers, which sum to 100.
+    """Placement of one kind of data: percentages of the three tiers, which sum to 100.
 
-    Raises `UserError` for a share that is negative or not a number, or another sum.
+    Raises `UserError` for a percentage that is negative or not a number, or for another sum.
     """
 
     gpu: float
@@ -34,20 +34,20 @@ class Placement:
             raise UserError(f"percentages of gpu, cpu and disk must sum to 100, got {total:g}")
 
     def fractions(self) -> tuple[float, float, float]:
-        """The shares of (gpu, cpu, disk) as fractions of 1."""
+        """Return the fractions of (gpu, cpu, disk), which sum to 1."""
         return self.gpu / 100, self.cpu / 100, self.disk / 100
 
 
 def parse_percent(values: Sequence[object], name: str = "--percent"
                   ) -> tuple[Placement, Placement, Placement]:
-    """Read FlexGen's ``--percent``: the shares of the device and the host; the rest is disk.
+    """Parse FlexGen's ``--percent``: percentages of gpu and cpu; the rest is on disk.
 
     Parameters
     ----------
     values : sequence of 4 or 6 numbers (or their text)
         Weights gpu, cpu; cache gpu, cpu; activations gpu, cpu (default 100 0), in percent.
     name : str
-        What errors call it.
+        Name of the value in error messages.
 
     Returns
     -------
@@ -80,10 +80,10 @@ def parse_percent(values: Sequence[object], name: str = "--percent"
 
 
 def parse_shares(values: Sequence[object], name: str) -> Placement:
-    """Read the shares of device, host and disk, in percent, which sum to 100.
+    """Parse percentages of gpu, cpu and disk, which sum to 100.
 
-    Raises `UserError`, in which they are called `name`: a wrong count, not a number, out of
-    0..100, another sum.
+    Raises `UserError`, which names the value `name`, for a wrong count or sum, and for a percentage
+    that is not a number or out of 0..100.
     """
     if len(values) != len(TIERS):
         raise UserError(f"{name} takes 3 numbers (gpu cpu disk), got {len(values)}")
@@ -94,7 +94,7 @@ def parse_shares(values: Sequence[object], name: str) -> Placement:
 
 
 def _percentage(name: str, value: object) -> float:
-    """One number of ``--percent``, from a number or its text."""
+    """Return one number of ``--percent``, from a number or its text."""
     if isinstance(value, str):
         try:
             value = float(value)

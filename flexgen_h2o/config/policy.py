@@ -1,4 +1,4 @@
-"""All that decides speed and never results."""
+"""The policy of a run: everything that affects speed and never results. No torch."""
 
 from __future__ import annotations
 
@@ -19,26 +19,50 @@ DUMMY = "_DUMMY_"  # in place of a path: random weights
 
 @dataclass(frozen=True)
 class Policy:
-    """All that decides speed and never results.
+    """Everything that affects speed and never results.
 
-    `gpu_batch_size` sequences are computed together; a block is `num_gpu_batches` of them, which
-    share every load of a layer's weights. `overlap` lets transfers run beside compute;
-    `cpu_cache_compute` attends on the CPU where the cache lives there; `pin_weight` page-locks
-    host weights when there is a GPU. `prefill_chunk` tokens of a prompt go through the whole
-    network at once (None: all): fewer need less memory. `sep_layer` schedules attention and MLP as
-    two layers, so that only half a layer's weights are fetched at a time. `experts` places the
-    experts of a mixture, and `weights` all else then; None: `weights` is of both, and experts get
-    what the rest leaves of the fastest memory. `expert_slots` is how many experts that rest
-    elsewhere have room in fast memory (None: two layers' of a decode step); with
-    `cpu_expert_compute` those in host memory beside a GPU compute on the CPU. By
-    `expert_choices` the experts that are chosen most often rest in the fastest memory; without
-    them each layer has as many there.
-    `fetch_chosen`, of a cache on disk that is recalled, reads in a decode step the tokens alone
-    that it chooses and that memory has not, in place of whole layers; memory holds `fast_set` of
-    all tokens then (a share; None: twice what a step attends to). With a GPU it is the cache in
-    host memory of which its own memory holds so many tokens. When `refill_share` of a
-    block's sequences have ended, the others go on in a block with the next ones (1: a block goes on
-    until all have ended). Raises `UserError` for a value of a wrong type or range.
+    A block is `num_gpu_batches` GPU batches of `gpu_batch_size` sequences, which share each load of
+    a layer's weights.
+
+    Parameters
+    ----------
+    gpu_batch_size, num_gpu_batches : int
+    weights, cache, activations : Placement
+        Percentages on gpu, cpu and disk.
+    overlap : bool
+        Overlap transfers with compute.
+    cpu_cache_compute : bool
+        Attend on the CPU to the part of the cache in host memory.
+    pin_weight : bool
+        Pin weights in host memory (with a GPU).
+    prefill_chunk : int, optional
+        Tokens of a prompt that go through the network at once; fewer need less memory. None: all.
+    sep_layer : bool
+        Schedule attention and MLP as two layers, so that weight buffers hold half a layer.
+    refill_share : float
+        When this fraction of a block's sequences has finished, the others continue in a block with
+        the next requests. 1: wait for all.
+    experts : Placement, optional
+        Placement of a mixture's experts; `weights` then covers all other weights. None: `weights`
+        covers both, and experts get the fastest memory that the others leave.
+    expert_slots : int, optional
+        Slots in fast memory for experts that are not resident there. None: the experts that a
+        decode step chooses in two layers.
+    cpu_expert_compute : bool
+        Compute experts in host memory on the CPU (with a GPU).
+    expert_choices : ExpertChoices, optional
+        Counts by which the most chosen experts get the fastest memory. None: every layer gets
+        equally many.
+    fetch_chosen : bool
+        With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
+        that are not in the hot set, instead of whole layers.
+    fast_set : float, optional
+        Size of that hot set as a fraction of all tokens. None: twice what a step attends to.
+
+    Raises
+    ------
+    UserError
+        A value is of a wrong type or out of range.
     """
 
     gpu_batch_size: int = 4
@@ -82,7 +106,7 @@ class Policy:
             check_number("fast_set", self.fast_set, above=0, high=1)
 
     def check_device(self, *, has_gpu: bool) -> None:
-        """Raise `UserError` for what a run can't do with a GPU, or without one."""
+        """Raise `UserError` for options that this device does not support."""
         if not self.fetch_chosen:
             return
         if has_gpu and self.cpu_cache_compute:
@@ -95,7 +119,7 @@ class Policy:
             raise UserError("fetch_chosen has no effect on a cache in memory: leave it out")
 
     def fetches(self, has_gpu: bool) -> bool:
-        """True if any weights have to be brought to compute memory."""
+        """Return whether some weights are not resident in compute memory."""
         placed = [self.weights] if self.experts is None else [self.weights, self.experts]
         return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
 
@@ -109,7 +133,7 @@ class Policy:
 
 
 def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
-    """Raise `UserError` where `fetch_chosen` or `fast_set` would do nothing."""
+    """Raise `UserError` if `fetch_chosen` or `fast_set` has no effect."""
     if not policy.fetch_chosen:
         if policy.fast_set is not None:
             raise UserError("fast_set has no effect without fetch_chosen: leave it out")
@@ -123,12 +147,9 @@ def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
 
 
 def format_percent(policy: Policy) -> str:
-    """The six numbers of ``--percent`` for a policy's placements."""
+    """Return the placements of a policy as the six numbers of ``--percent``."""
     placements = [getattr(policy, kind) for kind in PLACED]
     return " ".join(f"{share:g}" for p in placements for share in (p.gpu, p.cpu))
-
-
-# Lengths and batch sizes of the largest block of a run.
 
 
 @dataclass(frozen=True)
@@ -145,6 +166,6 @@ class Workload:
             check_int(name, getattr(self, name), low=1)
 
     def cut(self, longest: int | None) -> Workload:
-        """With prompts of at most `longest` tokens; None: as it is."""
+        """Return the workload with prompts of at most `longest` tokens; None: no limit."""
         return self if longest is None else replace(
             self, prompt_len=min(self.prompt_len, longest))

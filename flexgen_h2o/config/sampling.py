@@ -16,7 +16,7 @@ _OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
     "repetition_penalty": (check_number, {"above": 0}),
     "no_repeat_ngram_size": (check_int, {"low": 0}),
     "logprobs": (check_int, {"low": 0, "high": 20})}
-"""The checks of parameters that may be None."""
+"""Checks of parameters that may be None."""
 
 _NEUTRAL: Mapping[str, Any] = {
     "min_new_tokens": 0, "min_length": 0, "temperature": 1.0, "top_k": 50, "top_p": 1.0,
@@ -62,15 +62,15 @@ class SamplingParams:
     stop_token_ids : sequence of int
         Tokens that end a text beside these, also with an `eos_token_id` of -1 (vLLM's name).
     logit_bias : mapping of int to float
-        What is added to the logits of tokens before anything else.
+        Added to the logits of tokens, before all other processing.
     skip_special_tokens : bool
         Leave special tokens out of the text.
     stop_strings : str or sequence of str, optional
-        Texts that end a generation once it contains one.
+        Texts that end a generation that contains one of them.
     seed : int
-        The same seed gives the same tokens for every batch split.
+        Equal seeds give equal tokens, for every batch split.
     logprobs : int, optional
-        Likeliest tokens that come with each generated one in `Output.log_probs`, 0 to 20; None:
+        Number of most likely tokens in `Output.log_probs` for each generated token, 0 to 20; None:
         no log-probabilities.
 
     Raises
@@ -131,33 +131,32 @@ class SamplingParams:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """The given tokens that end a text; none where the model's own are to."""
+        """The given end tokens; empty if the model's own apply."""
         eos = self.eos_token_id
         if eos is None or eos == -1:
             return ()
         return tuple(eos) if isinstance(eos, Sequence) else (eos,)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return a copy with values in place of None: those of a model, else transformers'.
+        """Return a copy with the model's, or else transformers', values instead of None.
 
         Parameters
         ----------
         defaults : mapping
-            The model's own, by the names of these parameters; those of sampling count where
-            `do_sample` is set.
+            The model's defaults by parameter name; those of sampling apply if `do_sample` is set.
         """
         values = {name: value for name, value in {**_NEUTRAL, **defaults}.items()
                   if getattr(self, name) is None}
         if not self.do_sample:
             values.update((name, _NEUTRAL[name]) for name in SAMPLING_ONLY if name in values)
         if self.min_new_tokens is not None and "min_length" in values:
-            values["min_length"] = 0  # of the model, whose place min_new_tokens takes
+            values["min_length"] = 0  # min_new_tokens replaces the model's min_length
         elif isinstance(values.get("min_new_tokens"), int):
             values["min_new_tokens"] = min(values["min_new_tokens"], self.max_new_tokens)
         return replace(self, **values)
 
     def _keep_tokens(self, name: str, tokens: object) -> None:
-        """Keep token ids as a tuple, so that the parameters stay hashable; None stays None."""
+        """Check token ids and keep them as a (hashable) tuple; None stays None."""
         if tokens is None:
             return
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
@@ -190,7 +189,7 @@ class SamplingParams:
             check_int("eos_token_id", eos, low=-1)
 
     def _check_tokens(self) -> None:
-        """Check `stop_token_ids` and `logit_bias`, which become tuples and so hashable."""
+        """Check `stop_token_ids` and `logit_bias` and keep them as (hashable) tuples."""
         stops, biases = self.stop_token_ids, self.logit_bias
         if not isinstance(stops, Sequence) or isinstance(stops, str):
             raise UserError(f"stop_token_ids must be a list of token ids, got {short_repr(stops)}")
@@ -221,7 +220,7 @@ class SamplingParams:
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Keywords of a call as checked `SamplingParams`. An unknown one raises `UserError`."""
+    """Return the keywords of a call as `SamplingParams`. Raises `UserError` for unknown ones."""
     known = [spec.name for spec in fields(SamplingParams)]
     for name in options:
         if name not in known:
@@ -231,10 +230,10 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 def expand_params(given: SamplingParams | Sequence[SamplingParams] | None,
                    keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
-    """The sampling parameters of each of so many prompts, with the seed of its random numbers.
+    """Return the sampling parameters of each of `count` prompts, with its seed.
 
-    One set for all of them, also as keywords, gives each prompt random numbers of its own; a
-    sequence has one set for each prompt. Raises `UserError` for anything else.
+    One set for all prompts, also as keywords, gives each prompt a seed of its own. A sequence has
+    one set per prompt. Raises `UserError` for anything else.
     """
     if given is not None and keywords:
         raise UserError(f"give sampling_params or {', '.join(keywords)}, not both")
@@ -250,5 +249,5 @@ def expand_params(given: SamplingParams | Sequence[SamplingParams] | None,
 
 
 def mix_seed(seed: int, number: int) -> int:
-    """A seed for stream `number` of those that `seed` has; nearby ones give unrelated streams."""
+    """Return the seed of random stream `number`; nearby seeds give independent streams."""
     return (seed * 0x9E3779B97F4A7C15 + number * 0xBF58476D1CE4E5B9) % 2**63

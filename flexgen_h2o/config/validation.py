@@ -1,7 +1,8 @@
-"""Values of files, flags and calls, held against types: msgspec checks them, the words are ours.
+"""Validation of values from files, flags and calls against types, with msgspec. No torch.
 
-A type is bool, int, float or str, one of these with bounds (``Annotated[int, Meta(ge=1)]``), a
-``Literal``, a list or mapping of types, or a class of `StrictStruct`; ``| None`` may follow.
+A type is bool, int, float or str, one of them with bounds (``Annotated[int, Meta(ge=1)]``), a
+``Literal``, a list or mapping of types, or a subclass of `StrictStruct`; ``| None`` may follow. An
+error is one line that names the value and says what it must be.
 """
 
 from __future__ import annotations
@@ -35,27 +36,27 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Text = Annotated[str, Meta(pattern=r"\S")]
 """Text that is not empty."""
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
+_WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _BOUNDS = {"gt": "greater than", "ge": "at least", "le": "at most"}
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mapping whose keys are known: the fields of a subclass; those with a default may be absent.
+    """A mapping with known keys: the fields of a subclass. Fields with a default may be absent.
 
-    A `__post_init__` raises `ValueError` for values that contradict each other.
+    `__post_init__` may raise `ValueError` for values that contradict each other.
     """
 
 
 def validate(kind: Any, value: object, name: str) -> Any:
-    """`value` as `kind`: text is no number, and 1 is no bool.
+    """Return `value` as `kind`. Text is not converted to numbers, nor 1 to a bool.
 
     Raises
     ------
     UserError
-        In one line that begins with `name` and the keys down to what is wrong: "NAME must be at
-        least 1, got 0", "cpu.yaml: compute: unknown key 'tflops'".
+        One line that begins with `name` and the keys of the wrong value: "NAME must be at least 1,
+        got 0", "cpu.yaml: compute: unknown key 'tflops'".
     """
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy's, too
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy scalars too
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     try:
         found = msgspec.convert(value, kind)
@@ -69,13 +70,13 @@ def validate(kind: Any, value: object, name: str) -> Any:
 
 
 def mapping_of(keys: Iterable[object], kind: Any) -> Any:
-    """The type of a mapping from each of `keys`, and no other, to a `kind`."""
+    """Return the type of a mapping from exactly these keys to a `kind`."""
     keys = tuple(keys)
     return Annotated[dict[Literal[keys], kind], Meta(min_length=len(keys))]  # type: ignore
 
 
 def check_keys(values: Iterable[object], known: Iterable[object], where: str) -> None:
-    """Raise `UserError` for a key that is not known, with the one that is near."""
+    """Raise `UserError` for an unknown key, with the nearest known one."""
     names = list(map(str, known))
     for key in values:
         if str(key) not in names:
@@ -84,7 +85,7 @@ def check_keys(values: Iterable[object], known: Iterable[object], where: str) ->
 
 
 def _complaint(kind: Any, value: object, name: str) -> str:
-    """The fault of a value that does not fit, at the first place in it that does not."""
+    """Return the error message of a value at the first place that does not fit `kind`."""
     kind, rules = _bare(kind)
     origin, arguments = get_origin(kind), get_args(kind)
     wanted = _WORDS.get(kind, "a list")
@@ -97,7 +98,7 @@ def _complaint(kind: Any, value: object, name: str) -> str:
         return _complaint(arguments[0], value[place], f"{name} {place + 1}")
     elif rules.pattern is not None:
         wanted = "text that is not empty"
-    elif _fits(kind, value) and _finite(value):  # so that it breaks a bound
+    elif _fits(kind, value) and _finite(value):  # out of bounds
         wanted = next(f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
                       for rule, words in _BOUNDS.items()
                       if (bound := getattr(rules, rule)) is not None
@@ -133,7 +134,7 @@ def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> s
 
 
 def _bare(kind: Any) -> tuple[Any, Meta]:
-    """A type without ``| None`` and bounds, and the bounds."""
+    """Return a type without ``| None`` and bounds, and the bounds."""
     if get_origin(kind) in (Union, UnionType):
         (kind,) = (each for each in get_args(kind) if each is not NoneType)
     if get_origin(kind) is Annotated:
@@ -153,12 +154,9 @@ def _fits(kind: Any, value: object) -> bool:
 def _refusal(kind: Any, value: object) -> Exception | None:
     try:
         msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a surrogate pair
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # a lone surrogate
         return error
     return None
-
-
-# Checks of single values, by the validator of `schema`: each a `UserError` that names the value.
 
 
 def check_bool(name: str, value: object) -> None:
@@ -167,7 +165,7 @@ def check_bool(name: str, value: object) -> None:
 
 
 def check_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> None:
-    """Raise `UserError` unless `value` is a whole number (no bool) in low..high."""
+    """Raise `UserError` unless `value` is an integer (and no bool) in low..high."""
     validate(Annotated[int, Meta(ge=low, le=high)], value, name)
 
 
@@ -179,9 +177,7 @@ def check_number(
     high: float | None = None,
     above: float | None = None,
 ) -> float:
-    """`value`; raises `UserError` unless it is a finite number from `low`, or over `above`, to
-    `high`.
-    """
+    """Return `value`. Raises `UserError` unless it is finite and in low..high or (above, high]."""
     bounds = Meta(ge=low, le=high) if above is None else Meta(gt=above, le=high)
     return validate(Annotated[float, bounds], value, name)
 
@@ -189,9 +185,6 @@ def check_number(
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise `UserError` unless `value` is one of `choices`."""
     validate(Literal[tuple(choices)], value, name)
-
-
-# Arguments of public calls, held against the type hints of what takes them. No torch.
 
 
 _Options = ParamSpec("_Options")
@@ -248,5 +241,5 @@ def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
 def _words(kind: Any) -> str:
     if kind in (str, os.PathLike):
         return {str: "text"}.get(kind, "a path")
-    # As they are read aloud: a Policy, an H2OConfig.
+    # a Policy, an H2OConfig
     return f"{'an' if kind.__name__[0] in 'AEHIOi' else 'a'} {kind.__name__}"

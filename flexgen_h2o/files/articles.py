@@ -97,7 +97,7 @@ def read_summary_tasks(path: str, *, most: int | None = None, max_tokens: int | 
                 raise UserError(f"{where} has no text under the key `{key}`")
         own = record.get("max_tokens", MAX_TOKENS)
         if isinstance(own, bool) or not isinstance(own, int) or own < 1:
-            raise UserError(f"{where}: `max_tokens` must be a whole number above 0, got {own!r}")
+            raise UserError(f"{where}: `max_tokens` must be an integer above 0, got {own!r}")
         found.append(Article(record["article"], record["summary_gt"], _stops(where, record),
                              max_tokens or own))
         if len(found) == most:

@@ -113,13 +113,13 @@ def test_percent_refusals(values, match):
 
 @pytest.mark.parametrize(("values", "match"), [
     ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
-    ({"num_gpu_batches": 1.5}, "whole number"),
-    ({"gpu_batch_size": True}, "whole number"),
+    ({"num_gpu_batches": 1.5}, "integer"),
+    ({"gpu_batch_size": True}, "integer"),
     ({"overlap": 1}, "true or false"),
     ({"weights": (100, 0, 0)}, "Placement"),
     ({"pin_weight": "yes"}, "true or false"),
     ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
-    ({"prefill_chunk": 0.5}, "whole number"),
+    ({"prefill_chunk": 0.5}, "integer"),
 ])
 def test_policy_refusals(values, match):
     refused(lambda: Policy(**values), match=match)
@@ -223,10 +223,10 @@ def test_h2o_layers_of_the_model():
     ({"no_repeat_ngram_size": -1}, "at least 0"),
     ({"eos_token_id": -2}, "at least -1"),
     ({"eos_token_id": [1, -1]}, "at least 0"),
-    ({"eos_token_id": []}, "whole number"),
-    ({"eos_token_id": "2"}, "whole number"),
+    ({"eos_token_id": []}, "integer"),
+    ({"eos_token_id": "2"}, "integer"),
     ({"seed": -1}, "at least 0"),
-    ({"seed": 1.0}, "whole number"),
+    ({"seed": 1.0}, "integer"),
     ({"do_sample": 1}, "true or false"),
 ])
 def test_sampling_refusals(values, match):
@@ -256,9 +256,9 @@ def test_every_flag_is_described():
     ({"cut_gen_len": 0}, "--cut-gen-len must be at least 1"),
     ({"cut_gen_len": 33}, "at most --gen-len 32"),
     ({"cut_gen_len": 1}, "no decode step"),
-    ({"gen_len": "many"}, "whole number"),
-    ({"gen_len": None}, "whole number"),
-    ({"gen_len": 3.0}, "whole number"),
+    ({"gen_len": "many"}, "integer"),
+    ({"gen_len": None}, "integer"),
+    ({"gen_len": 3.0}, "integer"),
     ({"temperature": math.inf}, "finite"),
     ({"overlap": "on"}, "true or false"),
     ({"model": ""}, "--model must be text"),
@@ -331,7 +331,7 @@ def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
 @pytest.mark.parametrize(("values", "match"), [
     ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
     ({"weight_bits": "4"}, "--weight-bits must be one of auto, 16, 12, 8, 4, got"),
-    ({"weight_bits": True}, "--weight-bits must be a whole number"),
+    ({"weight_bits": True}, "--weight-bits must be an integer"),
     ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
     ({"compress_weight": True, "weight_bits": 16},
      "--compress-weight and --weight-bits 16 contradict: leave one out"),
@@ -490,7 +490,7 @@ def test_what_stays_cached(values, expected):
      "--score has no effect without heavy hitters"),
     ({"sink_tokens": -1}, "--sink-tokens must be at least 0"),
     ({"cache_bits": 5}, "--cache-bits must be one of 16, 8, 4, got 5"),
-    ({"cache_bits": "4"}, "--cache-bits must be a whole number"),
+    ({"cache_bits": "4"}, "--cache-bits must be an integer"),
     ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
     ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
     ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),

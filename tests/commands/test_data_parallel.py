@@ -296,7 +296,7 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
 
 
 def test_replicas_may_be_pipelines(job, tmp_path):
-    """Two replicas of two ranks each; with another one this would be no whole number of them."""
+    """Two replicas of two ranks each; with another one this would be no integer of them."""
     one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
     assert batch.main([*job, "-o", str(one)]) == 0
     ranks = started([*job, "-o", str(out), "--pipeline-parallel", "2"], 4)

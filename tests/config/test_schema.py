@@ -50,8 +50,8 @@ def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
 
 
 @pytest.mark.parametrize("kind, value, said", [
-    (int, True, "here must be a whole number, got True"),
-    (int, "1", "here must be a whole number, got '1'"),
+    (int, True, "here must be an integer, got True"),
+    (int, "1", "here must be an integer, got '1'"),
     (Count, 0, "here must be at least 1, got 0"),
     (Count | None, 0, "here must be at least 1, got 0"),
     (float, float("nan"), "here must be a finite number, got nan"),
@@ -85,5 +85,5 @@ def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):
 def test_numbers_of_numpy_are_numbers():
     assert validate(Count, np.int64(3), "here") == 3
     assert validate(Share, np.float32(0.5), "here") == 0.5
-    with pytest.raises(UserError, match="must be a whole number"):
+    with pytest.raises(UserError, match="must be an integer"):
         validate(Count, np.float64(3), "here")

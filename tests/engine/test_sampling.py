@@ -107,7 +107,7 @@ def test_a_bias_is_added_before_all_else():
     ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
     ({"stop_token_ids": [-1]}, "each of stop_token_ids must be at least 0"),
     ({"logit_bias": [3]}, "logit_bias must be a mapping"),
-    ({"logit_bias": {"3": 1}}, "each token of logit_bias must be a whole number"),
+    ({"logit_bias": {"3": 1}}, "each token of logit_bias must be an integer"),
     ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be a finite number"),
     ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false")])
 def test_wrong_tokens_are_refused(options, words):

@@ -139,8 +139,8 @@ def test_registration(tiny_model):
     with pytest.raises(UserError, match="sum, mean, decay, caote, .*got 'other'.*register_policy"):
         H2OConfig(heavy_ratio=0.1, score="other")
     register_policy("wrong shape", lambda state: state.attention[..., :1])
-    register_policy("whole numbers", lambda state: state.attention.int())
-    for name in ("wrong shape", "whole numbers"):
+    register_policy("integers", lambda state: state.attention.int())
+    for name in ("wrong shape", "integers"):
         with (LLM(str(tiny_model("llama").folder), dtype="float32", progress=False,
                   h2o=H2OConfig(heavy_ratio=0.1, score=name)) as llm,
               pytest.raises(UserError, match=f"'{name}' must give float32 scores of the shape")):

@@ -59,7 +59,7 @@ def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
        st.integers(1, 300), st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
 @settings(deadline=None, max_examples=120)
 def test_products_of_what_was_rounded(way, form, rows, outputs, inputs, dtype, add, seed):
-    """Sums of whole numbers are exact: what is left is float32's error, and the result's."""
+    """Sums of integers are exact: what is left is float32's error, and the result's."""
     matrix = rounding_matrix(outputs, inputs, *form, seed=seed)
     generator = torch.Generator().manual_seed(seed)
     x = torch.full((rows, inputs + 3), float("nan"))

@@ -117,7 +117,7 @@ def test_any_sparse_attention(cached, group, kv_heads, form, room, sparsity, dim
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_of_equal_weights_the_newer_is_read(group):
-    """Few different keys, of whole numbers: the logits of many are equal to the bit."""
+    """Few different keys, of integers: the logits of many are equal to the bit."""
     case = decode_case([30, 13], group=group)
     for name in ("q", "k"):
         case[name] = case[name].round()

@@ -177,7 +177,7 @@ MISTAKES = {
     "links of a GPU missing": (("gpu_gb",), 16, "cpu->gpu is missing"),
     "rows descend": ((*TABLE, 16), {64: 0.3, 1: 0.1}, "16 must list"),
     "no rows": ((*TABLE, 16), {}, "16 must list"),
-    "half a row": ((*TABLE, 16), {0.5: 0.1}, "16: a count of rows must be a whole number"),
+    "half a row": ((*TABLE, 16), {0.5: 0.1}, "16: a count of rows must be an integer"),
     "row 0": ((*TABLE, 16), {0: 0.1}, "16: a count of rows must be at least 1"),
     "two forms": (("compute", "linear_roofline"), ROOFLINE, "compute: give either"),
     "no form": (TABLE, DROP, "compute: give either"),
