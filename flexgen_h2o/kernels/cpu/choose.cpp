@@ -1,7 +1,7 @@
-// choose_keys: the choice, by an index of keys, of the cached tokens that one new token attends to.
+// choose_keys: select, with the quantized key index, the cached tokens that a new token attends to.
 //
-// A task is one KV head of one sequence; all query heads of the group share its one read of the
-// index. Nothing is sorted: the least weight that is chosen is found bit by bit.
+// A task is one KV head of one sequence. All query heads of the group share one read of the index. The
+// selection does not sort. It finds the smallest selected weight bit by bit.
 #include <math.h>
 
 #include "memory.h"
@@ -11,8 +11,9 @@
 namespace ISA {
 namespace {
 
-// Makes e^(logit - the largest) of the first `count` logits of a row, to which `offset` is added, and 0
-// of the others; returns the factor by which these are weights, beside the logits `own` and `sink`.
+// Add `offset` to the first `count` logits of a row and replace them by exp(logit - max). The rest
+// become 0. Return the factor that normalizes them to softmax weights, next to the logits `own` and
+// `sink`.
 float exponentials(float* row, int64_t count, int64_t stride, float offset, float cap, float own,
                    float sink) {
     if (offset != 0)
@@ -32,8 +33,8 @@ float exponentials(float* row, int64_t count, int64_t stride, float offset, floa
     return 1.0f / (sum(total) + expf(own - top) + expf(sink - top));
 }
 
-// weights [stride]: the sums over the queries of a group of their exponentials by their factors; 0
-// behind the first `count`. No weight is negative, or NaN.
+// weights [stride] = the sums over the queries of a group of exponentials times factors. Elements past
+// `count` are 0. No weight is negative or NaN.
 void add_up(const float* rows, const float* factors, int64_t group, int64_t count, int64_t stride,
             float* weights) {
     for (int64_t t = 0; t < stride; t += WIDTH) {
@@ -45,11 +46,12 @@ void add_up(const float* rows, const float* factors, int64_t group, int64_t coun
     for (int64_t t = count; t < stride; t++) weights[t] = 0;
 }
 
-// The numbers of the `wanted` largest of `count` weights, ascending; of equals the last. Weights
-// that are not negative are in the order of their bits. `chosen` has room for one more.
+// Find the indices of the `wanted` largest of `count` weights, in ascending order. Ties go to the later
+// index. The bits of non-negative floats have the order of their values. `chosen` has capacity for one
+// more index.
 void select(const float* weights, int64_t count, int64_t stride, int64_t wanted, int32_t* chosen) {
     int32_t least = 0;
-    int64_t found = count;  // that reach it
+    int64_t found = count;  // number of weights that are at least `least`
     for (int bit = 30; bit >= 0 && found != wanted; bit--) {
         const int64_t some = stride - count_below(weights, stride, least | 1 << bit);
         if (some >= wanted) least |= 1 << bit, found = some;
@@ -67,7 +69,7 @@ void select(const float* weights, int64_t count, int64_t stride, int64_t wanted,
     }
 }
 
-// Brings the running means of the logarithms of a head's weights up to date.
+// Update the running means of the logarithms of a head's weights.
 void note_weights(const float* weights, int64_t count, int32_t* means) {
     const auto note = [](auto mean, auto bits) {
         return mean == 0 ? bits : mean + ((bits - mean) >> MEAN_SHIFT);
@@ -80,7 +82,7 @@ void note_weights(const float* weights, int64_t count, int32_t* means) {
     for (; t < count; t++) means[t] = note(means[t], bits_of<int32_t>(weights[t]));
 }
 
-// Memory of a thread.
+// Scratch memory of a thread.
 struct Space {
     float *q, *key;         // [group, dim], [dim]
     float *own, *factors;   // [group]
@@ -90,7 +92,7 @@ struct Space {
     int32_t* chosen;  // [most + 1]
 };
 
-// The logit of the new token's own key and a query.
+// Return the logit of a query and the new token's own key.
 float own_logit(const Choose& a, const float* q, const float* key, float scale, float offset) {
     float own = 0;
     for (int64_t i = 0; i < a.head_dim; i++) own += q[i] * key[i];

@@ -13,8 +13,8 @@
 
 namespace ISA {
 
-constexpr int64_t STRIPE = 16;        // chunks of outputs that share one block of x
-constexpr int64_t SLAB_INPUTS = 128;  // inputs of an L1 block of x, reused by all chunks of a stripe
+constexpr int64_t STRIPE = 16;        // chunks of outputs that share an L1 tile of x
+constexpr int64_t SLAB_INPUTS = 128;  // inputs of the L1 tile of x
 static_assert(COLUMNS == TILE_COLUMNS, "two tiles are a chunk");
 
 // Return the tile shapes for `rows` rows: whole tiles, or fewer rows if they fit in two tiles. Fewer
@@ -29,7 +29,8 @@ INLINE TileShapes shapes_of(int64_t rows) {
     return shapes;
 }
 
-// Position of a thread in the groups of its chunks. The loop order is stripe, slab, chunk, group.
+// Position of a thread in the groups of its chunks. The loops from outer to inner: stripe (chunks that
+// share L1 tiles), slab (L1 tile of inputs), chunk, group.
 struct Place {
     int64_t groups, slab, end;  // number of groups in all and per slab; the end of the chunks
     int64_t stripe, chunk;      // first chunk of the stripe, current chunk

@@ -1,9 +1,9 @@
-// decode_attention: attention of one new token over the slots of a cache, score update, choice of
-// the victim and the write into its slot.
+// decode_attention: attention of one new token over the slots of a cache, score update, choice of the
+// evicted slot and the write into it.
 //
-// A task is a part of the slots of one KV head of one sequence; all query heads of the group share
-// its one read of the keys and of the values. The number of parts depends on shapes alone, so that
-// results do not depend on the number of threads.
+// A task is a part of the slots of one KV head of one sequence. All query heads of the group share one
+// read of the keys and values. The number of parts depends only on shapes, so results do not depend on
+// the number of threads.
 #include <math.h>
 
 #include "decode_tiles.h"
@@ -13,8 +13,8 @@
 namespace ISA {
 namespace {
 
-constexpr int PART_SLOTS = 256;  // a part has at least so many slots
-constexpr int TURNS = 16;        // in which a thread takes its tasks, where there are enough
+constexpr int PART_SLOTS = 256;  // minimum slots of a part
+constexpr int TURNS = 16;        // chunks of tasks per thread, if there are enough
 
 int64_t padded(int64_t x) { return (x + WIDTH - 1) / WIDTH * WIDTH; }
 
@@ -26,18 +26,18 @@ struct Head {
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
-    // What is added to the logits of query g.
+    // Return the offset of the logits of query `g`.
     float offset(int64_t g) const {
         return a.form.offsets ? a.form.offsets[sequence * a.heads + kv_head * group + g] *
                                     logit_scale(a.form, a.head_dim)
                               : 0;
     }
-    // Of constants of the keys.
+    // Return the constants of this head's keys.
     const float* of_keys(const float* constants) const {
         return constants ? constants + kv_head * a.head_dim : nullptr;
     }
     int64_t metadata(int row) const { return a.metadata[row * a.sequences + sequence]; }
-    // Of the eviction state's tensors.
+    // Return the offset of this head in the eviction state tensors.
     int64_t first() const { return (sequence * a.kv_heads + kv_head) * a.num_slots; }
 
     template <class T>
@@ -46,7 +46,7 @@ struct Head {
     }
 };
 
-// A new vector as floats [width], rotated to the newest rank if positions roll.
+// Convert a new vector to floats [width]. If positions roll, rotate it to the newest rank.
 template <class T>
 void unpack(const Head& h, const T* from, float* to, bool rolls) {
     const Decode& a = h.a;
@@ -72,7 +72,7 @@ void queries(const Head& h, float* q) {
     }
 }
 
-// Calls f with the reader that suits the cached keys (kind 0) or values (kind 1) of a head.
+// Call f with the reader for the cached keys (kind 0) or values (kind 1) of a head.
 template <class T, class F>
 void with_rows(const Head& h, int kind, float* scratch, F f) {
     const Decode& a = h.a;
@@ -101,7 +101,7 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
         f(RecordRows<4>{base, a.slots_slot, layout, scratch});
 }
 
-// Calls f with the reader of a head's keys or values by tiles, and returns true, if they go by tiles.
+// If a head's keys or values can use tiles, call f with their reader and return true.
 template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
@@ -121,15 +121,15 @@ bool with_tiles(const Head& h, int kind, float* scratch, F f) {
     return false;
 }
 
-// What a part of a head's slots gives for one query: with weights exp(logit - top).
+// Partial attention of a part of a head's slots for one query, with weights exp(logit - top).
 struct Partial {
     float top, total;
-    float* out;  // [width]: the values by their weights
+    float* out;  // [width], weighted sum of the values
 };
 
-// Memory of one call.
+// Scratch memory of one call.
 struct Space {
-    int64_t parts, stride, size;  // stride: of logits, by query; size: floats of a Partial
+    int64_t parts, stride, size;  // stride of logits per query; floats of a Partial
     Memory<float> scratch, logits, partials;
 };
 
@@ -145,17 +145,17 @@ void span(const Head& h, const Space& space, int64_t part, int64_t& begin, int64
     if (end > h.cached) end = h.cached;
 }
 
-// Logits of the slots begin to end for query g with its offset and a soft cap, and without what is
-// outside of the window.
+// Finish the logits of slots `begin` to `end` for query `g`: add the offset, apply the soft cap, and
+// mask slots outside the window.
 void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t end) {
     const float cap = static_cast<float>(h.a.form.softcap), offset = h.offset(g);
     if (offset != 0)
         for (int64_t t = begin; t < end; t += WIDTH) store(row + t, load(row + t) + offset);
-    if (cap > 0)  // what is behind the end is overwritten
+    if (cap > 0)  // elements past the end are overwritten later
         for (int64_t t = begin; t < end; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
     if (!h.a.window) return;
     const int32_t* positions = h.a.positions + h.first();
-    const int64_t hidden = h.metadata(1) - 1 - h.a.window;  // and all before it
+    const int64_t hidden = h.metadata(1) - 1 - h.a.window;  // this position and older ones are masked
     for (int64_t t = begin; t < end; t++)
         if (positions[t] <= hidden) row[t] = NONE;
 }
@@ -194,7 +194,7 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
         Floats most = broadcast(NONE), total{};
         for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
         at[0] = widest(most);
-        const float top = at[0] > NONE ? at[0] : 0;  // all may be outside of a window
+        const float top = at[0] > NONE ? at[0] : 0;  // all slots may be masked by the window
         for (int64_t t = begin; t < stop; t += WIDTH) {
             const Floats e = exp(load(row + t) - top);
             store(row + t, e);
@@ -221,7 +221,8 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     });
 }
 
-// The slot with the lowest score that may go; of equals the oldest. Each lane finds its own.
+// Return the evictable slot with the lowest score. Ties go to the oldest slot. Each lane searches
+// separately.
 int64_t victim(const Head& h) {
     const int64_t first = h.first();
     const int32_t tokens = static_cast<int32_t>(h.metadata(1));
@@ -259,7 +260,7 @@ int64_t victim(const Head& h) {
     return found[best];
 }
 
-// Notes the new token, whose own attention is `own`, and gives it its slot.
+// Record the new token with its own attention weight `own`, and assign its slot.
 int64_t take_slot(const Head& h, float own) {
     const Decode& a = h.a;
     const bool full = h.metadata(3);
@@ -277,7 +278,7 @@ int64_t take_slot(const Head& h, float own) {
     return slot;
 }
 
-// Adds to the scores what one query gave to each slot: its weights times `factor`.
+// Add the attention weights of one query, times `factor`, to the scores of the slots.
 INLINE void add_received(float* scores, const float* weights, int64_t begin, int64_t end,
                          float keep, float factor) {
     int64_t t = begin;
@@ -339,11 +340,11 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
     T* smoothed = reinterpret_cast<T*>(key);
-    if (a.factor) {  // the key is done with
+    if (a.factor) {  // reuses the scratch memory of the key
         const float *factor = h.of_keys(a.factor), *shift = h.of_keys(a.shift);
         for (int64_t i = 0; i < a.head_dim; i++) key[i] = one(new_key + i) * factor[i] + shift[i];
         hadamard(key, a.head_dim);
-        for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // no wider than floats
+        for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // T fits in a float
     }
     write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
                a.factor ? smoothed : new_key, codes);
@@ -351,12 +352,12 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     a.taken[index] = slot;
 }
 
-// Whether every slot and position that the call would touch is there.
+// Return whether all slots and positions of the call are in range.
 bool valid(const Decode& a) {
     for (int64_t s = 0; s < a.sequences; s++) {
         const int64_t cached = a.metadata[s];
         const bool evicts = a.scores && a.metadata[3 * a.sequences + s];
-        // A new token takes its victim's slot, or the next one, which then has to be free.
+        // A new token replaces the evicted slot, or uses the next slot, which must be free.
         if (cached < evicts || cached > a.num_slots - !evicts) return false;
         if (!a.ranks) continue;
         if (cached >= a.rope_rows) return false;
@@ -391,7 +392,7 @@ int decode(const Decode& a) {
     const auto logits = [&](int64_t index, int thread) {
         return space.logits.get() + (split ? index : thread) * group * slots;
     };
-    // Tasks that follow each other stay with a thread: what it asks for ahead, it soon reads.
+    // Consecutive tasks run on one thread, so that it soon reads the data that it prefetches.
     const int64_t tasks = heads * space.parts, turn = tasks / (TURNS * a.threads);
 #pragma omp parallel for schedule(dynamic, turn > 0 ? turn : 1) num_threads(a.threads)
     for (int64_t task = 0; task < tasks; task++) {

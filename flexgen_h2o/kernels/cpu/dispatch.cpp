@@ -1,4 +1,4 @@
-// The C entry points: each picks the instruction set at run time.
+// C entry points. Each one selects the instruction set at run time.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -15,8 +15,8 @@ namespace {
 enum Set : int { PORTABLE, AVX2, AVX_VNNI, AVX512, AVX512_VNNI, AVX512_BF16, AMX, AMX_EMULATED };
 
 #if defined(__x86_64__)
-// Whether this process may use tiles: Linux keeps room for their registers where it is asked to,
-// once for all threads. Older kernels, and filters of system calls, refuse.
+// Return whether this process may use AMX tiles. Linux allocates the register state on request, once
+// for all threads. Old kernels and seccomp filters refuse the request.
 bool permitted() {
 #if defined(__linux__)
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -26,7 +26,7 @@ bool permitted() {
 #endif
 }
 
-// Whether the CPU has tiles of bfloat16 and the system saves their registers.
+// Return whether the CPU supports bfloat16 tiles and the OS saves their registers.
 bool amx() {
     constexpr unsigned BF16 = 1u << 22, AMX_TILE = 1u << 24, OSXSAVE = 1u << 27, STATE = 3u << 17;
     unsigned a, b, c, d, low, high;
@@ -36,7 +36,7 @@ bool amx() {
            (d & (BF16 | AMX_TILE)) == (BF16 | AMX_TILE) && permitted();
 }
 
-// Whether the CPU has AVX-VNNI, whose name not all compilers know here.
+// Return whether the CPU supports AVX-VNNI. Not all compilers know its feature name.
 bool avx_vnni() {
     constexpr unsigned FEATURE = 1u << 4;
     unsigned a, b, c, d;
@@ -74,7 +74,7 @@ int available() {
         case AVX2: return avx2::function(__VA_ARGS__);       \
         default: return portable::function(__VA_ARGS__);     \
     }
-// The same of what multiplies whole numbers for an index, and with matrices.
+// The same for integer matmuls of the key index and of weights.
 #define CALL_CHOOSE(function, ...)                                       \
     if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)          \
         return avx512vnni::function(__VA_ARGS__);                        \
@@ -83,7 +83,7 @@ int available() {
     if (isa == AVX_VNNI) return avxvnni::function(__VA_ARGS__);          \
     if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
     CALL_CHOOSE(function, __VA_ARGS__)
-// The same of what multiplies tiles, and of what multiplies pairs of bfloat16, too.
+// The same for kernels with tile matmuls or bfloat16 pair matmuls.
 #define CALL_TILES(function, ...)                                        \
     if (isa == AMX) return amx::function(__VA_ARGS__);                   \
     if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
@@ -92,7 +92,7 @@ int available() {
     if (isa == AVX512_BF16) return avx512bf16::function(__VA_ARGS__);    \
     CALL_TILES(function, __VA_ARGS__)
 
-// The instruction set for a dtype: tiles and pairs are of bfloat16.
+// Return the instruction set for a dtype. Tiles and pairs support only bfloat16.
 int of_dtype(int isa, int64_t dtype) {
     if (dtype == BFLOAT16) return isa;
     if (isa == AVX512_BF16 || isa == AMX) return AVX512_VNNI;
@@ -118,13 +118,13 @@ int of_dtype(int isa, int64_t) { return isa; }
 
 extern "C" {
 
-// Which instruction sets there are kernels for that this machine can run: a bit for each.
+// Return a bit mask of the instruction sets that have kernels and run on this machine.
 EXPORT int h2o_isa_available() {
-    static const int found = available();  // asking takes microseconds on a virtual machine
+    static const int found = available();  // CPUID takes microseconds on a VM
     return found;
 }
 
-// Which table the structs were made from, and which sources and compiler the kernels.
+// Return the fingerprint of the struct definitions, and that of the sources and the compiler.
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
@@ -161,7 +161,7 @@ EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
 EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
 EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }
 
-// Carries out operations in order, up to one that fails: what those before it wrote stays.
+// Run operations in order and stop at the first error. Results of earlier operations remain.
 EXPORT int h2o_program(int isa, const Program* a) {
 #define RUN(operation, function, type) \
     case operation: status = function(isa, static_cast<const type*>(step.arguments)); break;
@@ -187,9 +187,9 @@ EXPORT int h2o_program(int isa, const Program* a) {
 #undef RUN
 }
 
-// A team of threads that do nothing. It stays with the thread that calls, and ends with it.
+// Start an idle thread team. It belongs to the calling thread and ends with it.
 EXPORT void h2o_idle_team(int64_t threads) {
 #pragma omp parallel num_threads(static_cast<int>(threads))
-    asm volatile("");  // an empty region would be left out
+    asm volatile("");  // the compiler would drop an empty region
 }
 }

@@ -1,5 +1,5 @@
-// norm, rotate, activate: what stands between the products of a decoder layer. All is computed in
-// float32 and rounded once; no bit depends on the number of threads.
+// norm, rotate, activate: the elementwise operations between the matmuls of a decoder layer. They
+// compute in float32 and round once. Results do not depend on the number of threads.
 #include <math.h>
 
 #include "activations.h"
@@ -10,9 +10,9 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t LEAST_WORK = 1 << 15;       // elements for which waking other threads pays
-constexpr int64_t LEAST_ACTIVATED = 1 << 12;  // the same of an activation
-constexpr int64_t PIECE = 1024;               // elements of a row that are one task
+constexpr int64_t LEAST_WORK = 1 << 15;       // minimum elements that pay for waking other threads
+constexpr int64_t LEAST_ACTIVATED = 1 << 12;  // the same for an activation
+constexpr int64_t PIECE = 1024;               // elements of a row in one task
 
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
@@ -56,8 +56,8 @@ void rotate_row(const Rotate& a, int64_t row) {
     }
 }
 
-// Rotation, then factor, shift and Hadamard matrix (h2o/key_smoothing.py): rounded once. `x` is
-// scratch memory for a head.
+// Apply the rotation, then factor, shift and Hadamard matrix (h2o/key_smoothing.py), and round once.
+// `x` is scratch memory for a head.
 template <class T>
 void smooth_row(const Rotate& a, int64_t row, float* x) {
     const float *cos = a.cos + row * a.half, *sin = a.sin + row * a.half;

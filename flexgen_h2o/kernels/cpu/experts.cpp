@@ -1,9 +1,9 @@
-// route, experts: a mixture of experts of few tokens each.
+// route, experts: a mixture of experts with few tokens per expert.
 //
-// Where several experts have tokens, each thread computes some of them from end to end, since their
-// weights are read once and products of so few rows are over before threads have met. What an expert
-// makes of a token waits until all of a round are done, and is then added in the order of experts:
-// no bit depends on the number of threads.
+// If several experts have tokens, each thread computes whole experts. Their weights are read once, and
+// matmuls of so few rows are too short to synchronize threads. The outputs of a round are kept until
+// all its experts are done, then added in the order of experts. So results do not depend on the number
+// of threads.
 #include "activations.h"
 #include "kernels.h"
 #include "memory.h"
@@ -11,28 +11,28 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t SPAN = 256;     // of an output that are one task
-constexpr int64_t LEAST_WORK = 1 << 17;  // multiplications for which waking other threads pays
+constexpr int64_t SPAN = 256;     // elements of an output in one task
+constexpr int64_t LEAST_WORK = 1 << 17;  // minimum multiplications that pay for waking other threads
 
-// The tokens of an expert, out of all choices in the order of experts.
+// The tokens routed to one expert: a range of the choices, which are sorted by expert.
 struct Chosen {
     const Expert* expert;
     int64_t begin, end;  // choices
 };
 
-// What the experts of a round work in, a row for each choice.
+// Scratch memory of a round of experts, with one row per choice.
 struct Room {
     bf16 *x, *gate, *up, *out;
 };
 
-// A product's matrix, its bias or null, and where it goes.
+// One matmul: the matrix, its bias or null, and the output.
 struct Term {
     const Matrix& matrix;
     const void* bias;
     bf16* out;
 };
 
-// The products of x with a matrix, and with another of the same shape unless that is null.
+// Multiply x by one matrix, and by a second one of the same shape if it is not null.
 int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t rows,
             int64_t threads) {
     const Matrix& m = a.matrix;
@@ -52,12 +52,13 @@ int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t row
     return h2o_linear_quantized(isa, &all);
 }
 
-// gate = (up + 1) * gate * sigmoid(slope * gate), of gates of at most `limit` and ups within it.
+// gate = (up + 1) * gate * sigmoid(slope * gate). Gates are clamped to at most `limit`, and ups to
+// [-limit, limit].
 void clamp_and_gate(bf16* gate, const bf16* up, int64_t count, float slope, float limit) {
     const Floats most = broadcast(limit);
     for (int64_t i = 0; i < count; i += WIDTH) {
         Floats x = some(gate + i, count - i), y = some(up + i, count - i);
-        x = x > most ? most : x;  // what is no number stays
+        x = x > most ? most : x;  // NaN propagates
         y = y > most ? most : y;
         y = y < -most ? -most : y;
         put_some(gate + i, (y + 1.0f) * x * sigmoid(slope * x), count - i);
@@ -73,8 +74,8 @@ void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count)
     }
 }
 
-// out = down(act(gate(x)) * up(x)) of an expert's choices, or with `clamp_and_gate` where there is a
-// limit; the round's first choice is number `first`.
+// Compute out = down(act(gate(x)) * up(x)) for the choices of an expert, or use `clamp_and_gate` if
+// there is a limit. `first` is the first choice of the round.
 int compute(int isa, const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens,
             const Room& all, int64_t threads) {
     const Expert& e = *c.expert;
@@ -95,7 +96,7 @@ int compute(int isa, const Experts& a, const Chosen& c, int64_t first, const int
     return product(isa, {e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
 }
 
-// Adds choices `first` to `last`, whose outputs are in `out`, to the sums of their tokens.
+// Add the outputs `out` of choices `first` to `last` to the sums of their tokens.
 void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const int64_t* tokens,
          const float* shares, const bf16* out) {
     const int64_t spans = (hidden + SPAN - 1) / SPAN;
@@ -114,8 +115,8 @@ void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const in
     }
 }
 
-// Each expert's choices, one expert after the other, and how many experts those are; -1 where an
-// expert is chosen that there is not.
+// Sort the choices by expert. Return the number of experts to compute, or -1 if an expert id is out of
+// range.
 int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens, float* shares) {
     for (int64_t e = 0; e <= a.count; e++) starts[e] = 0;
     for (int64_t i = 0; i < a.rows * a.each; i++) {
@@ -136,7 +137,7 @@ int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens,
     return found;
 }
 
-// As many experts as a round has room for, and at least one.
+// Return the end of a round: as many experts as fit, and at least one.
 int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
     int64_t to = from + 1;
     while (to < count && chosen[to].end - chosen[from].begin <= EXPERT_ROUND) to++;
@@ -187,7 +188,7 @@ int experts(int isa, const Experts& a) {
 
 namespace {
 
-// The logits of a row.
+// Compute the router logits of a row.
 void logits_of(const Route& a, const bf16* x, float* logits) {
     for (int64_t e = 0; e < a.count; e++) {
         const bf16* router = static_cast<const bf16*>(a.router) + e * a.router_row;
@@ -203,8 +204,8 @@ void logits_of(const Route& a, const bf16* x, float* logits) {
     }
 }
 
-// The largest logits, of equal ones the first, and their shares of the sum of all exponentials or
-// of those that were chosen.
+// Select the largest logits. Ties go to the lower index. Their shares are normalized over all
+// exponentials or over the selected ones.
 void choose(const Route& a, float* logits, int64_t* ids, float* shares) {
     float largest = logits[0], total = 0;
     for (int64_t e = 1; e < a.count; e++) largest = logits[e] > largest ? logits[e] : largest;
@@ -214,7 +215,7 @@ void choose(const Route& a, float* logits, int64_t* ids, float* shares) {
         int64_t best = -1;
         for (int64_t e = 0; e < a.count; e++)
             if (logits[e] != NONE && (best < 0 || logits[e] > logits[best])) best = e;
-        if (best < 0) best = i;  // all that is left is no number
+        if (best < 0) best = i;  // all remaining logits are -inf
         ids[i] = best;
         shares[i] = exp(broadcast(logits[best] - largest))[0];
         if (a.normalise) total += shares[i];

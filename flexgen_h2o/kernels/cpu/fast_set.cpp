@@ -1,4 +1,4 @@
-// take_slots: the slots of chosen tokens in fast memory, and new ones for those that have none.
+// take_slots: look up the hot-set slots of the selected tokens, and assign slots to the misses.
 //
 // A task is one KV head of one sequence.
 #include "kernels.h"
@@ -8,10 +8,11 @@
 namespace ISA {
 namespace {
 
-// The keys of slots whose tokens are chosen; of others they are not negative, and less.
+// Key of a slot whose token is selected. Keys of other slots are non-negative and smaller.
 constexpr int32_t CHOSEN = INT32_MAX;
 
-// The slots of the `wanted` lowest keys: all below `limit`, and the first `equal` of those at it.
+// The slots with the `wanted` lowest keys: all below `limit`, and the first `equal` slots with a key of
+// `limit`.
 struct Lowest {
     int32_t limit = 0;
     int64_t equal;
@@ -28,8 +29,8 @@ Lowest lowest(const int32_t* keys, int64_t stride, int64_t wanted) {
     return found;
 }
 
-// How many of a head's tokens have to come, [most] places of which are left in `away`; those that
-// are there are added to `held`. `keys` has room for `stride` slots, a multiple of WIDTH.
+// Return the number of misses of a head and store their indices in `away` [most]. Add the number of
+// hits to `held`. `keys` has capacity for `stride` slots, a multiple of WIDTH.
 int64_t take(const TakeSlots& a, int64_t head, int32_t* away, int32_t* keys, int64_t stride,
              int64_t& held) {
     const int32_t first = a.firsts[head / a.kv_heads];
@@ -69,7 +70,7 @@ int64_t take(const TakeSlots& a, int64_t head, int32_t* away, int32_t* keys, int
     return count;
 }
 
-// Whether every token of a head is one of the cache, and there are slots enough for them.
+// Return whether all selected tokens of a head are in the cache, and the slots suffice.
 bool valid(const TakeSlots& a, int64_t head) {
     const int32_t* chosen = a.chosen + head * a.most;
     int64_t others = 0;

@@ -1,17 +1,17 @@
-// linear_float32: matrices of 16-bit weights times many rows, in float32.
+// linear_float32: matmuls of 16-bit weights by many rows, in float32.
 #include "float_tiles.h"
 #include "prefetch.h"
 
 namespace ISA {
 namespace {
 
-// The lower and the upper halves of words as floats.
+// Return the lower or the upper halves of words as floats.
 INLINE Floats first_of(Words words, bf16) { return bits_of<Floats>(words << 16); }
 INLINE Floats second_of(Words words, bf16) { return bits_of<Floats>(words & 0xffff0000); }
 INLINE Floats first_of(Words words, fp16) { return from_halves(words & 0xffff); }
 INLINE Floats second_of(Words words, fp16) { return from_halves(words >> 16); }
 
-// Weights [outputs, inputs] as they lie.
+// Weights [outputs, inputs] in place.
 template <class T>
 struct PlainWeights {
     const Linear& a;
@@ -22,14 +22,14 @@ struct PlainWeights {
         return static_cast<const T*>(a.weight) + output * a.weight_row + input;
     }
 
-    // To floats [slivers, DEPTH, SLIVER].
+    // Convert a part to floats [register blocks, DEPTH, SLIVER].
     void unpack(const Extent& part, float* to) const {
         for (int64_t o = 0; o < part.outputs; o += WIDTH) {
             float* mine = to + o / SLIVER * DEPTH * SLIVER + o % SLIVER;
             const int64_t left = part.outputs - o, count = left < WIDTH ? left : WIDTH;
             int64_t k = 0;
             for (; k + 2 * WIDTH <= part.inputs; k += 2 * WIDTH) {
-                Floats pairs[WIDTH];  // of weights, as they lie: each line is read once
+                Floats pairs[WIDTH];  // pairs of weights; each line is read once
                 for (int64_t i = 0; i < WIDTH; i++)
                     pairs[i] = load_raw<Floats>(
                         at(part.output + o + (i < count ? i : 0), part.input + k));
@@ -47,7 +47,7 @@ struct PlainWeights {
         }
     }
 
-    // A share of what comes after a part: the inputs that follow, or the next outputs' first ones.
+    // Prefetch a share of the next part: the following inputs, or the first inputs of the next outputs.
     INLINE void prefetch(const Extent& part, int64_t share, int64_t shares) const {
         const int64_t next = part.input + DEPTH;
         const bool more = next < a.inputs;

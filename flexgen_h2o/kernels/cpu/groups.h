@@ -59,7 +59,7 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
         }
         low = -widest(-lows), high = widest(highs);
     }
-    // fminf and fmaxf are avoided: GCC 12 cannot vectorize them for aarch64.
+    // fminf and fmaxf are avoided: GCC 12 fails to compile vectors of them for aarch64.
     for (; i < count; i++) {
         const float some = clamped_one(x + i);
         low = some < low ? some : low;

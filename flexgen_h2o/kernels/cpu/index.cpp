@@ -1,4 +1,4 @@
-// index_keys: cached keys to an index of 4 or 2 bits, by which recall chooses.
+// index_keys: quantize cached keys to an index of 4 or 2 bits, from which recall selects tokens.
 #include <math.h>
 
 #include "groups.h"
@@ -8,7 +8,7 @@
 namespace ISA {
 namespace {
 
-constexpr int FEW_ROWS = 256;  // that one thread indexes sooner than it wakes others
+constexpr int FEW_ROWS = 256;  // maximum rows for one thread; more pay for waking others
 
 INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* codes,
                         uint16_t& scale_bits, uint16_t& zero_bits) {

@@ -1,9 +1,9 @@
-// linear_skinny: matrices of bfloat16 weights, read once, times few rows of bfloat16.
+// linear_skinny: matmuls of bfloat16 weights, read once, by few rows of bfloat16.
 //
-// Vectors lie along the inputs, so that weights stream in as they lie and x needs no other form:
-// OUTPUTS weights' rows by QUADS rows of x at a time. The first pass over a block of outputs has it
-// from memory, those for more rows from the cache, part by part, and all of them ask for the next
-// block. With AMX more rows go by tiles: linear_tiles.h, where linear_tiled is, too.
+// Vectors run along the inputs, so weights and x are used in their memory layout. A register block has
+// OUTPUTS rows of weights and up to QUADS rows of x. The first pass over a block of outputs reads it
+// from memory. Passes for more rows read it from the cache, part by part. All passes prefetch the next
+// block. With AMX, more rows use tiles: see linear_tiles.h, which also defines linear_tiled.
 #include "count.h"
 #include "kernels.h"
 #include "linear_tiles.h"
@@ -14,20 +14,20 @@
 namespace ISA {
 namespace {
 
-constexpr int QUADS = 4;         // rows of x that are computed together, at most
-constexpr int64_t AHEAD = 8192;  // elements of weights that memory sends meanwhile, at least
+constexpr int QUADS = 4;         // maximum rows of x in the register block
+constexpr int64_t AHEAD = 8192;  // minimum prefetch distance in elements of weights
 #if defined(__AVX512F__)
 constexpr int OUTPUTS = 4;
-constexpr int64_t PART = 1024;  // inputs, of all rows, that stay in the nearest cache
+constexpr int64_t PART = 1024;  // inputs whose x, for all rows, stays in the L1 cache
 #else
-constexpr int OUTPUTS = 2;         // there are but 16 registers
-constexpr int64_t PART = 1 << 30;  // all inputs: arithmetic binds before the caches do
+constexpr int OUTPUTS = 2;         // limited by 16 registers
+constexpr int64_t PART = 1 << 30;  // all inputs: arithmetic is the bottleneck, not the cache
 #endif
-constexpr int64_t FEW_PASSES = 2;  // which memory binds: they go through all inputs at once
+constexpr int64_t FEW_PASSES = 2;  // up to this many are memory-bound and not split by inputs
 
 #if defined(__AVX512BF16__)
-// Sums of pairs of bfloat16, which AVX512_BF16 multiplies as they are. PAIRED rows of x are computed
-// two by two; up to BOUND_ROWS memory binds.
+// Sums of pairs of bfloat16, which AVX512_BF16 multiplies directly. PAIRED rows of x are computed in
+// pairs. Up to BOUND_ROWS rows are memory-bound.
 struct Operands {
     using Element = bf16;
     using Vector = __m512bh;
@@ -42,7 +42,7 @@ INLINE void copy_row(const bf16* from, int64_t count, bf16* to) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
 }
 #else
-// bfloat16 are the upper halves of floats; of x they are made once.
+// A bfloat16 is the upper half of a float. x is converted once.
 struct Operands {
     using Element = float;
     using Vector = Floats;
@@ -58,8 +58,8 @@ INLINE void copy_row(const bf16* from, int64_t count, float* to) {
 using Element = Operands::Element;
 constexpr int64_t SIZE = Operands::SIZE;
 
-// sums [R][M] += M rows of weights by R rows of x; meanwhile M rows at `later` are asked for, each
-// line once or TWICE (prefetch.h).
+// sums [R][M] += M rows of weights by R rows of x. Meanwhile prefetch M rows at `later`, each line
+// once, or TWICE (prefetch.h).
 template <int M, int R, bool TWICE>
 INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, int64_t x_row,
                      int64_t inputs, const bf16* const* later, Floats* sums) {
@@ -92,11 +92,11 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
                         static_cast<size_t>(inputs - k) * sizeof *rest);
         step(rest, SIZE, k);
     }
-#pragma GCC unroll 16  // else the sums go by way of memory
+#pragma GCC unroll 16  // otherwise the sums spill to memory
     for (int n = 0; n < R * M; n++) sums[n] = all[n / M][n % M];
 }
 
-// M outputs from `first` on.
+// Compute M outputs from `first` on.
 template <int M>
 void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const bf16* weights = static_cast<const bf16*>(a.weight) + first * a.weight_row;
@@ -104,7 +104,7 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
     const int64_t together = a.rows == Operands::PAIRED ? QUADS / 2 : QUADS;
     const int64_t passes = (a.rows + together - 1) / together;
     const int64_t part = passes > FEW_PASSES ? PART : a.inputs;
-    // Rows; all may be the same one.
+    // Prefetch distance in rows. A row stride of 0 is valid.
     const int64_t ahead = (1 + AHEAD / (a.weight_row ? M * a.weight_row : AHEAD)) * M;
     Floats all[SKINNY_ROWS * M];
     std::memset(all, 0, static_cast<size_t>(a.rows * M) * sizeof *all);
@@ -112,7 +112,7 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
         const int64_t inputs = a.inputs - begin < part ? a.inputs - begin : part;
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t row = pass * together, rows = a.rows - row;
-            const bf16* later[M];  // each pass has its part of a block
+            const bf16* later[M];  // each pass prefetches its part of a block
             for (int m = 0; m < M; m++)
                 later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row + begin;
             const auto multiply = [&](auto count) {
@@ -142,7 +142,7 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
 
 }  // namespace
 
-// Every product of the chain, which share x.
+// Compute all matmuls of a chain that share x.
 int linear_skinny(const Linear& a) {
     for (const Linear* each = a.next; each; each = each->next)
         if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
@@ -150,7 +150,7 @@ int linear_skinny(const Linear& a) {
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS) return tiled_linear(a);
 #endif
-    // A line apart, rows do not push each other out of L1.
+    // A row is padded by one cache line to avoid conflicts in L1.
     const int64_t x_row = (a.inputs + SIZE - 1) / SIZE * SIZE + SIZE;
     const Memory<Element> x = memory<Element>(a.rows * x_row);
     if (!x) return NO_MEMORY;

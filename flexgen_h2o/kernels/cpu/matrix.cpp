@@ -1,11 +1,11 @@
-// unpack_rows: rows of a quantized matrix as they were before, but for what was rounded.
+// unpack_rows: dequantize rows of a matrix.
 #include "codes.h"
 #include "memory.h"
 
 namespace ISA {
 namespace {
 
-// Row `row` of the matrix to floats.
+// Dequantize row `row` of the matrix to floats.
 template <class C>
 INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
     const int64_t lane = row % MATRIX_TILE;
@@ -25,7 +25,7 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
     }
 }
 
-// A block to floats [group, TILE].
+// Dequantize a block to floats [group, TILE].
 template <class C>
 INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
     constexpr int STEPS = C::unit_inputs;
@@ -41,7 +41,7 @@ INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
     }
 }
 
-// The rows of a whole tile. Blocks are transposed on the way, in vectors where a tile is one.
+// Dequantize the rows of a whole tile and transpose its blocks, with vectors if a tile is one vector.
 template <class T, class C>
 void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, float* block) {
     for (int64_t g = 0; g < m.groups; g++) {

@@ -1,12 +1,14 @@
-// prefill_attention: causal attention and, on demand, the attention that each key received, in one
-// pass over blocks of queries whose whole rows of weights stay in the caches.
+// prefill_attention: causal attention and, optionally, the attention that each key receives. One pass
+// over blocks of queries keeps their complete rows of weights in the caches.
 //
-// Queries stand in lanes: a block is LANES of them (the query heads of a group are queries too),
-// so that maxima and sums over the keys need no horizontal arithmetic, and keys are read where
-// they lie. Where the CPU multiplies pairs of bfloat16 (AVX512_BF16), bfloat16 inputs use that;
-// everything else is float32. With AMX bfloat16 goes another way: see prefill_tiles.h. A task is a
-// share of the blocks of one KV head of one sequence; the shares depend on shapes alone, so that
-// results do not depend on the number of threads. Few threads take several shares of a head together.
+// A block has LANES queries, one per lane (the query heads of a group are additional queries). So
+// maxima and sums over the keys need no horizontal arithmetic, and keys are read in place. With
+// AVX512_BF16, bfloat16 inputs are multiplied in pairs. Everything else is float32. With AMX, bfloat16
+// uses prefill_tiles.h.
+//
+// A task is a share of the blocks of one KV head of one sequence. Shares depend only on shapes, so
+// results do not depend on the number of threads. With few threads, a task has several shares of a
+// head.
 #include "lanes.h"
 #include "memory.h"
 #include "prefill_tiles.h"
@@ -14,7 +16,7 @@
 namespace ISA {
 namespace {
 
-// Memory of one thread.
+// Scratch memory of one thread.
 template <class E>
 struct LaneSpace {
     Memory<E> queries, keys, values, weights;
@@ -57,15 +59,15 @@ struct Block : Lanes {
             As::query(query<T>(lane), a.head_dim, to + lane);
     }
 
-    // The first chunk with a key that any lane sees.
+    // Return the first chunk with a key that any lane attends to.
     int64_t first_chunk() const { return begin() / CHUNK * CHUNK; }
 
-    // What logits still have to be multiplied by, to be exponents of 2: capped ones are scaled
-    // already.
+    // Return the remaining factor that turns logits into exponents of 2. Soft-capped logits are already
+    // scaled.
     float rest_of_scale() const { return LOG2_E * (a.form.softcap > 0 ? 1.0f : scale()); }
 
-    // Logits, unscaled unless they are capped, of all keys that any lane sees; the largest of each
-    // lane.
+    // Compute the logits of all keys that any lane attends to, and the maximum of each lane. Logits are
+    // scaled only if they are soft-capped.
     void key_products(Floats* top) const {
         int32_t limits[LANES], starts[LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
@@ -113,7 +115,7 @@ struct Block : Lanes {
             store(logits + i, soft_capped(load(logits + i) * scale, most));
     }
 
-    // What is in the denominators before any key: the sinks, which may be the largest logits.
+    // Initialize the denominators with the attention sinks, which may be the largest logits.
     void add_sinks(Floats* top, Floats* total) const {
         for (int n = 0; n < VECTORS; n++) total[n] = Floats{};
         if (!a.form.sinks) return;
@@ -127,7 +129,7 @@ struct Block : Lanes {
         }
     }
 
-    // Logits become weights, exp(logit - top); their sums, and the values by them.
+    // Replace logits by weights exp(logit - top), sum them, and multiply them by the values.
     void value_products(const Floats* top, Floats* total) const {
         const float scale = rest_of_scale();
         const int64_t dim = a.head_dim, seen = this->seen();
@@ -178,8 +180,8 @@ struct Block : Lanes {
 
 struct Work {
     Memory<Sequence> sequences;
-    int64_t longest = 0, key_rows = 0, lanes = 0;  // lanes of a block, at most
-    // Of each head's blocks: shares, each with an attention score of its own, and tasks.
+    int64_t longest = 0, key_rows = 0, lanes = 0;  // maximum lanes of a block
+    // Split of each head's blocks: shares, each with its own attention scores, and tasks.
     int64_t shares = 1, tasks = 1;
 
     template <class Block>
@@ -205,15 +207,15 @@ struct Work {
         return true;
     }
 
-    // True if threads that take turns have as much to do, but for a sixteenth.
+    // Return whether the load of the threads is balanced to within a sixteenth.
     static bool even(int64_t tasks, int64_t threads) {
         const int64_t turns = (tasks + threads - 1) / threads;
         return turns >= 4 && (turns * threads - tasks) * 16 <= tasks;
     }
 };
 
-// Every task-th share of the blocks of a KV head of a sequence: block b is of share b % shares. The
-// scores [tokens] of a share lie so many floats behind those of the one before.
+// Compute the shares `task`, `task` + tasks, ... of the blocks of a KV head. Block b belongs to share b
+// % shares. The scores [tokens] of consecutive shares are `scores_share` floats apart.
 template <class Block>
 void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_t kv_head,
             int64_t task, typename Block::Space& space, float* scores, int64_t scores_share) {
@@ -230,7 +232,7 @@ void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_
     for (int64_t b = task, next; b < blocks; b = next) {
         next = b + 1;
         while (next % work.shares % work.tasks != task) next++;
-        // Where the thread goes on, in this head or probably in that which is as many heads on.
+        // The next block of the thread: in this head, or probably in the head `threads` heads later.
         const bool on = next < blocks, probable = work.tasks == 1 && kv_head + a.threads < a.kv_heads;
         const Lanes then = on ? block(kv_head, next) : block(kv_head + a.threads, 0);
         Block{block(kv_head, b), space}.run(
@@ -239,7 +241,7 @@ void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_
     }
 }
 
-// The tasks' shares of the attention score to the whole, in a fixed order.
+// Sum the attention scores of the shares in a fixed order.
 void gather_scores(const Prefill& a, const Work& work, const float* shares) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t index = 0; index < a.sequences * a.kv_heads; index++) {

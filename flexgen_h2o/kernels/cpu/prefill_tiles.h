@@ -127,7 +127,7 @@ struct TileBlock : Lanes {
     // Weights are relative to a reference that the maximum exceeds by a factor of at most 2^8, without
     // loss of precision. So sums are rarely rescaled.
     static constexpr float MOST_RAISE = 8;
-    // Small shifts do not increase the rounding error of the weights.
+    // The rounding error of a small shift is a common factor of all weights.
     static constexpr float MOST_SHIFT = 1024;
 
     Space& space;

@@ -1,9 +1,9 @@
-// linear_quantized: products with quantized matrices.
+// linear_quantized: matmuls with quantized matrices.
 //
-// Outputs are the lanes of vectors, so that blocks are read as they lie, in one stream, and nothing
-// is summed across lanes. Sums of codes by x are scaled group by group. Pairs of bfloat16 come out of
-// codes in registers, beside the products; floats cost more, and come for a panel of rows once, into
-// a buffer that stays in L1.
+// Outputs are the lanes of vectors. So blocks are read sequentially in their layout, without sums
+// across lanes. Sums of quantized values by x are scaled group by group. Conversion to pairs of
+// bfloat16 takes place in registers, next to the matmul. Conversion to floats costs more, so it is done
+// once per panel of rows, into a buffer in L1.
 #include "float_tiles.h"
 #include "outputs.h"
 #include "panel.h"
@@ -12,11 +12,11 @@
 namespace ISA {
 namespace {
 
-constexpr int VECTORS = 2;  // of outputs, in registers together
-constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // and more, where products are of floats
+constexpr int VECTORS = 2;  // vectors of outputs in the register block
+constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // minimum rows for dequantized float matmuls
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
-// A group of two tiles; of a tile that is not there, the other one's.
+// A group of two tiles. An odd last tile is paired with itself.
 template <class C>
 struct Pair {
     CodedBlock<C> tiles[2];
@@ -25,7 +25,7 @@ struct Pair {
     }
 };
 
-// Its scales and zero points come to floats.
+// Return a group and convert its scales and zero points to floats.
 template <class A, class C>
 INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g, CacheLevel to,
                         const Workspace& w) {
@@ -44,7 +44,7 @@ INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g,
     return pair;
 }
 
-// The codes of a group to the buffer.
+// Unpack the quantized values of a group to the buffer.
 template <class A, class C>
 INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     constexpr int STEPS = C::unit_inputs / A::inputs;
@@ -60,25 +60,26 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     }
 }
 
-// The most rows for which a group's codes are taken apart on the way: more have them from the buffer.
+// Maximum rows for which quantized values are unpacked in registers. More rows read them from the
+// buffer.
 template <class A, class C>
 constexpr int64_t few_rows() {
     if (A::inputs == 1) return ROWS;
     return shifted<C>() ? 8 * ROWS : 2 * ROWS;
 }
 
-// How many chains of sums R rows need: a sum has to wait for the last one.
+// Return the number of accumulator chains that hide the add latency for R rows.
 constexpr int chains(int rows, int steps) {
     const int wanted = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
     return wanted < steps ? wanted : steps;
 }
 
-// What R rows' sums of codes by x add to their totals.
+// Scale the sums of R rows and add them to their totals.
 template <int CHAINS, int R>
 INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* sums, int64_t column,
                        float* totals, const Workspace& w) {
     const float *scales = w.scales, *zeros = w.zeros;
-#pragma GCC unroll 16  // else the sums go by way of memory
+#pragma GCC unroll 16  // otherwise the sums spill to memory
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; v++) {
@@ -92,7 +93,7 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
         }
 }
 
-// R rows from `row` on of the panel by a group, whose codes are taken apart on the way.
+// Multiply R rows from `row` on of the panel by a group, unpacking in registers.
 template <class A, class C, int R>
 INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
@@ -106,7 +107,7 @@ INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_
             Coded<C> unit[VECTORS];
             for (int v = 0; v < VECTORS; v++)
                 unit[v] = from[v].template unit<C, R <= BOUND_ROWS>(n);
-#pragma GCC unroll 8  // what the steps of a unit share is then computed once
+#pragma GCC unroll 8  // shares the common work of a unit's steps
             for (int s = 0; s < STEPS; s++) {
                 Words codes[VECTORS];
                 for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(unit[v], s);
@@ -123,7 +124,7 @@ INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_
     }
 }
 
-// The same with codes from the buffer.
+// The same with quantized values from the buffer.
 template <class A, int R>
 INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, const Workspace& w) {
     constexpr int CHAINS = chains(R, 2);
@@ -145,7 +146,7 @@ INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, con
     }
 }
 
-// Outputs of up to two tiles, for a panel of which `rows` are there.
+// Compute the outputs of up to two tiles for a panel with `rows` valid rows.
 template <class A, class T, class C>
 void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t first, int64_t rows,
                       const Panel& p, const Workspace& w) {
@@ -169,7 +170,7 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
     put_columns<T>(a, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
 }
 
-// A quantized matrix as floats: scale times code, and the zero point.
+// Dequantized floats of a matrix: scale times quantized value plus zero point.
 template <class C>
 struct CodedWeights {
     const Product& a;
@@ -179,7 +180,7 @@ struct CodedWeights {
     bool suits() const { return DEPTH % blocks.group == 0; }
     int64_t outputs() const { return a.matrix.outputs; }
 
-    // To floats [slivers, DEPTH, SLIVER], all of the last group's.
+    // Dequantize to floats [register blocks, DEPTH, SLIVER], including the padding of the last group.
     void unpack(const Extent& part, float* to) const {
         const int64_t first = part.input / blocks.group, end = part.input + part.inputs;
         for (int64_t o = 0; o < part.outputs; o += MATRIX_TILE)
@@ -194,7 +195,8 @@ struct CodedWeights {
             }
     }
 
-    // What comes after a part lies where the hardware expects it, but for the next outputs' blocks.
+    // Prefetch a share of the next part. The hardware prefetcher cannot predict the first blocks of the
+    // next outputs.
     INLINE void prefetch(const Extent& part, int64_t share, int64_t shares) const {
         const int64_t next = (part.input + DEPTH) / blocks.group;
         const bool more = next < blocks.groups;
@@ -220,7 +222,7 @@ private:
     }
 };
 
-// Every product of the chain, which share x.
+// Compute all matmuls of a chain that share x.
 template <class A, class T, class C>
 int product(const Product& a) {
     const Blocks m(a.matrix);
@@ -268,7 +270,7 @@ int product_of(const Product& a) {
 #if defined(TILES)
         if (a.rows > VECTOR_ROWS) return tiled_product<C>(a);
 #endif
-        // Floats, once for so many rows, cost less than scaling the sums of each group's codes.
+        // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
         if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<C>(a).suits())
             return float_product<T, CodedWeights<C>>(a, a.matrix.inputs);
         return product<A, T, C>(a);

@@ -1,4 +1,4 @@
-// quantize_matrix: weights to blocks of codes, scales and zero points. Outputs are the lanes.
+// quantize_matrix: quantize weights to blocks of values, scales and zero points. Outputs are the lanes.
 #include "matrix.h"
 #include "memory.h"
 
@@ -6,11 +6,11 @@ namespace ISA {
 
 namespace {
 
-constexpr int STEPS = 10;        // scales that a search tries
-constexpr int REFINEMENTS = 4;  // least-squares fits of the best one, each to the codes of the last
-constexpr float LEAST_VARIANCE = 1e-3f;  // of codes that a fit is taken from, times their count squared
+constexpr int STEPS = 10;        // candidate scales of the search
+constexpr int REFINEMENTS = 4;  // least-squares refinements of the best fit
+constexpr float LEAST_VARIANCE = 1e-3f;  // minimum variance of quantized values for a fit, times count^2
 
-// A group of WIDTH outputs: values [size, WIDTH], and weights of their errors alike, of mean 1.
+// A group of WIDTH outputs: values [size, WIDTH], and error weights of the same shape with mean 1.
 struct Group {
     const float *x, *weights;
     int64_t size;
@@ -21,7 +21,7 @@ struct Group {
     Floats weight(int64_t i) const { return load(weights + i * WIDTH); }
 };
 
-// Of each lane, as blocks hold them.
+// Scale and zero point per lane, as stored in blocks.
 struct Fit {
     Floats scale, zero;
 };
@@ -30,7 +30,7 @@ using Small = Compact<4>;
 
 INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
 
-// To the nearest float16.
+// Round to the nearest float16.
 INLINE Floats as_half(Floats x) {
 #if defined(__AVX512F__)
     return _mm512_maskz_cvtph_ps(
@@ -41,7 +41,7 @@ INLINE Floats as_half(Floats x) {
 #endif
 }
 
-// The codes of compact scales: the largest that is no larger, or the smallest that is no smaller.
+// Return the code of a compact scale, rounded up or down.
 INLINE Ints scale_code(Floats scale, bool up) {
     const Ints bits = bits_of<Ints>(scale);
     const int rest = (1 << Small::MANTISSA) - 1;
@@ -52,7 +52,7 @@ INLINE Floats zero_code(const Fit& fit) {
     const Floats steps = rounded(-fit.zero / fit.scale * (1.0f / Small::STEP));
     return smaller(larger(steps, Floats{}), broadcast(255.0f));
 }
-// A compact scale of at least, or of at most this, and the nearest zero point for it.
+// Return a compact scale, rounded up or down, and the nearest zero point for it.
 INLINE Fit as_compact(const Fit& fit, bool up) {
     Fit to{Small::scale_of(scale_code(fit.scale, up)), fit.zero};
     to.zero = to.scale * (zero_code(to) * -Small::STEP);
@@ -77,7 +77,7 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
     return all;
 }
 
-// As wide as the values are: as quantize_row of groups.h. A compact zero point is not above 0.
+// Fit the range of the values, as quantize_row in groups.h does. A compact zero point is at most 0.
 INLINE Fit spanning(Floats low, Floats high, const Group& g) {
     Fit fit;
     if (g.compact) {
@@ -86,13 +86,13 @@ INLINE Fit spanning(Floats low, Floats high, const Group& g) {
         return as_compact(fit, true);
     }
     for (int i = 0; i < WIDTH; i++) {
-        fit.zero[i] = from_half(half_below(low[i] + 0.0f));  // of two zeros the positive one
+        fit.zero[i] = from_half(half_below(low[i] + 0.0f));  // turns -0 into +0
         fit.scale[i] = from_half(half_below((fit.zero[i] - high[i]) / g.levels) & 0x7fff);
     }
     return fit;
 }
 
-// The best of fits so far by lane, and its error.
+// The best fit per lane, and its error.
 struct Best {
     Fit fit;
     Floats least{};
@@ -106,8 +106,8 @@ struct Best {
     }
 };
 
-// Tries the scale and zero point that fit the codes best which `low` and a product with `wide` give;
-// of compact ones those next to this scale.
+// Quantize with `low` and the inverse scale `wide`, then try the least-squares fit to the quantized
+// values. With compact scales, try both neighbours of the optimum.
 INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     Floats codes{}, squares{}, products{}, values{};
     for (int64_t i = 0; i < g.size; i++) {
@@ -134,8 +134,8 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     }
 }
 
-// The weights of a search: the importance of an input by the size of an element, of which small ones
-// count for as much as the root mean square.
+// Compute the error weights of a search: the importance of an input times the sum of the element's
+// magnitude and the root mean square. The sum keeps small elements relevant.
 INLINE void weigh(const Group& g, const float* shares, float* to) {
     Floats squares{}, all{};
     for (int64_t i = 0; i < g.size; i++) squares = fma(g.at(i), g.at(i), squares);
@@ -163,7 +163,7 @@ INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned)
     return best.fit;
 }
 
-// The scales and zero points of WIDTH outputs from `lane` on.
+// Store the scales and zero points of WIDTH outputs from `lane` on.
 INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lane) {
     if (g.compact) {
         const Ints scales = scale_code(fit.scale, false);
@@ -181,7 +181,7 @@ INLINE void put_head(const Group& g, const Fit& fit, uint8_t* block, int64_t lan
     }
 }
 
-// WIDTH outputs of a block, from `lane` on; x holds their values.
+// Quantize WIDTH outputs of a block from `lane` on. x holds their values.
 INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t* block,
                            int64_t lane) {
     Floats low = broadcast(HALF_MAX), high = broadcast(-HALF_MAX);
@@ -219,7 +219,7 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
     }
 }
 
-// To the nearest bfloat16 there is, in the lower halves of words; NaN becomes 0.
+// Round to the nearest finite bfloat16, in the lower halves of words. NaN becomes 0.
 INLINE Words as_bfloat16(Floats x) {
     constexpr uint32_t LARGEST = 0x7f7f;
     Words bits = bits_of<Words>(x == x ? x : Floats{});
@@ -229,15 +229,16 @@ INLINE Words as_bfloat16(Floats x) {
     return sign | (size > LARGEST ? Words{} + LARGEST : size);
 }
 
-// The codes of bfloat16 in the lower halves of words, by the exponent of the largest.
+// Return the `Float12` codes of bfloat16 values in the lower halves of words, relative to the largest
+// exponent.
 INLINE Words code_by(Words x, Words exponent) {
     const Ints size = Ints(x & 0x7fff), code = size - ((Ints(exponent) - 15) << 7);
-    // What is nearer to 0 than to the smallest number is 0, and so is what has no exponent.
+    // Round to 0 if that is nearer than the smallest number. Denormals also become 0.
     const Ints there = (code > -127) & (size > 127);
     return (x & 0x8000) | (Words(code < 1 ? Ints{} + 1 : code) & Words(there));
 }
 
-// WIDTH outputs of a block of `Float12`.
+// Encode WIDTH outputs of a block as `Float12`.
 INLINE void shorten_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_t lane) {
     Words largest{};
     for (int64_t i = 0; i < g.size; i++) {
@@ -261,8 +262,8 @@ INLINE void shorten_lanes(const Group& g, const Blocks& m, uint8_t* block, int64
     }
 }
 
-// Values of WIDTH outputs from `output` on, to [size, WIDTH]; zeros, of which all comes out as
-// zeros, for outputs that are not there. WHOLE: those beyond float16's range, too.
+// Gather values of WIDTH outputs from `output` on to [size, WIDTH]. Missing outputs are zeros, which
+// quantize to zeros. WHOLE keeps values beyond the float16 range.
 template <bool WHOLE, class T>
 INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t size, float* to) {
     const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
@@ -285,7 +286,8 @@ INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t siz
                                         : clamped_one(x + i * a.weight_row + k);
 }
 
-// Weights of mean 1 of a group's inputs from `input` on: all equal without an importance.
+// Compute the importance of a group's inputs from `input` on, normalized to mean 1. Without importance
+// data all are equal.
 INLINE void shares_of(const Quantize& a, int64_t input, int64_t size, float* to) {
     float all = 0;
     for (int64_t i = 0; a.importance && i < size; i++) all += a.importance[input + i];

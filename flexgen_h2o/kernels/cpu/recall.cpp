@@ -1,8 +1,8 @@
-// attend_recalled: attention of one new token over chosen slots of a cache, and its write into a
+// attend_recalled: attention of one new token over selected slots of a cache, and its write into a
 // slot.
 //
-// A task is one KV head of one sequence; all query heads of the group share its one read of the
-// keys and of the values.
+// A task is one KV head of one sequence. All query heads of the group share one read of the keys and
+// values.
 #include <math.h>
 
 #include "memory.h"
@@ -13,7 +13,7 @@ namespace {
 
 int64_t padded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Queries of a head, scaled [group, width]; 0 behind their elements.
+// Load the scaled queries of a head [group, width], padded with zeros.
 template <class T>
 void queries(const Recalled& a, int64_t sequence, int64_t head, int64_t width, float* q) {
     const int64_t group = a.heads / a.kv_heads;
@@ -26,8 +26,8 @@ void queries(const Recalled& a, int64_t sequence, int64_t head, int64_t width, f
     }
 }
 
-// Calls f(first, count, tile) for the chosen rows of a head's keys (kind 0) or values, up to
-// SLOT_TILE of them at a time. `scratch` [SLOT_TILE, width] is for rows that are no whole vectors.
+// Call f(first, count, tile) for the selected rows of a head's keys (kind 0) or values (kind 1), up to
+// SLOT_TILE rows at a time. `scratch` [SLOT_TILE, width] is for rows that need conversion.
 template <class T, class F>
 void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* scratch, F f) {
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads;
@@ -62,7 +62,8 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
     }
 }
 
-// Softmax over a row of logits, the last of which is the new token's, and a sink; in place.
+// Apply softmax to a row of logits in place. The last logit is the new token's, and `sink` is added to
+// the denominator.
 void normalize(float* row, int64_t count, float sink) {
     const int64_t stop = padded(count, WIDTH);
     for (int64_t t = count; t < stop; t++) row[t] = NONE;

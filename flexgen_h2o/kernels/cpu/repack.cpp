@@ -1,6 +1,7 @@
-// repack: blocks of a GGUF file to blocks of a quantized matrix. Codes stay as they are.
+// repack: convert blocks of a GGUF file to blocks of a quantized matrix. The quantized values do not
+// change.
 //
-// The arithmetic, and where in a block each code is: kernels/reference/blocks.py.
+// kernels/reference/blocks.py documents the arithmetic and the positions of values in a block.
 #include <type_traits>
 
 #include "matrix.h"
@@ -8,8 +9,8 @@
 namespace ISA {
 namespace {
 
-// Runs of `RUN` bytes, each of which holds as many codes in its lowest bits, then as many in the
-// next ones.
+// Split bytes into BITS-bit values. Each run of RUN bytes holds RUN values in its lowest bits, then RUN
+// values in the next bits.
 template <int BITS, int RUN>
 INLINE void split(const uint8_t* from, int bytes, uint8_t* to) {
     for (int run = 0; run < bytes; run += RUN)
@@ -18,7 +19,7 @@ INLINE void split(const uint8_t* from, int bytes, uint8_t* to) {
                 to[i] = static_cast<uint8_t>(from[run + i] >> shift & ((1 << BITS) - 1));
 }
 
-// The same codes, above `BELOW` bits that are there.
+// The same, but insert the bits above the BELOW low bits that are already stored.
 template <int BITS, int RUN, int BELOW>
 INLINE void split_above(const uint8_t* from, int bytes, uint8_t* to) {
     for (int run = 0; run < bytes; run += RUN)
@@ -28,8 +29,8 @@ INLINE void split_above(const uint8_t* from, int bytes, uint8_t* to) {
                     to[i] | (from[run + i] >> shift & ((1 << BITS) - 1)) << BELOW);
 }
 
-// What a decoder writes for one row's block: codes, and for each group a scale, and a zero point
-// unless it follows from the code of 0. Lanes are rows.
+// Output of a decoder for one row of a block: quantized values and a scale per group. The zero points
+// are optional, because the middle value may imply them. Lanes are rows.
 struct Row {
     uint8_t* codes;
     float *scales, *zeros;
@@ -38,8 +39,8 @@ struct Row {
     void zero(int g, float x) const { zeros[g * MATRIX_TILE] = x; }
 };
 
-// ELEMENTS and BYTES of a block, BITS of its codes in groups of GROUP; MIDDLE is the code of 0, or
-// -1 where there are zero points.
+// Parameters of a block type: ELEMENTS and BYTES per block, BITS per value, GROUP size. MIDDLE is the
+// quantized value of 0, or -1 if there are zero points.
 template <int ELEMENTS, int BYTES, int BITS, int GROUP, int MIDDLE>
 struct Type {
     static constexpr int elements = ELEMENTS, bytes = BYTES, bits = BITS, group = GROUP;
@@ -59,12 +60,12 @@ struct Q4_1 : Type<32, 20, 4, 32, -1> {
         split<4, 16>(b + 4, 16, to.codes);
     }
 };
-// The highest bits of 32 codes.
+// Insert the fifth bits of 32 values.
 INLINE void fifth_bits(const uint8_t* from, uint8_t* codes) {
     constexpr uint64_t EVERY = 0x0101010101010101, BITS = 0x8040201008040201;
-    for (int i = 0; i < 4; i++) {  // bit k of a byte to byte k of eight: 16 where it is set
+    for (int i = 0; i < 4; i++) {  // expands bit k of a byte to byte k of eight bytes, with value 16
         uint64_t eight, bits = (from[i] * EVERY) & BITS;
-        bits = (bits + 0x7f7f7f7f7f7f7f7f) | bits;  // the top bit of each byte that is not 0
+        bits = (bits + 0x7f7f7f7f7f7f7f7f) | bits;  // sets the top bit of each byte that is not 0
         std::memcpy(&eight, codes + 8 * i, sizeof eight);
         eight |= bits >> 3 & 0x1010101010101010;
         std::memcpy(codes + 8 * i, &eight, sizeof eight);
@@ -112,7 +113,7 @@ struct Q3_K : Type<256, 110, 4, 16, 4> {
         split_above<1, 32, 2>(b, 32, to.codes);
     }
 };
-// Scales and minima of Q4_K and Q5_K, of 6 bits in 12 bytes.
+// Decode the scales and minima of Q4_K and Q5_K: 6 bits each, packed in 12 bytes.
 INLINE void scales_and_zeros(const uint8_t* b, const Row& to) {
     const float d = half_at(b), least = half_at(b + 2);
     const uint8_t *first = b + 4, *second = b + 8, *last = b + 12;
@@ -145,7 +146,7 @@ struct Q6_K : Type<256, 210, 6, 16, 32> {
         split_above<2, 32, 4>(b + 128, 64, to.codes);
     }
 };
-// Codes of IQ4 to their numbers plus 128.
+// Map IQ4 codes to their values plus 128.
 INLINE void look_up(uint8_t* codes, int count) {
     static constexpr uint8_t NUMBERS[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                             129, 141, 153, 166, 181, 197, 217, 241};
@@ -169,7 +170,7 @@ struct IQ4_XS : Type<256, 136, 8, 32, 128> {
         look_up(to.codes, elements);
     }
 };
-// Its scale is the exponent.
+// The scale is the exponent.
 struct Mxfp4Block : Type<32, 17, 4, 32, 0> {
     static INLINE void decode(const uint8_t* b, const Row& to) {
         to.scale(0, static_cast<float>(b[0]));
@@ -177,7 +178,7 @@ struct Mxfp4Block : Type<32, 17, 4, 32, 0> {
     }
 };
 
-// The codes of a block as words: see config/weight_layout.py (MatrixLayout).
+// Pack the quantized values of a block into words. See config/weight_layout.py (MatrixLayout).
 template <int BITS>
 INLINE void join(const uint8_t* codes, int elements, uint32_t* words) {
     if constexpr (BITS == 6) {
@@ -211,7 +212,7 @@ INLINE bool finite(const uint16_t* halves) {
     return all;
 }
 
-// Scales and zero points of a group of `rows`; false where one of them is not finite.
+// Store the scales and zero points of a group of `rows` rows. Return false if one is not finite.
 template <class T>
 INLINE bool put_head(const float* scales, const float* zeros, int64_t rows, uint8_t* block) {
     if (std::is_same_v<T, Mxfp4Block>) {
@@ -229,13 +230,13 @@ INLINE bool put_head(const float* scales, const float* zeros, int64_t rows, uint
                                           : broadcast(static_cast<float>(-T::middle)) * load(halves + i);
         put_all(halves + MATRIX_TILE + i, zero);
     }
-    for (int64_t i = rows; i < MATRIX_TILE; i++) halves[MATRIX_TILE + i] = {0};  // and not -0
+    for (int64_t i = rows; i < MATRIX_TILE; i++) halves[MATRIX_TILE + i] = {0};  // +0, not -0
     return finite(&halves->bits) && finite(&halves[MATRIX_TILE].bits);
 }
 
 template <class T>
 bool repack_tile(const Repack& a, const Blocks& m, int64_t tile) {
-    // Short blocks go together, so that words of several are made by one instruction.
+    // Process several short blocks together, so that one vector instruction packs words of all of them.
     constexpr int RUN = 256 / T::elements, GROUPS = RUN * T::groups;
     constexpr int WORDS = 256 * T::bits / 32, EACH = WORDS / GROUPS;
     alignas(64) uint8_t codes[256] = {};
@@ -288,7 +289,7 @@ int repacked(const Repack& a) {
 }  // namespace
 
 int repack(const Repack& a) {
-    switch (a.kind) {  // their numbers in a file: config/weight_layout.py
+    switch (a.kind) {  // GGUF type ids, see config/weight_layout.py
         case 2: return repacked<Q4_0>(a);
         case 3: return repacked<Q4_1>(a);
         case 6: return repacked<Q5_0>(a);

@@ -1,26 +1,26 @@
-// linear_rounded: products with quantized matrices of inputs that are rounded to 8 bits, as products
-// of whole numbers.
+// linear_rounded: integer matmuls of quantized matrices with inputs quantized to 8 bits.
 //
-// Outputs are the lanes of vectors. Shifts and masks make bytes of four codes of an output; they
-// meet four codes of x in the same order, and products are added up in 16 bits as long as they fit;
-// with AVX-VNNI and AVX512_VNNI in 32 bits, by one instruction.
-// What the rounding is, says kernels/reference/matrix.py (`rounded_activations`).
+// Outputs are the lanes of vectors. Shifts and masks extract bytes of four quantized values of an
+// output. They are multiplied with four quantized inputs in the same order and accumulated in 16 bits
+// as long as they fit. AVX-VNNI and AVX512_VNNI accumulate in 32 bits with one instruction.
+//
+// kernels/reference/matrix.py (`rounded_activations`) defines the quantization of the inputs.
 #include "activations.h"
 #include "panel.h"
 
 namespace ISA {
 namespace {
 
-constexpr int64_t ROUNDED_ROWS = 64;    // of x, which stay in the nearest cache with their totals
-constexpr float INPUT_LEVELS = 127;     // of a code of x, to either side of 0
+constexpr int64_t ROUNDED_ROWS = 64;    // rows of x that stay in the L1 cache with their totals
+constexpr float INPUT_LEVELS = 127;     // quantized inputs are in [-127, 127]
 constexpr float LARGEST = std::numeric_limits<float>::max();
 constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
 
-// The codes of a unit as bytes no smaller than 0, in PARTS words: `shift` by which they are too
-// large, and how many units of them by codes of x fit into sums of 16 bits, two for each unit.
+// Quantized values of a unit as unsigned bytes. `shift` is the offset that makes them non-negative.
+// `fitting` is the number of units whose products fit in a 16-bit sum, at two products per unit.
 template <class C>
 struct ByteCodes {
     static constexpr float shift = 0;
@@ -51,21 +51,21 @@ struct ByteCodes<Mxfp4> {
     }
 };
 
-// Rows of x, rounded group by group. Those that meet weights together lie side by side: blocks of
-// ROWS, the last one of what is left.
+// Quantized rows of x, one step per group. The rows of a register block are interleaved in blocks of
+// ROWS; the last block may have fewer.
 struct RoundedRows {
-    uint32_t* codes;  // [groups, blocks, words, rows of the block]: four inputs, as the matrix has them
-    float* steps;     // [groups, rows]: between neighbouring codes
-    float* sums;      // [groups, rows]: of x
+    uint32_t* codes;  // [groups, blocks, words, rows of the block], four inputs in matrix order
+    float* steps;     // [groups, rows], quantization scales
+    float* sums;      // [groups, rows], sums of x
     int64_t rows, words;
 
-    // Of the first row of a block.
+    // Return the values of the block that starts at `row`.
     const uint32_t* block(int64_t g, int64_t row) const {
         return codes + (g * rows + row) * words;
     }
 };
 
-// 16 inputs' codes in the order in which those of a matrix of so many bits come.
+// Reorder 16 quantized inputs to match a matrix with BITS bits.
 template <int BITS>
 INLINE Sixteen ordered(Sixteen codes) {
     if (BITS == 4)
@@ -78,12 +78,13 @@ INLINE float largest_of(const T* x, int64_t count) {
     Ints most{};
     for (int64_t i = 0; i < count; i += WIDTH) {
         const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
-        most = size > most ? size : most;  // NaN is larger than all
+        most = size > most ? size : most;  // NaN counts as larger than all
     }
     return bits_of<float>(widest(most));
 }
 
-// `count` inputs to the codes of a group of `group`, so far apart; returns the sum of these.
+// Quantize `count` inputs of a group of `group` elements to words `apart` apart. Return the sum of the
+// quantized values.
 template <int BITS, class T>
 INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to,
                             int64_t apart) {
@@ -107,8 +108,8 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step,
     return sum(all);
 }
 
-// The rows of x from `first` on, shared by the threads of a parallel region. Rows of a block lie in
-// the same lines: few rows are shared by groups, so that no two threads write into one.
+// Quantize the rows of x from `first` on with all threads of a parallel region. The rows of a block
+// share cache lines. So few rows are split by groups, and no two threads write to one line.
 template <class T, int BITS>
 void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedRows& p) {
     const auto round_one = [&](int64_t row, int64_t g) {
@@ -132,20 +133,20 @@ void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedR
 #pragma omp for schedule(static) collapse(2)
         for (int64_t g = 0; g < m.groups; g++)
             for (int64_t row = 0; row < p.rows; row++) round_one(row, g);
-    } else {  // each row in order, as memory sends it
+    } else {  // sequential reads of each row
 #pragma omp for schedule(static) collapse(2)
         for (int64_t row = 0; row < p.rows; row++)
             for (int64_t g = 0; g < m.groups; g++) round_one(row, g);
     }
 }
 
-// Words of x that a unit of codes meets.
+// Return the words of x that are multiplied with a unit.
 template <class C>
 constexpr int parts() {
     return C::unit_inputs / 4;
 }
 
-// The bytes that meet word `part` of these.
+// Return the bytes for word `part` of x.
 template <class C>
 INLINE Words bytes_of(const Coded<C>& unit, int part) {
     if constexpr (C::bits == 6)
@@ -157,17 +158,17 @@ INLINE Words bytes_of(const Coded<C>& unit, int part) {
 }
 
 #if defined(FOURS)
-// Tiles of which a vector each shares what is loaded of x: 16 registers are too few for two.
+// Tiles whose vectors share each load of x. 16 registers do not suffice for two.
 constexpr int ABREAST = WIDTH == MATRIX_TILE ? 2 : 1;
 
 using Abreast = CodedWords[ABREAST];
 
-// sums += what `count` units give with R rows.
+// sums += `count` units by R rows.
 template <class C, int R>
 INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
                       Ints (&sums)[ABREAST][R]) {
     constexpr int PARTS = parts<C>();
-    constexpr bool APART = R * ABREAST < 8;  // a sum has to wait for the last one
+    constexpr bool APART = R * ABREAST < 8;  // separate chains, because a sum waits for the last one
     Ints others[ABREAST][R] = {};
     for (int64_t n = 0; n < count; n++) {
         Words bytes[PARTS][ABREAST];
@@ -194,13 +195,13 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
 constexpr int ABREAST = 1;
 using Abreast = CodedWords[ABREAST];
 
-// sums += the products of bytes with signed ones, of two neighbours together.
+// sums += unsigned bytes by signed bytes, added in adjacent pairs.
 INLINE Shorts add_pairs(Shorts sums, Words bytes, Words x) {
 #if defined(__AVX512F__)
     return sums + Shorts(_mm512_maddubs_epi16(__m512i(bytes), __m512i(x)));
 #elif defined(__AVX2__)
     sums += Shorts(_mm256_maddubs_epi16(__m256i(bytes), __m256i(x)));
-    asm("" : "+x"(sums));  // else GCC adds in another order, for which there are too few registers
+    asm("" : "+x"(sums));  // prevents a GCC reordering that needs too many registers
     return sums;
 #else
     const Shorts low = bits_of<Shorts>(bytes & 0x00ff00ff);
@@ -210,7 +211,7 @@ INLINE Shorts add_pairs(Shorts sums, Words bytes, Words x) {
 #endif
 }
 
-// The two sums of each lane together.
+// Add the two sums of each lane.
 INLINE Ints joined(Shorts sums) {
 #if defined(__AVX512F__)
     return Ints(_mm512_madd_epi16(__m512i(sums), _mm512_set1_epi16(1)));
@@ -222,7 +223,7 @@ INLINE Ints joined(Shorts sums) {
 #endif
 }
 
-// sums [R] += what COUNT units of WIDTH outputs, from one on, give with R rows.
+// sums [R] += COUNT units of WIDTH outputs, from unit `from` on, by R rows.
 template <class C, int R, int COUNT>
 INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, Ints* sums) {
     constexpr int PARTS = parts<C>();
@@ -246,11 +247,11 @@ INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, In
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++)  // 8 bits: the upper four are worth 16 times as much
+    for (int r = 0; r < R; r++)  // 8 bits: the upper nibble has a weight of 16
         sums[r] += joined(low[r]) + (joined(high[r]) << (C::bits == 8 ? 4 : 0));
 }
 
-// sums += what `count` units give with R rows.
+// sums += `count` units by R rows.
 template <class C, int R>
 INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
                       Ints (&sums)[ABREAST][R]) {
@@ -265,7 +266,7 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
 
 constexpr int64_t TOGETHER = ABREAST * MATRIX_TILE;  // outputs
 
-// R rows from `row` on by a vector of outputs of each block, to their totals.
+// Multiply R rows from `row` on by a vector of outputs of each block, and add to their totals.
 template <class C, int R>
 INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t lane, int64_t g,
                         const RoundedRows& p, int64_t row, float* totals) {
@@ -274,7 +275,7 @@ INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t la
     Ints whole[ABREAST][R] = {};
     add_whole<C, R>(words, m.words / C::unit_words, p.block(g, row), whole);
     const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
-#pragma GCC unroll 2  // else the sums go by way of memory
+#pragma GCC unroll 2  // otherwise the sums spill to memory
     for (int v = 0; v < ABREAST; v++) {
         const Floats scale = C::scales(blocks[v].block, lane);
         const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(blocks[v].block, lane));
@@ -287,8 +288,8 @@ INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t la
     }
 }
 
-// Tiles of outputs from `tile` on, to totals [rows, TOGETHER]; what is behind the last one is that
-// one again.
+// Compute tiles of outputs from `tile` on, to totals [rows, TOGETHER]. Positions past the last tile
+// repeat it.
 template <class C>
 void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRows& p,
                    float* totals) {
@@ -307,7 +308,7 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
     }
 }
 
-// Every product of the chain, which share x.
+// Compute all matmuls of a chain that share x.
 template <class T, class C>
 int rounded_product_of(const Product& a) {
     const Blocks m(a.matrix);
@@ -343,7 +344,7 @@ int rounded_product(const Product& a) {
     return by_codes(a.matrix, [&](auto kind) -> int {
         using C = decltype(kind);
         if constexpr (std::is_same_v<C, Float12>)
-            return INVALID;  // its codes are no whole numbers
+            return INVALID;  // its codes are not integers
         else
             return rounded_product_of<T, C>(a);
     });

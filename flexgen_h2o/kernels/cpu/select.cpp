@@ -1,5 +1,5 @@
-// select_heavy_hitters: a radix selection of the heaviest scores, then one pass that gathers keys,
-// values, scores and positions into the slots. Nothing is sorted.
+// select_heavy_hitters: select the highest scores with a radix select, then gather keys, values, scores
+// and positions into the slots in one pass, without sorting.
 //
 // A task is one KV head of one sequence.
 #include "groups.h"
@@ -10,21 +10,21 @@ namespace {
 
 constexpr int BINS = 2048;
 
-// Whole numbers in the order of the floats; the two zeros are one.
+// Map floats to integers with the same order. +0 and -0 map to one integer.
 inline uint32_t ordered(float x) {
     const uint32_t bits = bits_of<uint32_t>(x + 0.0f);
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// The largest key that `wanted` of the keys reach, and how many of those equal to it must go:
-// digit by digit from the top, a histogram of those that agree so far tells the next digit.
+// The largest key that at least `wanted` keys reach, and the surplus of keys equal to it. The search
+// goes digit by digit from the top, with a histogram of the keys that match so far.
 struct Threshold {
     uint32_t key;
     int64_t surplus;
 };
 
 Threshold threshold(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t* bins) {
-    uint32_t prefix = 0, known = 0;  // the digits found so far, and which bits they are
+    uint32_t prefix = 0, known = 0;  // known digits, and their bit mask
     const int shifts[] = {21, 10, 0};
     for (const int shift : shifts) {
         const uint32_t digit = shift == 0 ? 0x3ff : BINS - 1;
@@ -52,7 +52,7 @@ struct Gather {
     uint8_t* codes;
     int64_t slot = 0;
 
-    // Token i of the prompt stays.
+    // Keep token `i` of the prompt.
     INLINE void take(int64_t i) {
         const int64_t row = prompt.first + i;
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
@@ -87,7 +87,7 @@ void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, 
         return;
     }
     for (int64_t i = 0; i < first; i++) gather.take(i);
-    if (prompt.heavy > 0 && !a.scores) {  // all equal: the newest
+    if (prompt.heavy > 0 && !a.scores) {  // all scores are equal, so keep the newest
         for (int64_t i = last - prompt.heavy; i < last; i++) gather.take(i);
     } else if (prompt.heavy > 0) {
         const float* scores = a.scores + head * a.scores_head + prompt.first;
@@ -99,7 +99,7 @@ void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, 
         Threshold limit = threshold(keys, count, prompt.heavy, bins);
         for (int64_t i = 0; i < count; i++) {
             if (keys[i] < limit.key) continue;
-            // Of equals the newer stay, so the surplus goes from the old end.
+            // Of equal scores, drop the oldest first.
             if (keys[i] == limit.key && limit.surplus > 0)
                 limit.surplus--;
             else
