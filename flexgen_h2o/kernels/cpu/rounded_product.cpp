@@ -4,7 +4,7 @@
 // output. They are multiplied with four quantized inputs in the same order and accumulated in 16 bits
 // as long as they fit. AVX-VNNI and AVX512_VNNI accumulate in 32 bits with one instruction.
 //
-// kernels/reference/matrix.py (`rounded_activations`) defines the quantization of the inputs.
+// kernels/reference/matrix.py (`quantize_activations`) defines the quantization of the inputs.
 #include "activations.h"
 #include "panel.h"
 

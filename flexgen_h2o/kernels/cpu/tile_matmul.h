@@ -21,7 +21,7 @@ namespace ISA {
 constexpr int64_t SIDE = TILE_ROWS;               // rows of a tile, and its columns in words
 constexpr int64_t STEP_INPUTS = 2 * TILE_PAIRS;   // reduction depth of one tile matmul
 constexpr int64_t TILE_COLUMNS = 2 * SIDE;        // outputs of the register block
-constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // minimum that pays for converting weights
+constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // minimum of a share, which converts weights again
 static_assert(TILED_OUTPUTS % TILE_COLUMNS == 0 && TILED_ROWS % (2 * SIDE) == 0 &&
                   TILED_INPUTS % STEP_INPUTS == 0,
               "whole tiles");
@@ -179,8 +179,7 @@ public:
     Results(const Results&) = delete;
     Results& operator=(const Results&) = delete;
 
-    // Return the buffer of the next sums [rows, TILE_COLUMNS]. Writes out the remaining earlier ones
-    // first.
+    // Write the remaining earlier results, then return the buffer of the next sums [rows, TILE_COLUMNS].
     float* begin(int64_t first_row, int64_t count, int64_t output, int64_t outputs) {
         put(2 * SIDE);
         turn = !turn, row = 0, rows = count, columns = outputs;
