@@ -107,8 +107,8 @@ class LLM(Session):
     seed : int
         Seed of random weights.
     memory_limit, device_memory_limit : int, optional
-        The most bytes of host memory and of GPU memory that count as free. PyTorch is held to the
-        second.
+        Upper bounds in bytes on the free host memory and the free GPU memory that the plan uses.
+        PyTorch's GPU allocator is held to the second.
     workload : Workload, optional
         Expected lengths and batch sizes. If they do not fit in memory, loading is refused.
     texts : sequence of str
@@ -119,8 +119,8 @@ class LLM(Session):
     pipeline : Pipeline, optional
         The ranks of pipeline parallelism (`distributed.pipeline`).
     bounds : sequence of int, optional
-        The first decoder layer of each rank, and the number of layers. Default: by weights. The
-        first rank decides.
+        Boundaries of the pipeline stages: the first decoder layer of each rank, then the number of
+        layers. Default: equal weight bytes. The first rank's value is used.
     progress : bool, optional
         Show progress bars. Default: on a terminal.
     trace : Trace, optional
@@ -170,7 +170,7 @@ class LLM(Session):
         self._control = ControlChannel(pipeline)
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         began = time.perf_counter()
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as resources:
             prepared = prepare_model(args, self._control)
             self.model_config = prepared.source.config
             self.weight_options = prepared.source.form.options
@@ -182,31 +182,32 @@ class LLM(Session):
                     self._memory.check_fits, self.policy, self._cache, prepared.workload,
                     loaded_bytes=None, show=verbose))
             with runner.sampled_memory(), self._control.working():
-                runner.load(opened)
+                runner.load(resources)
             self._engine = Engine(runner, self._prompts, self._control, self._memory, self._cache)
-            self._opened = opened.pop_all()  # for close, or the finalizer
+            self._resources = resources.pop_all()  # for close, or the finalizer
         # Not at exit: threads have ended by then, and folders have finalizers of their own.
-        self._drop = weakref.finalize(self, _close_dropped, self._engine, self._opened, os.getpid())
-        self._drop.atexit = False
+        self._finalizer = weakref.finalize(self, _close_unreferenced, self._engine,
+                                           self._resources, os.getpid())
+        self._finalizer.atexit = False
         runner.load_seconds = time.perf_counter() - began
 
     @exclusive
     def close(self) -> None:
         """Stop the workers, and remove files of the disk tier; a second call is a no-op.
 
-        An LLM without references is closed, too. Other ranks of a pipeline are not told then.
+        An LLM without references is closed, too, but other ranks of a pipeline are not notified.
         """
-        self._drop.detach()
+        self._finalizer.detach()
         try:
             for stream in self._streams:
                 stream.end()
             self._engine.close()
         finally:
-            self._opened.close()
+            self._resources.close()
 
     @property
     def stats(self) -> RunStats | None:
-        """Figures of the call that ended last."""
+        """Statistics of the latest call that has ended."""
         return self._engine.stats
 
     @property
@@ -231,18 +232,18 @@ class LLM(Session):
 
     def encode(self, prompt: str | Sequence[int], *, name: int | str = 0, new_tokens: int = 1,
                special: bool = True) -> list[int]:
-        """Return the token ids of a prompt, made and checked as `generate` does.
+        """Return the token ids of a prompt, tokenized and checked as in `generate`.
 
         Parameters
         ----------
         prompt : str or sequence of int
         name : int or str
-            Errors call it "prompt NAME".
+            Error messages call the prompt "prompt NAME".
         new_tokens : int
-            Tokens to generate after it.
+            Number of tokens to generate after the prompt, which must fit too.
         special : bool
-            Put the tokenizer's special tokens in front of a text. False for a text of a chat
-            template, which has them.
+            Add the tokenizer's special tokens, such as BOS, before a text. False for output of a
+            chat template, which contains them.
 
         Raises
         ------
@@ -254,7 +255,7 @@ class LLM(Session):
     def clamped(self, tokens: int, most: int) -> int:
         """Return how many new tokens, up to `most`, fit after a prompt of `tokens` tokens.
 
-        It is at least 1: `encode` refuses a prompt that is too long itself.
+        The result is at least 1, because `encode` refuses a prompt that is too long by itself.
         """
         return self._prompts.clamped(tokens, most)
 
@@ -270,13 +271,13 @@ class LLM(Session):
         prompts : sequence of str or of token id sequences
             Any number. They are sorted by length and computed in blocks of batches.
         sampling_params : SamplingParams or a sequence of them, optional
-            One for all prompts, whose random numbers then differ, or one for each prompt, with the
-            seed of its random numbers.
+            One for all prompts, which then get different random numbers; or one for each prompt,
+            whose random numbers its `seed` determines.
         cut_gen_len : int, optional
-            Generate at most so many tokens, and project the times in `stats` to max_new_tokens.
+            Generate at most this many tokens, and project the times in `stats` to max_new_tokens.
         add_special_tokens : bool
-            Put the tokenizer's special tokens in front of texts. A text that begins with BOS gets
-            no second one.
+            Add the tokenizer's special tokens before texts. A text that begins with BOS gets no
+            second BOS.
         **sampling
             Fields of `SamplingParams` in place of `sampling_params`. Names and meaning are those of
             transformers: max_new_tokens, do_sample, temperature, top_p, eos_token_id (-1: never
@@ -308,9 +309,9 @@ class LLM(Session):
                            **sampling: Any) -> Iterator[dict[int, Output]]:
         """Generate a continuation of each prompt, and return outputs after each block.
 
-        This call checks all prompts. Each step of the iterator computes a block. Other calls may
-        come between two steps; they need memory of their own. Closing or dropping the iterator
-        drops the prompts that are left. `stats` has the blocks so far.
+        This call checks all prompts. Each step of the iterator computes a block. Other calls are
+        allowed between two steps, but need memory of their own. Closing or deleting the iterator
+        cancels the remaining prompts. `stats` covers the blocks so far.
 
         Parameters
         ----------
@@ -325,7 +326,7 @@ class LLM(Session):
         Raises
         ------
         UserError
-            As `generate`. The iterator also raises it if the LLM has been closed.
+            The same as for `generate`. The iterator also raises it if the LLM has been closed.
         """
         self._control.check_first_rank("generate_in_blocks")
         prompts = check_list("prompt", prompts)
@@ -338,7 +339,7 @@ class LLM(Session):
                         prompts[request.key], request.prompt, request)
                         for request in self._step(run)}
             finally:
-                # A generator may be dropped in any thread: this must not wait for a lock.
+                # A generator may be deleted in any thread: this must not wait for a lock.
                 self._engine.end(run)
 
         return blocks()
@@ -347,7 +348,7 @@ class LLM(Session):
                sampling_params: SamplingParams | Sequence[SamplingParams] | None,
                sampling: Mapping[str, Any], cut_gen_len: int | None, add_special_tokens: bool
                ) -> Run:
-        """Check the arguments of `generate`, and begin its run on all ranks."""
+        """Check the arguments of `generate`, and begin a run on all ranks."""
         check_bool("add_special_tokens", add_special_tokens)
         return self._engine.begin_generation(
             prompts, expand_params(sampling_params, sampling, len(prompts)),
@@ -362,7 +363,7 @@ class LLM(Session):
              | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None,
              cut_gen_len: int | None = None, **sampling: Any) -> list[Output]:
-        """Answer conversations. The tokenizer's chat template makes prompts of them.
+        """Answer conversations, which the tokenizer's chat template turns into prompts.
 
         An answer ends at any of `chat_end_tokens`, unless `eos_token_id` is given. Templates are
         rendered in a separate process with limited time and memory.
@@ -398,9 +399,9 @@ class LLM(Session):
         # The template writes special tokens: the tokenizer adds none.
         prompts = [self._prompts.encode(text, key, continues=True)
                    for key, text in enumerate(texts)]
-        params = [own if own.eos_token_id is not None
-                  else replace(own, eos_token_id=self.chat_end_tokens or None)
-                  for own in expand_params(sampling_params, sampling, len(prompts))]
+        params = [answer if answer.eos_token_id is not None
+                  else replace(answer, eos_token_id=self.chat_end_tokens or None)
+                  for answer in expand_params(sampling_params, sampling, len(prompts))]
         outputs = self.generate(prompts, params, cut_gen_len=cut_gen_len)
         parser, answers = ReasoningParser(self.tokenizer), []
         for output, text in zip(outputs, texts, strict=True):
@@ -410,14 +411,14 @@ class LLM(Session):
         return answers
 
     def follow(self) -> None:
-        """Follow the first rank of a pipeline until it closes its LLM: compute the same blocks.
+        """Run the worker loop of a pipeline: compute the blocks that the first rank starts.
 
-        Call it on all other ranks.
+        Call it on all ranks but the first. It returns when the first rank closes its LLM.
 
         Raises
         ------
         UserError
-            Another rank has failed or gone.
+            Another rank has failed or is lost.
         """
         self.call_lock.check_process()
         self._check_open()
@@ -436,17 +437,17 @@ class LLM(Session):
     def loglikelihood(self, pairs: Sequence[tuple]) -> list[list[float]]:
         """Return the log-probability of each token of given continuations.
 
-        With the full cache, context and continuation are one prompt. What an evicting, quantized or
-        sparsely read cache predicts depends on what it has dropped. There the context is the
-        prompt, and the continuation is fed token by token (teacher forcing). Equal contexts of a
-        batch are then computed once.
+        With the full cache, context and continuation are computed as one prompt. With eviction,
+        quantization or sparse attention, predictions depend on the state of the cache: then the
+        context is the prompt, and the continuation is fed token by token (teacher forcing). Equal
+        contexts of a batch are computed once.
 
         Parameters
         ----------
         pairs : sequence of (context, continuation)
             Text or token ids. An empty context is the start of a text. White space at the end of a
-            text context is scored with the continuation, and so is text of the context that shares
-            a token with the continuation.
+            text context is scored as part of the continuation. So is the end of a context that
+            shares a token with the continuation.
 
         Returns
         -------
@@ -458,14 +459,14 @@ class LLM(Session):
     @exclusive
     def score(self, pairs: Sequence[tuple], *, on_logits: Callable[
             [list[tuple[int, int]], torch.Tensor], None] | None = None) -> list[Scored]:
-        """Score continuations: their log-probabilities, and whether greedy decoding writes them.
+        """Score continuations: log-probabilities, and whether greedy decoding generates them.
 
         Parameters
         ----------
         pairs : sequence of (context, continuation)
             See `loglikelihood`.
-        on_logits : callable (places, logits), optional
-            Called with logits [rows, vocab] as they are computed. `places` has the token that each
+        on_logits : callable (targets, logits), optional
+            Called with logits [rows, vocab] as they are computed. `targets` has the token that each
             row predicts: (pair, index into its continuation). The logits are valid during the call.
 
         Returns
@@ -474,8 +475,9 @@ class LLM(Session):
             In the order of the pairs.
         """
         self._control.check_single_rank("score")
-        whole = self._cache.plain and self._cache.attn_sparsity == 1 and not self._cache.recalls
-        return self._engine.score(pairs, whole=whole, on_logits=on_logits)
+        cache = self._cache
+        as_one_prompt = cache.plain and cache.attn_sparsity == 1 and not cache.recalls
+        return self._engine.score(pairs, as_one_prompt=as_one_prompt, on_logits=on_logits)
 
     @exclusive
     def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
@@ -484,14 +486,14 @@ class LLM(Session):
         Parameters
         ----------
         prompt_len, gen_len : int
-            The most tokens of a prompt, and the most to generate.
+            Maximum number of tokens of a prompt, and to generate.
         most : int
-            The most sequences.
+            Upper bound of the result.
 
         Returns
         -------
         int
-            `most`, or a power of two below. 1 if nothing fits: the run itself will then raise.
+            `most`, or a power of two below it. 1 if nothing fits: the run itself then raises.
         """
         check_int("most", most, low=1)
         self._control.check_single_rank("fit_batch")
@@ -508,15 +510,15 @@ class LLM(Session):
 
     @exclusive
     def stream(self, *, max_tokens: int | None = None, past_context: bool = False) -> Stream:
-        """Open a text of unlimited length, whose cache is kept from call to call.
+        """Open a text of unlimited length, whose KV cache is kept between calls.
 
         Parameters
         ----------
         max_tokens : int, optional
-            The most tokens of the whole text. A full cache needs it, to allocate memory.
+            Maximum length of the text. Required with a full cache, to allocate memory.
         past_context : bool
-            Continue past the model's trained positions, where output degrades. It needs rotary
-            positions. Rolling positions continue without it.
+            Continue past the model's trained positions, where output degrades. Needs RoPE. Rolling
+            positions do not need it.
 
         Returns
         -------
@@ -527,8 +529,8 @@ class LLM(Session):
         Raises
         ------
         UserError
-            The sizes of an evicting cache are shares of a prompt, or it only cuts prompts; a full
-            cache lacks `max_tokens`; or it does not fit in memory.
+            The budget is a ratio of a prompt, or generated tokens are not evicted; `max_tokens` is
+            missing with a full cache; or the cache does not fit in memory.
         """
         self._control.check_single_rank("stream")
         self._check_open()
@@ -542,7 +544,7 @@ class LLM(Session):
     @exclusive
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
               ) -> list[list[float]]:
-        """Score continuations with the full cache while `attend` computes the attention.
+        """Score continuations with `attend` in place of the attention over a full cache.
 
         Use it to record attention weights, or to test other attention patterns. Nothing is cached;
         one pair at a time is computed in one prefill.
@@ -575,17 +577,17 @@ class LLM(Session):
         self._engine.check_open()
 
 
-def _close_dropped(engine: Engine, opened: contextlib.ExitStack, process: int) -> None:
+def _close_unreferenced(engine: Engine, resources: contextlib.ExitStack, process: int) -> None:
     """Close an LLM that has no references.
 
-    The garbage collector calls it in any thread, also in one with a lock that closing needs. So
-    another thread closes, and this one waits for a limited time.
+    The garbage collector may call it in any thread, even in one that holds a lock that closing
+    needs. So a new thread closes it, and this one waits for a limited time.
     """
     if os.getpid() != process:
         return
 
     def close() -> None:
-        with opened:
+        with resources:
             engine.close_runs()
 
     thread = threading.Thread(target=close, name="closing a dropped LLM")
@@ -594,7 +596,7 @@ def _close_dropped(engine: Engine, opened: contextlib.ExitStack, process: int) -
 
 
 def _memory_check(prepared: PreparedModel) -> MemoryCheck:
-    """Return the check of runs against memory, by the arguments of the LLM."""
+    """Return the memory check for runs of an LLM with these arguments."""
     source, args, rank = prepared.source, prepared.args, prepared.rank
     return MemoryCheck(
         source.config, source.form.options,

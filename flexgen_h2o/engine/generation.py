@@ -1,7 +1,7 @@
-"""The generation loop: the requests of a call go through the model block by block.
+"""Runs: the requests of one call, computed block by block.
 
 `LLM` begins a `Run` for each call, and `Engine.step` computes its next block: the queue forms the
-block, the runner computes it, the consumer of logits samples or scores. Only one call at a time
+block, the runner computes it, and a `LogitsConsumer` samples or scores. Only one call at a time
 uses a model: `exclusive`.
 """
 
@@ -43,49 +43,49 @@ class MemoryCheck(Protocol):
     """The memory plan of a model: see `planning.memory_plan.MemoryCheck`."""
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
-               loaded_bytes: int | None) -> None:
+                   loaded_bytes: int | None) -> None:
         """Raise `UserError` for a run that does not fit in memory."""
 
 
 class Run:
-    """The requests of one call, on their way through blocks.
+    """The requests of one call, and their progress.
 
     Parameters
     ----------
     runner : Runner
     requests : list of Request
     new_tokens : mapping of int to int
-        The most tokens that are appended to each request, by its key.
+        Maximum number of tokens appended to each request, by its key.
     consumer : LogitsConsumer
-        Samples or scores their logits.
+        Samples or scores.
     gen_len : int
-        The most tokens of a request, for the memory plan.
+        Maximum number of generated tokens of a request, for the memory plan.
 
     Attributes
     ----------
     stats : RunStats
-        Figures of the blocks so far. Tokens are those of finished requests.
+        Statistics of the blocks so far. Token counts include finished requests only.
     workspace : Workspace or None
-        The memory for its blocks, from the first block on.
+        Memory of the blocks, allocated before the first one.
     queue : BlockQueue or None
-        Requests that wait, and those of the current block; None once the run is closed.
+        Waiting requests, and those of the current block; None once the run is closed.
     """
 
     def __init__(self, runner: Runner, requests: list[Request], new_tokens: Mapping[int, int],
                  consumer: LogitsConsumer, *, gen_len: int):
         self.runner, self.requests, self.consumer = runner, requests, consumer
         self.gen_len = gen_len
-        # Scores of a prefill are of each request's own rows: no batch shares equal prompts.
+        # A prefill scorer needs the rows of every request, so equal prompts are not shared.
         self.queue: BlockQueue | None = runner.queue(
             requests, new_tokens, share_prompts=not isinstance(consumer, PrefillScorer))
         self.stats = runner.new_stats()
         self.workspace: Workspace | None = None
-        self.halved = False  # out of memory made its blocks smaller
+        self.halved = False  # blocks were made smaller when memory ran out
         self._bars: RunBars | None = None
 
     @property
     def finished(self) -> bool:
-        """True if all requests have finished; never of a run that was closed before."""
+        """True if all requests have finished; False for a run that was closed before."""
         return self.queue is not None and not self.queue.left
 
     def size(self) -> tuple[WorkspaceSize, Workload]:
@@ -145,25 +145,26 @@ class Run:
 class Engine:
     """Begins runs and computes their blocks, on all ranks of a pipeline.
 
-    It does not refer to its `LLM`, so that one without references is closed at once.
+    It has no reference to its `LLM`, so that an unreferenced LLM is closed at once.
 
     Parameters
     ----------
     runner : Runner
-        Of the loaded model.
+        Runner of the loaded model.
     prompts : Prompts
+        Tokenizes prompts and decodes outputs.
     control : ControlChannel
-        To other ranks.
+        Control messages to other ranks.
     memory : MemoryCheck
     cache : CacheOptions
-        Of all layers of the model.
+        Options of the KV cache in all layers of the model, on any rank.
 
     Attributes
     ----------
     runner : Runner
-        Computes the blocks of runs to come.
+        Computes the blocks of new runs.
     stats : RunStats or None
-        Figures of the latest run.
+        Statistics of the latest run.
     """
 
     def __init__(self, runner: Runner, prompts: Prompts, control: ControlChannel,
@@ -175,7 +176,7 @@ class Engine:
         self._closed = False
         self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
         self._spares: list[Workspace] = []
-        """Workspaces of ended runs. Memory that has been touched is faster than fresh memory."""
+        """Workspaces of ended runs, for reuse: fresh memory costs page faults."""
 
     def begin_generation(self, prompts: Sequence[str | Sequence[int]],
                          params: Sequence[SamplingParams], *, cut_gen_len: int | None = None,
@@ -186,44 +187,46 @@ class Engine:
         ----------
         prompts : sequence of str or of token id sequences
         params : sequence of SamplingParams
-            Of each prompt.
+            Sampling parameters of each prompt.
         cut_gen_len : int, optional
-            Generate at most so many tokens, whatever the parameters say.
+            Generate at most this many tokens, also if the parameters allow more.
         special : bool
-            Put the tokenizer's special tokens in front of texts.
+            Add the tokenizer's special tokens before texts.
 
         Raises
         ------
         UserError
             A prompt is empty or too long, or a parameter does not go with the model.
         """
-        _ = self._prompts.tokenizer  # a damaged one must raise before the work, and not after it
+        _ = self._prompts.tokenizer  # a damaged tokenizer must raise before the work
         requests = [Request(key, self._prompts.encode(prompt, key, continues=not special),
-                            seed=own.seed, params=own)
-                    for key, (prompt, own) in enumerate(zip(prompts, params, strict=True))]
+                            seed=prompt_params.seed, params=prompt_params)
+                    for key, (prompt, prompt_params) in enumerate(
+                        zip(prompts, params, strict=True))]
         self._prompts.check_lengths(
-            requests, {key: own.max_new_tokens for key, own in enumerate(params)})
+            requests, {request.key: request.params.max_new_tokens for request in requests})
         if cut_gen_len is not None:
             check_int("cut_gen_len", cut_gen_len, low=1)
         # The prefill samples the first token: one fewer is appended.
-        new = {key: min(own.max_new_tokens, cut_gen_len or own.max_new_tokens) - 1
-               for key, own in enumerate(params)}
+        lengths = [prompt_params.max_new_tokens for prompt_params in params]
+        new = {key: min(length, cut_gen_len or length) - 1 for key, length in enumerate(lengths)}
         sampler = self._prompts.generation(dict(enumerate(params)), steps=cut_gen_len)
         run = self._begin(requests, new, sampler,
-                          gen_len=max((own.max_new_tokens for own in params), default=1))
+                          gen_len=max(lengths, default=1))
         self._control.send(Generate([request.prompt for request in requests], list(params),
                                    cut_gen_len), run)
         return run
 
-    def score(self, pairs: Sequence[tuple], *, whole: bool, on_logits: OnLogits | None = None
-              ) -> list[Scored]:
+    def score(self, pairs: Sequence[tuple], *, as_one_prompt: bool,
+              on_logits: OnLogits | None = None) -> list[Scored]:
         """Score continuations.
 
         Parameters
         ----------
         pairs : sequence of (context, continuation)
-        whole : bool
-            Context and continuation are one prompt; else the continuation is fed token by token.
+        as_one_prompt : bool
+            Compute context and continuation as one prompt. False: feed the continuation token by
+            token.
         on_logits : callable, optional
             See `LLM.score`.
 
@@ -232,13 +235,13 @@ class Engine:
         UserError
             A pair is not a pair of texts or token ids, or is too long.
         """
-        requests, scorer, new = self._scoring(pairs, whole, on_logits)
+        requests, scorer, new = self._scoring(pairs, as_one_prompt, on_logits)
         self.run_all(self._begin(requests, {key: count - 1 for key, count in new.items()}, scorer,
                                  gen_len=max(new.values(), default=1)))
         return scorer.scored()
 
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]) -> list[Scored]:
-        """Score continuations while `attend` computes the attention: see `LLM.probe`."""
+        """Score continuations with `attend` as the attention: see `LLM.probe`."""
         requests, scorer, _ = self._scoring(pairs, True, None)
         self.check_open()
         if requests:
@@ -246,13 +249,13 @@ class Engine:
             self.stats = self.runner.probe(requests, attend, scorer)
         return scorer.scored()
 
-    def _scoring(self, pairs: Sequence[tuple], whole: bool, on_logits: OnLogits | None
+    def _scoring(self, pairs: Sequence[tuple], as_one_prompt: bool, on_logits: OnLogits | None
                  ) -> tuple[list[Request], DecodeScorer | PrefillScorer, dict[int, int]]:
-        """Return requests for pairs, their scorer, and the tokens of each to generate, by key."""
+        """Return requests for pairs, their scorer, and the tokens to generate by request key."""
         requests, continuations = self._prompts.encode_pairs(pairs)
         scorer: DecodeScorer | PrefillScorer = DecodeScorer(continuations, on_logits)
         new = {key: len(continuation) for key, continuation in continuations.items()}
-        if whole:
+        if as_one_prompt:
             scorer, new = PrefillScorer(continuations, on_logits), dict.fromkeys(new, 1)
             requests = scorer.joined(requests)
         self._prompts.check_lengths(requests, new)
@@ -275,14 +278,14 @@ class Engine:
     def step(self, run: Run) -> list[Request]:
         """Compute the next block of a run, on all ranks. Return the requests that it finished.
 
-        A block that runs out of memory is computed again with half the sequences, and so are those
-        after it. Results do not depend on that. After any other error the run is closed.
+        If a block runs out of memory, it is computed again with half the sequences, and so are all
+        later blocks. Results do not depend on that. Any other error closes the run.
 
         Raises
         ------
         UserError
-            There is no memory for the first workspace, or even for one sequence; or ranks of a
-            pipeline have begun another run.
+            Memory is too small for the first workspace or for one sequence, or the first rank of a
+            pipeline has begun another run.
         """
         self.check_open()
         self._control.send(Step(), run)
@@ -297,7 +300,7 @@ class Engine:
         return requests
 
     def _try_step(self, run: Run) -> list[Request] | None:
-        """Compute a block; None after it ran out of memory and was halved."""
+        """Compute a block. Return None if memory ran out and the block was halved."""
         computing = False
         try:
             if run.workspace is None:
@@ -305,7 +308,7 @@ class Engine:
             computing = True
             return run.compute_block()
         except BaseException as error:
-            # Transfers may be under way in the workspace, and its state is unknown.
+            # The state of the workspace is unknown, and transfers may be running in it.
             run.close_workspace()
             refused = run.halved and isinstance(error, UserError) and not computing
             if not (refused or lacks_memory(error)):
@@ -322,7 +325,7 @@ class Engine:
         Raises
         ------
         InsufficientMemory
-            A new one does not fit, on this rank or on another.
+            A new workspace does not fit, on this rank or on another.
         """
         size, workload = run.size()
         spare = next((spare for spare in self._spares if spare.size.covers(size)), None)
@@ -339,7 +342,7 @@ class Engine:
         return run.runner.workspace(size) if spare is None else spare
 
     def end(self, run: Run) -> None:
-        """Close a run, and keep its workspace for another one."""
+        """Close a run, and keep its workspace for another run."""
         workspace, run.workspace = run.workspace, None
         run.close()
         if workspace is not None:
@@ -356,7 +359,7 @@ class Engine:
             raise UserError("this LLM has been closed: make a new one")
 
     def close(self) -> None:
-        """Let other ranks stop following, and close all runs; a second call is a no-op."""
+        """Stop the worker loops of other ranks, and close all runs; a second call is a no-op."""
         if not self._closed:
             self._closed = True
             with suppress(PipelineFailure):
@@ -383,7 +386,7 @@ _first_process: int | None = None
 
 
 class CallLock:
-    """The lock that the current call on a model holds, and the process of the model."""
+    """The lock that the current call on a model holds, and the process that owns the model."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -413,12 +416,12 @@ def _check_process(process: int) -> None:
 
 
 class Session(ABC):
-    """A context manager for an open model or an open text.
+    """A context manager for a model or a stream.
 
     Attributes
     ----------
     call_lock : CallLock
-        One for a model and all its texts.
+        One lock for a model and all its streams.
     """
 
     call_lock: CallLock
@@ -433,18 +436,18 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free its resources; a second call is a no-op."""
+        """Free the resources; a second call is a no-op."""
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raise `UserError` if it has been closed."""
+        """Raise `UserError` after `close`."""
 
 
 def exclusive(method: Callable[Concatenate[_Self, _Options], _Result]
               ) -> Callable[Concatenate[_Self, _Options], _Result]:
-    """Decorate a method whose calls wait for those of other threads on the same model.
+    """Decorate a method so that calls from several threads on one model take turns.
 
-    A call from within another call raises `UserError`: waiting would never end.
+    A nested call raises `UserError`, because it would wait forever.
     """
     @functools.wraps(method)
     def call(self: _Self, *args: _Options.args, **options: _Options.kwargs) -> _Result:

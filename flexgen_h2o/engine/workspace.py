@@ -270,8 +270,8 @@ class Workspace:
             return None if config.rope is None else rope_tables(config.rope, positions,
                                                                 torch.float32)
 
-        with ExitStack() as opened:
-            self._opened = opened
+        with ExitStack() as resources:
+            self._resources = resources
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:
@@ -284,16 +284,16 @@ class Workspace:
                 size.rows, config.hidden_size, shape.dtype, batches=size.cache.batches,
                 placement=policy.activations, transfers=transfers, run_folder=self._run_folder)
             # Closed first: no transfer may be under way when files and buffers are freed.
-            opened.callback(transfers.abandon)
-            self._opened = opened.pop_all()
+            resources.callback(transfers.abandon)
+            self._resources = resources.pop_all()
 
     def _run_folder(self) -> RunFolder:
         if self._folder is None:
             self._folder = RunFolder(self._offload_dir)
-            self._opened.callback(self._folder.close)
-            self._opened.callback(self._transfers.disk.forget, self._folder.path)
+            self._resources.callback(self._folder.close)
+            self._resources.callback(self._transfers.disk.forget, self._folder.path)
         return self._folder
 
     def close(self) -> None:
         """Wait for transfers, and remove the files; a second call is a no-op."""
-        self._opened.close()
+        self._resources.close()
