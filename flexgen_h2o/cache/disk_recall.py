@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +94,7 @@ class DiskRecallPart(FetchedPart):
     """
 
     def __init__(self, slot_layout: SlotLayout, first: int, last: int, *, capacity: Capacity,
-                 transfers: Transfers, path: str, hot_slots: Sequence[int]):
+                 transfers: Transfers, path: Path, hot_slots: Sequence[int]):
         self._pages = self._page_layouts(slot_layout, capacity, hot_slots)
         self._slots = hot_slots
         super().__init__(slot_layout, first, last, capacity=capacity, transfers=transfers,
@@ -389,7 +391,7 @@ def recalls_in_place(device: Device) -> bool:
 
 
 def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int], *,
-               transfers: Transfers, on_host: bool, file: Callable[[int], str],
+               transfers: Transfers, on_host: bool, file: Callable[[int], Path],
                recalled: Sequence[bool] = (), hot_slots: Sequence[int] = ()) -> list[CachePart]:
     """Return the parts of a cache.
 
@@ -416,7 +418,7 @@ def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
     if not device.separate:
         gpu, cpu = gpu + cpu, 0
     in_host, on_disk = (gpu, gpu + cpu), (gpu + cpu, gpu + cpu + disk)
-    sizes = {"capacity": capacity, "transfers": transfers}
+    sizes: dict[str, Any] = {"capacity": capacity, "transfers": transfers}
     parts: list[CachePart] = []
     if gpu:
         parts.append(ResidentPart(slot_layout, 0, gpu, capacity=capacity, device=device))

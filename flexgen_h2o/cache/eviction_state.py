@@ -78,9 +78,10 @@ class EvictionStates:
         key = (layer, batch, part.first)
         if key not in self._states:
             sequences, device = part.sequences(batch), part.attention_device(self._device)
-            rope = None
+            rope: Rope | None = None
             if self.rolls(layer, batch):
-                rope = tuple(table.to(device) for table in self.rope_tables(plan.slots + 1))
+                cos, sin = self.rope_tables(plan.slots + 1)
+                rope = cos.to(device), sin.to(device)
             smoothing = self.smoothing(layer, batch)
             self._states[key] = new_state(
                 (sequences.stop - sequences.start, self._shape.kv_heads, plan.slots),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class HotSet:
 
     def __init__(self, heads: int, tokens: int, slots: int, newest: int, *,
                  device: torch.device | None = None):
-        options = {"dtype": torch.int32, "device": device}
+        options: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._slot_of = torch.full((heads, tokens), -1, **options)
         self._token_of = torch.full((heads, slots), -1, **options)
         self.log_weights = torch.zeros((heads, tokens), **options)
@@ -181,7 +182,8 @@ class ZeroCopyPart(FetchedPart):
             # Decode steps write in place, to a store that has all slots from the start.
             cached = None
             self._write_newest(layer, batch)
-            self._stores[layer, batch].busy.append(self._device.mark())
+            self._stores[layer, batch].busy.append(
+                self._device.mark())  # type: ignore[arg-type]  # `load` waits for an Event, too
         super().load(layer, batch, fetch=fetch, keys_only=keys_only, cached=cached)
 
     def on_prompt_cached(self, layer, batch, tokens):

@@ -292,7 +292,7 @@ class KVCache:
         # Host jobs first: they need not wait for attention on the device.
         for part in sorted(self._parts_of(batch), key=lambda part: not part.on_host):
             sequences = part.sequences(batch)
-            rows = [x[sequences] for x in (q, k, v)]
+            part_q, part_k, part_v = (x[sequences] for x in (q, k, v))
             part_sinks = sinks
             if part.on_host and sinks is not None:
                 part_sinks = self._host.sinks_on_host(layer, sinks)
@@ -300,12 +300,13 @@ class KVCache:
                                        None if offsets is None else offsets[sequences])
             attend = self._part_attention(layer, batch, part, token, attention.options)
             if any(part.prefetch_capacity(layer, batch)):
-                self._prefetch(layer, batch, part, *rows[:2], token=token, attention=attention)
+                self._prefetch(layer, batch, part, part_q, part_k, token=token,
+                               attention=attention)
             if part.on_host:
-                out, handle = self._host.start(*rows, attend)
+                out, handle = self._host.start(part_q, part_k, part_v, attend)
                 pending.handles.append(handle)
             else:
-                out, slots = attend(*rows)
+                out, slots = attend(part_q, part_k, part_v)
                 if not part.is_resident and not part.fetches_selected(layer):
                     self._updates[layer, batch, part.first] = SlotUpdate.gather(
                         part.get(layer, batch), slots)

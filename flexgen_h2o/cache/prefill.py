@@ -96,12 +96,12 @@ class PromptAttention:
         if batch_layout.appends:
             attend = self._append if appends else self._attend_chunk
             rows = zip(*(x.split(lengths) for x in (q, cached, v)), strict=True)
-            outputs = [attend(layer, batch, span, *qkv, attention)
-                       for span, qkv in zip(spans, rows, strict=True)]
+            outputs = [attend(layer, batch, span, span_q, span_k, span_v, attention)
+                       for span, (span_q, span_k, span_v) in zip(spans, rows, strict=True)]
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         length = batch_layout.lengths[spans[0].sequence]
         if spans[0].start > 0 or spans[0].end < length:
-            return self._attend_shared(layer, batch, *spans, q, k, v, cached_keys=cached,
+            return self._attend_shared(layer, batch, spans[0], q, k, v, cached_keys=cached,
                                        attention=attention)
         scores = None
         if self._evictions.scored(layer, batch):

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -297,7 +299,7 @@ class FetchedPart(CachePart):
     is_resident = False
 
     def __init__(self, slot_layout: SlotLayout, first: int, last: int, *, capacity: Capacity,
-                 transfers: Transfers, path: str | None):
+                 transfers: Transfers, path: Path | None):
         super().__init__(slot_layout, first, last)
         self._transfers = transfers
         self._device = transfers.device
@@ -425,7 +427,7 @@ class FetchedPart(CachePart):
 
     def store(self, layer, batch, update):
         store = self._stores[layer, batch]
-        options = {"store": store, "shape": self._shape(layer, batch, store.slots)}
+        options: dict[str, Any] = {"store": store, "shape": self._shape(layer, batch, store.slots)}
         if update is None:
             empty = partial(self._store_all, **options)
         else:

@@ -87,10 +87,10 @@ class Eviction:
             return index.repeat(heads, 1)
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
-        tokens = positions[..., -1:] + 1
-        score = self._score(PolicyState(scores, positions, tokens), vectors)
+        length = positions[..., -1:] + 1
+        score = self._score(PolicyState(scores, positions, length), vectors)
         if self.window:
-            score = score.masked_fill(positions <= tokens - self.window, -torch.inf)
+            score = score.masked_fill(positions <= length - self.window, -torch.inf)
         score = score[:, first:last]
         # Sort from new to old: a stable sort leaves the newer of equal scores in front.
         order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)

@@ -208,7 +208,7 @@ class SimulatedCache:
         for head, (alive, scores) in enumerate(zip(cache.alive.tolist(), score.tolist(),
                                                    strict=True)):
             candidates = [i for i in range(limit.sinks, tokens - limit.recent) if alive[i]]
-            for victim in sorted(candidates, key=lambda i, s=scores: (s[i], i))[:excess]:
+            for _, victim in sorted((scores[i], i) for i in candidates)[:excess]:
                 cache.alive[head, victim] = False
 
     def _score(self, cache: SequenceCache, layer: int) -> Tensor:

@@ -59,13 +59,15 @@ class EvictionArguments(NamedTuple):
         """Return the arguments of a state: its own tensors, which operations update."""
         if state is None:
             return cls()
-        rope = (None, None) if state.rope is None else (table.contiguous() for table in state.rope)
+        cos, sin = (None, None) if state.rope is None else (
+            table.contiguous() for table in state.rope)
         eviction = state.eviction
         rolls = state.smoothing is not None and state.ranks is not None
         change = state.smoothing.keys if rolls else None
-        return cls(state.scores, state.positions, state.ranks, *rope, mean=eviction.mean,
+        return cls(state.scores, state.positions, state.ranks, cos, sin, mean=eviction.mean,
                    decay=eviction.decay, sinks=eviction.sinks, window=eviction.window,
-                   factor=change and change.factor, shift=change and change.shift)
+                   factor=None if change is None else change.factor,
+                   shift=None if change is None else change.shift)
 
 
 class FormArguments(NamedTuple):

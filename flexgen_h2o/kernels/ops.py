@@ -286,12 +286,13 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     """
     if rope is None and change is None:
         return
+    cos, sin = rope or (None, None)
     if uses_native(x):
-        native.rotate(x, *(rope or (None, None)), change, offsets)
+        native.rotate(x, cos, sin, change, offsets)
     elif change is None:
-        rotary.apply_rope_(x, *rope)
+        rotary.apply_rope_(x, cos, sin)
     else:
-        reference_layers.rotate(x, *(rope or (None, None)), change, offsets)
+        reference_layers.rotate(x, cos, sin, change, offsets)
 
 
 def table_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,28 +125,29 @@ class CapturingOperations(Operations):
 
     def __init__(self, operations: Operations, capture: CapturedCalls):
         super().__init__(operations.device)
-        self.get = operations.get
+        self.get = operations.get  # type: ignore[method-assign]  # shares the buffers
         self._capture = capture
 
-    def linear(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None, *,
-               out: Tensor) -> None:
+    def linear(self, x: Tensor, weight: Matrix, bias: Tensor | None, *, out: Tensor) -> None:
+        dense: Any = weight  # a Tensor if it is not captured
         if self._capture_matmul(x, weight, bias, out, add=False):
             return
         if bias is None:
-            self._capture.append(partial(torch.mm, x, weight.t(), out=out))
+            self._capture.append(partial(torch.mm, x, dense.t(), out=out))
         else:
-            self._capture.append(partial(torch.addmm, bias, x, weight.t(), out=out))
+            self._capture.append(partial(torch.addmm, bias, x, dense.t(), out=out))
 
-    def add_linear_(self, residual: Tensor, x: Tensor, weight: Tensor | QuantizedMatrix,
+    def add_linear_(self, residual: Tensor, x: Tensor, weight: Matrix,
                     bias: Tensor | None) -> None:
+        dense: Any = weight  # a Tensor if it is not captured
         if self._capture_matmul(x, weight, bias, residual, add=True):
             return
         if bias is not None:
             self._capture.append(partial(residual.add_, bias))
-        self._capture.append(partial(residual.addmm_, x, weight.t()))
+        self._capture.append(partial(residual.addmm_, x, dense.t()))
 
-    def _capture_matmul(self, x: Tensor, weight: Tensor | QuantizedMatrix, bias: Tensor | None,
-                        out: Tensor, *, add: bool) -> bool:
+    def _capture_matmul(self, x: Tensor, weight: Any, bias: Tensor | None, out: Tensor, *,
+                        add: bool) -> bool:
         """Capture a matmul of the C++ library; return False if PyTorch's is to be used."""
         if isinstance(weight, QuantizedMatrix):
             if ops.quantized_choice(x, weight) == "codes":
@@ -210,11 +212,12 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None, *,
         out = x.new_empty((len(x), len(weight))) if out is None else out
         function(x, weight, bias, out)
         return out
+    dense: Any = weight  # a Tensor: all others have a native function
     if out is None:
-        return F.linear(x, weight, bias)
+        return F.linear(x, dense, bias)
     if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+        return torch.mm(x, dense.t(), out=out)
+    return torch.addmm(bias, x, dense.t(), out=out)
 
 
 def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -230,9 +233,10 @@ def add_linear_(residual: Tensor, x: Tensor, weight: Matrix, bias: Tensor | None
     if function is not None:
         function(x, weight, bias, residual, add=True)
         return residual
+    dense: Any = weight  # a Tensor: all others have a native function
     if bias is not None:
         residual.add_(bias)
-    return residual.addmm_(x, weight.t())
+    return residual.addmm_(x, dense.t())
 
 
 def _native_matmul(x: Tensor, weight: Tensor | QuantizedMatrix) -> Callable[..., None] | None:

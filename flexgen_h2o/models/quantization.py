@@ -179,7 +179,7 @@ def _compressed_tensors(values: _Values) -> Quantization:
         raise UserError(f"{values.name}: quantization_config has no config_groups; "
                         "is config.json complete?")
     schemes = [_scheme(values, group) for group in groups.values()]
-    sizes, blocks = ({scheme[field] for scheme in schemes} for field in (1, 2))
+    sizes, blocks = {scheme[1] for scheme in schemes}, {scheme[2] for scheme in schemes}
     if len(blocks - {None}) > 1:
         raise values.refuse("compressed-tensors with blocks of several sizes")
     bits = tuple(sorted({scheme[0] for scheme in schemes if scheme[0]}))

@@ -134,7 +134,7 @@ def pread_exactly(fd: int, view: memoryview, offset: int, path: Path) -> None:
 
 def bytes_view(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor of any dtype as writable bytes."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def write_safetensors(

@@ -143,9 +143,9 @@ def _from_hub(repo_id: str) -> Path:
             return Path(folder)
     except failures as error:
         # Without network or access, use an earlier download.
-        folder = _from_hub_cache(repo_id, failures)
-        if folder is not None:
-            return folder
+        cached = _from_hub_cache(repo_id, failures)
+        if cached is not None:
+            return cached
         raise UserError(_explain(repo_id, error)) from error
     raise UserError(
         f"{repo_id} on the Hugging Face hub has neither {_SAFETENSORS[0]} nor {_BIN[0]}, "

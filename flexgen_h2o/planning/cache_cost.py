@@ -200,7 +200,7 @@ class CacheCosts:
             cost.add(COMPUTE, kept * each / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + CACHE_GROWTH) * self._record
-        fetched = ("cpu", "disk")
+        fetched: tuple[str, ...] = ("cpu", "disk")
         if run.attends_on_host:
             fetched = ("disk",)
             # Prompts are cut on the host, which needs them whole.

@@ -15,8 +15,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
 
 
 def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progress: Note
-           ) -> tuple[dict[str, float], dict[str, float]]:
+           ) -> tuple[dict[str, float], dict[str, Any]]:
     """Return `Hardware.links`, and the fields of `Hardware` that say how transfers slow compute."""
     progress("disk")
     sizes = rates.sizes
@@ -151,17 +152,18 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         scratch = folder.file("calibration.bin", sizes.scratch)
         # Write first: a read must not hit a hole in the file.
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
-        found = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
+        found: tuple[float, ...] = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
         progress("disk and matmuls at once")
         names = ("interference", "read_interference")
-        beside = dict(zip(names, map(_figure, rates.interference(scratch)), strict=True))
+        beside: dict[str, Any] = dict(
+            zip(names, map(_figure, rates.interference(scratch)), strict=True))
         if not device.separate:
             progress("cache on disk")
             names = ("fetch_seconds", "fetch_head_seconds")
             beside |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
     if device.separate:
         progress("copies between host and GPU")
-        found += copy_rates(device, nbytes=sizes.copied)
+        found = (*found, *copy_rates(device, nbytes=sizes.copied))
     return _figures(dict(zip(LINKS, found, strict=False))), beside
 
 
@@ -205,7 +207,7 @@ def _figure(figure: float) -> float:
     return float(f"{figure:.{_DIGITS}g}")
 
 
-def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, int | None]:
+def _memory(device: Device, offload_dir: str | os.PathLike) -> dict[str, Any]:
     """Return the fields of `Hardware` for the machine's total memory and disk."""
     return asdict(whole_memory(offload_dir, device.total_bytes()))
 
@@ -323,6 +325,10 @@ class _RandomCache:
         return calls
 
 
+def _replay_next(steps: Iterator[CapturedCalls]) -> None:
+    next(steps).replay()
+
+
 def _spans(sequences: int, first: int, count: int) -> torch.Tensor:
     return torch.tensor([[first], [first], [count]], dtype=torch.int32).repeat(1, sequences)
 
@@ -358,6 +364,6 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
     for cached, chosen in ((few, few // 4), (many, few // 4), (many, many // 4)):
         steps = itertools.cycle([cache.capture(cached, chosen) for cache in caches])
         tokens = RecalledTokens(chosen, cached, heads, heads * record)
-        times.append((tokens, timer.seconds(lambda steps=steps: next(steps).replay())))
+        times.append((tokens, timer.seconds(partial(_replay_next, steps))))
     return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
 

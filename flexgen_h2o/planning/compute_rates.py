@@ -83,7 +83,8 @@ class Timer:
         if FEWEST * once >= seconds:
             return tried
         calls = math.ceil(seconds / MOST / once)
-        samples, ends = [], time.perf_counter() + seconds
+        samples: list[list[float]] = []
+        ends = time.perf_counter() + seconds
         while len(samples) < FEWEST or time.perf_counter() < ends:
             samples.append([self._sample(work, calls) for work in works])
         return samples
@@ -286,7 +287,7 @@ class Rates:
                     else dispatch.available(operation, rows, self._dtype))
         if len(possible) == 1:
             return self._timer.seconds(work)
-        seconds = {}
+        seconds: dict[str, float] = {}
         for name in possible:
             with dispatch.use_autotune_table({operation: {bits: {rows: name}}}):
                 seconds[name] = self._timer.seconds(
@@ -341,13 +342,14 @@ class Rates:
         for bits in BITS:
             one = self._records(sizes.heads, tokens, sizes.head_dim, bits=bits)
             slots = one.repeat(1, sequences, 1, 1, 1)
-            state = EvictionState(Eviction(), *(
+            kept_scores, positions = (
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
-                for dtype in (torch.float32, torch.int32)))
+                for dtype in (torch.float32, torch.int32))
+            state = EvictionState(Eviction(), kept_scores, positions)
             layout = CacheLayout.from_bits(sizes.head_dim, bits)
-            took = self._timer.seconds(lambda slots=slots, state=state, layout=layout: (
-                ops.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots, state=state,
-                                         layout=layout)))
+            took = self._timer.seconds(partial(
+                ops.select_heavy_hitters, k, v, scores, cuts=cuts, slots=slots, state=state,
+                layout=layout))
             found[bits] = BILLION * took / (2 * k.numel())
         return found
 

@@ -106,7 +106,8 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
         phases.append(Phase(float(sum(layer_step.elapsed(shares) for layer_step in layer_steps)),
                             {name: float(alone[row]) for row, name in enumerate(RESOURCES)}))
     sequences = load.gpu_batch_size * load.num_gpu_batches
-    return Estimate(*phases, steps=load.gen_len - 1, generated=sequences * load.gen_len)
+    prefill, step = phases
+    return Estimate(prefill, step, steps=load.gen_len - 1, generated=sequences * load.gen_len)
 
 
 def placement_shares(run: PlannedRun) -> np.ndarray:

@@ -212,17 +212,17 @@ _AutotuneTable = defstruct("_AutotuneTable", [
     for operation, names in IMPLEMENTATIONS.items()], bases=(StrictStruct,))
 
 
-class _HostRates(StrictStruct):
+class _HostRates(StrictStruct, frozen=True):
     decode_attention_gb_per_s: mapping_of(BITS, _Rate)
     head_microseconds: _Rate
 
 
-class _Roofline(StrictStruct):
+class _Roofline(StrictStruct, frozen=True):
     tflop_per_s: _Rate
     memory_gb_per_s: _Rate
 
 
-class _ComputeEntries(StrictStruct):
+class _ComputeEntries(StrictStruct, frozen=True):
     prefill_attention_tflop_per_s: mapping_of(("plain", "scored"), _Rate)
     decode_attention_gb_per_s: mapping_of(BITS, _Rate)
     head_microseconds: _Rate
@@ -258,7 +258,7 @@ class _ComputeEntries(StrictStruct):
                                      "ascending order")
 
 
-class _Machine(StrictStruct):
+class _Machine(StrictStruct, frozen=True):
     name: Text
     cpu_gb: _Size
     disk_gb: _Size

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.parallel import Stage
@@ -106,7 +106,8 @@ class MemoryPlan:
         must leave a full disk.
         """
         given = replace(self.run.policy, experts=None)  # weight shares move experts first
-        fastest = replace(given, **dict.fromkeys(PLACED, Placement(100, 0, 0)))
+        on_fastest: dict[str, Any] = dict.fromkeys(PLACED, Placement(100, 0, 0))
+        fastest = replace(given, **on_fastest)
         for start in (given, fastest):
             policy: Policy | None = start
             while policy is not None:

@@ -96,7 +96,8 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
         seconds = (busy + through - busy / groups if name == "prefill"
                    else max(busy, through))
         phases.append(Phase(seconds, slowest.resources))
-    return Estimate(*phases, steps=found[0].steps, generated=found[0].generated)
+    prefill, step = phases
+    return Estimate(prefill, step, steps=found[0].steps, generated=found[0].generated)
 
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,

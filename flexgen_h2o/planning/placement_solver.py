@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy.optimize import linprog
@@ -65,7 +66,8 @@ class PlacementSolver:
 
         From then on, "weights" are the experts.
         """
-        least = dict.fromkeys(("experts", "cache", "activations"), Placement(0, 0, 100))
+        least: dict[str, Any] = dict.fromkeys(("experts", "cache", "activations"),
+                                              Placement(0, 0, 100))
         runs = [replace(run, policy=replace(run.policy, weights=weights, **least)) for weights in
                 (Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100))]
         return next(filter(self._fits, runs), runs[0])
@@ -76,7 +78,8 @@ class PlacementSolver:
 
     def _replace(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:
         """Return a policy with other placements of some kinds."""
-        return replace(policy, **{self._field(kind): each for kind, each in placements.items()})
+        fields: dict[str, Any] = {self._field(kind): each for kind, each in placements.items()}
+        return replace(policy, **fields)
 
     def _field(self, kind: str) -> str:
         return "experts" if kind == "weights" and self.run.model.experts is not None else kind
@@ -135,7 +138,7 @@ class PlacementSolver:
             run, better = better, self._best_neighbour(better)
         return run
 
-    def _block_seconds(self, shares: np.ndarray) -> np.ndarray:
+    def _block_seconds(self, shares: np.ndarray) -> Any:
         """Return the seconds of a block for placement shares [TERMS] or [TERMS, n]."""
         return sum(layer_step.elapsed(shares) for layer_step in self._layer_steps)
 
@@ -177,7 +180,7 @@ class PlacementSolver:
         cache."""
         placements = {}
         for kind, three in zip(PLACED, shares.reshape(len(PLACED), len(TIERS)), strict=True):
-            placement = _normalize(three)
+            placement = _normalize(three.tolist())
             if kind == "cache":
                 placement = _normalize(split(self.run.workload.gpu_batch_size, placement))
             placements[kind] = Placement(*split(100, placement))

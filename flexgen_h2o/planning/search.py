@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.layers import MIN_EXPERT_SLOTS
@@ -92,18 +92,18 @@ class PlanRequest:
     def sizes(self) -> list[int]:
         """Return the GPU batch sizes to try, ascending."""
         if self.gpu_batch_size is not None or self.goal == "latency":
-            return [min(self.gpu_batch_size or 1, self.max_sequences)]
+            return [int(min(self.gpu_batch_size or 1, self.max_sequences))]
         sizes = {size for size in GPU_BATCH_SIZES if size <= self.max_sequences}
-        return sorted(sizes | {min(self.max_sequences, GPU_BATCH_SIZES[-1])})
+        return sorted(sizes | {int(min(self.max_sequences, GPU_BATCH_SIZES[-1]))})
 
     def counts(self, size: int) -> list[int]:
         """Return the numbers of GPU batches to try for a batch size, ascending."""
         most = math.inf if self.prompts is None else math.ceil(self.prompts / size)
         if self.num_gpu_batches is not None or self.goal == "latency":
-            return [min(self.num_gpu_batches or 1, most)]
+            return [int(min(self.num_gpu_batches or 1, most))]
         wanted = {count * self.groups for count in NUM_GPU_BATCHES}
         counts = {count for count in wanted if count <= most}
-        return sorted(counts | {min(most, max(wanted))})
+        return sorted(counts | {int(min(most, max(wanted)))})
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ def _matmul_points(tables: Mapping[int, Mapping[int, float]]) -> list[tuple[int,
             for rows, seconds in by_rows.items()]
 
 
-def _roofline_table(read: float, flops: float) -> dict[int | float, float]:
+def _roofline_table(read: float, flops: float) -> dict[Any, float]:
     """Return the seconds of matmuls with a billion weights, by rows.
 
     They are constant while memory-bound, at `read` seconds per weight, and proportional to rows

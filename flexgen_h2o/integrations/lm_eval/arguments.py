@@ -47,7 +47,7 @@ class _Flags(RunConfig):
         return _OTHER_NAMES.get(name, name)
 
 
-class Arguments(StrictStruct):
+class Arguments(StrictStruct, frozen=True):
     """All model arguments, checked. Lengths are tokens.
 
     Attributes
@@ -125,7 +125,7 @@ class Arguments(StrictStruct):
 
     def run_config(self) -> RunConfig:
         """Return the flags of `flex_opt`."""
-        given: dict[str, object] = {"model": self.pretrained, **self.flags}
+        given: dict[str, Any] = {"model": self.pretrained, **self.flags}
         if self.evict_prompt:
             given |= {"evict_while_prefilling": True,
                       "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
@@ -157,7 +157,7 @@ def parse(given: Mapping[str, object]) -> Arguments:
     check_keys(given, (*own, *FLAGS), "model_args")
     if "pretrained" not in given:
         raise UserError("model_args name no model: give pretrained=NAME")
-    flags = {name: value for name, value in given.items() if name in FLAGS}
+    flags: dict[str, Any] = {name: value for name, value in given.items() if name in FLAGS}
     if "percent" in flags:
         flags["percent"] = _percent(flags["percent"])
     if isinstance(flags.get("expert_percent"), str):

@@ -11,6 +11,7 @@ import json
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -275,7 +276,7 @@ class FlexGenLM(TemplateLM):
         bar.update(len(group))
 
 
-def sampling_of(options: Mapping[str, object], max_gen_toks: int) -> dict[str, object]:
+def sampling_of(options: Mapping[str, Any], max_gen_toks: int) -> dict[str, Any]:
     """Return a task's generation options as arguments of `LLM.generate`, which checks them.
 
     Decoding is greedy unless `do_sample` or a temperature is given; temperature 0 is greedy.

@@ -77,7 +77,7 @@ class H2OLayer(CacheLayerMixin):
                             "forward pass at a time")
         self._updated = True
         keys = key_states.view_as(key_states)
-        keys.h2o_layer = self
+        keys.h2o_layer = self  # type: ignore[attr-defined]  # read by the attention function
         return keys, value_states
 
     def get_seq_length(self, *args) -> int:
@@ -156,7 +156,7 @@ class H2OLayer(CacheLayerMixin):
         unrotated = (q, k) if self._rotations is None else (
             self._rotations.undo(step, positions, q, k))
         if step.is_decode:
-            return step.padded(self._decode(step, *unrotated, v))
+            return step.padded(self._decode(step, unrotated[0], unrotated[1], v))
         if step.is_prompt and self._h2o.prompt_chunk is None:
             return step.padded(self._prompt(step, q, k, v, unrotated=unrotated))
         out = torch.empty_like(q)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,8 +41,8 @@ def _file() -> Path | None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """Return the library, or the reason why there is none."""
+def _library() -> Any:
+    """Return the library (CDLL), or the reason why there is none (str)."""
     path = _file()
     if path is None:
         return "the C++ kernels were not built (pip install found no g++ 11 or newer that works)"
@@ -222,8 +223,9 @@ def _replay_function(calls: Sequence[_Call]) -> Callable[[], None]:
     The caller keeps what the arguments point to.
     """
     numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
-    steps = (STRUCTS["Step"] * len(calls))(*(
-        (numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
+    step = STRUCTS["Step"]
+    steps = (step * len(calls))(*(
+        step(numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
     program = ctypes.byref(STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
     function, isa = _library().h2o_program, SETS.index(instruction_set())
     kept = steps, list(calls)  # the structs live as long as the function

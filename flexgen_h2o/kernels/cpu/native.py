@@ -66,7 +66,7 @@ def address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def strides(k: Tensor, v: Tensor) -> dict[str, int]:
+def strides(k: Tensor, v: Tensor) -> dict[str, Any]:
     """Return the strides of keys and values [rows, heads, head_dim], by their names in structs."""
     return {"k_row": k.stride(0), "k_head": k.stride(1), "v_row": v.stride(0),
             "v_head": v.stride(1)}
@@ -81,7 +81,7 @@ def form_struct(form: FormArguments) -> ctypes.Structure:
 def slot_fields(slots: Tensor, layout: CacheLayout | None) -> dict[str, Any]:
     """Return the layouts and strides of cache slots, whose last dimension is contiguous."""
     kind, sequence, head, slot, _ = slots.stride()
-    keys = values = group_struct(layout and layout.keys, slots.shape[-1])
+    keys = values = group_struct(None if layout is None else layout.keys, slots.shape[-1])
     if layout is not None and layout.mixed:  # each slot has the key, then the value
         kind, values = layout.keys.nbytes, group_struct(layout.values, slots.shape[-1])
     return {"key_layout": keys, "value_layout": values,
@@ -105,11 +105,11 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     check_form(name, form, q.shape[1])
     q, k, v = map(unit_stride, (q, k, v))
     out = q.new_empty(q.shape)
-    lengths, key_lengths = integers(lengths), integers(key_lengths)
+    rows, key_rows = integers(lengths), integers(key_lengths)
     call(name, "Prefill",
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          scores=address(scores),
-         lengths=ctypes.addressof(lengths), key_lengths=ctypes.addressof(key_lengths),
+         lengths=ctypes.addressof(rows), key_lengths=ctypes.addressof(key_rows),
          dtype=DTYPES[dtype], sequences=len(lengths), heads=q.shape[1], kv_heads=k.shape[1],
          head_dim=q.shape[2], q_row=q.stride(0), q_head=q.stride(1), **strides(k, v),
          scores_head=0 if scores is None else scores.stride(0), decay=decay,
@@ -139,9 +139,9 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
     check(eviction.scores is not None, name, "there is no state to write")
     check_last_dim_contiguous(name, scores=scores)
     k, v = map(unit_stride, (k, v))
-    cuts = integers(cuts)
+    cut_fields = integers(cuts)
     call(name, "Select",
-         k=k.data_ptr(), v=v.data_ptr(), scores=address(scores), cuts=ctypes.addressof(cuts),
+         k=k.data_ptr(), v=v.data_ptr(), scores=address(scores), cuts=ctypes.addressof(cut_fields),
          slots=slots.data_ptr(), kept_scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
          dtype=DTYPES[dtype], sequences=sequences, kv_heads=k.shape[1], head_dim=k.shape[2],
@@ -168,7 +168,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     check_form(name, form, q.shape[1], sequences)
     check(not eviction.window or eviction.positions is not None, name,
          "a window needs the positions of what is cached")
-    rope = (0, 0)
+    rope: tuple[int, ...] = (0, 0)
     if eviction.ranks is not None:
         check(eviction.scores is not None and cos is not None and cos.dim() == 2
               and 2 * cos.shape[1] <= q.shape[2], name,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,8 +35,8 @@ READERS = 32
 """Threads that read a file where io_submit(2) does not apply (cpu/fetch.cpp)."""
 
 
-def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: tuple[int, int]
-                  ) -> dict[str, int]:
+def _index_fields(name: str, index: Tensor, layout: IndexLayout, heads: Sequence[int]
+                  ) -> dict[str, Any]:
     """Return struct fields of an index [sequences, kv_heads, tiles, tile_bytes]."""
     check_tensors(name, torch.uint8, index=(index, (*heads, index.shape[2], layout.tile_bytes)))
     check(index.stride()[2:] == (layout.tile_bytes, 1), name, "tiles of an index must lie together")
@@ -151,9 +154,9 @@ def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Ten
     slots = torch.empty_like(chosen)
     missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
     counts = chosen.new_empty(2, dtype=torch.int64)
+    addresses: dict[str, Any] = {key: tensor.data_ptr() for key, (tensor, _) in tensors.items()}
     call(name, "TakeSlots", slots=slots.data_ptr(), missing=missing.data_ptr(),
-         counts=counts.data_ptr(),
-         **{key: tensor.data_ptr() for key, (tensor, _) in tensors.items()},
+         counts=counts.data_ptr(), **addresses,
          sequences=sequences, kv_heads=kv_heads, most=most, tokens=tokens, num_slots=num_slots,
          newest=newest)
     count, held = counts.tolist()

@@ -103,7 +103,7 @@ def repack(packed: Tensor, kind: GGMLType, layout: MatrixLayout) -> Tensor | Non
     parts[:, :rows] = halves.view(2, rows, -1).repeat_interleave(kind.group // layout.group, -1)
     filled = torch.zeros(layout.tiles * MATRIX_TILE, layout.inputs, dtype=torch.int32)
     filled[:rows] = codes.view(rows, -1)
-    return pack_matrix(filled, *parts, layout)
+    return pack_matrix(filled, parts[0], parts[1], layout)
 
 
 def interleave_nibbles(codes: Tensor) -> Tensor:

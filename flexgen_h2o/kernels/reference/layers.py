@@ -5,15 +5,20 @@ Everything is computed in float32 and rounded once, unless stated otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference.matrix import linear_quantized
 from flexgen_h2o.kernels.rotary import rotated
 
-_FUNCTIONS = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu,
-              "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
 
 
 def norm(x, weight, bias, out, *, eps, centred):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -157,11 +159,11 @@ def _quantized(x, layout, search, importance):
     else:
         zero = half_below(low + 0.0)  # of both zeros, the positive one
         scale = half_below((zero.float() - high) / levels).abs()  # rounded up
-    best = (scale, zero, _codes(x, scale, zero, levels))
+    best: Any = (scale, zero, _codes(x, scale, zero, levels))
     if not search:
         return best
     weights = error_weights(x, importance)
-    least = _error(x, *best, weights)
+    least = _error(x, best[0], best[1], best[2], weights)
     # Scales from one level fewer to one level more than there are, then the best scale so far.
     for step in range(STEPS + REFINEMENTS):
         start, inverse = low, (levels - 1.0 + 0.2 * step) / (high - low).clamp_min(SMALLEST)

@@ -245,8 +245,8 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
         slot_of[head, away], token_of[head, given] = given.int(), away
         slots[head, mine] = slot_of[head, tokens]
         missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
-    missing = torch.cat(missing, 1)
-    return slots.view(chosen.shape), missing, int(old.sum()) - missing.shape[1]
+    found = torch.cat(missing, 1)
+    return slots.view(chosen.shape), found, int(old.sum()) - found.shape[1]
 
 
 def claim_slots(chosen, *, slot_of, token_of, log_weights):

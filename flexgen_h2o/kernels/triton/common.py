@@ -49,7 +49,8 @@ def one_layout(eviction: EvictionArguments) -> Iterator[EvictionArguments]:
         yield eviction
         return
     copies = [x.clone(memory_format=torch.contiguous_format) for x in states]
-    yield EvictionArguments(*copies, *(None,) * (3 - len(states)), *eviction[3:])
+    yield EvictionArguments._make(
+        (*copies, *(None,) * (3 - len(states)), *eviction[3:]))
     for x, copy in zip(states, copies, strict=True):
         x.copy_(copy)
 

@@ -70,7 +70,7 @@ class Codes:
         codes[:rows, :columns] = self.codes
         parts = torch.zeros(2, len(codes), layout.groups, dtype=torch.float16)
         parts[0, :rows], parts[1, :rows] = halves[:, first], zeros[:, first]
-        return pack_matrix(codes, *parts, layout)
+        return pack_matrix(codes, parts[0], parts[1], layout)
 
 
 class RowReader:

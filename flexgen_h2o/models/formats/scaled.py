@@ -157,7 +157,8 @@ def _scaled_integers(checkpoint: Checkpoint, weight: str, scale: str, zero: str)
     check_not_empty(checkpoint, weight)
     check_part(checkpoint, scale, FLOATS)
     shape = checkpoint.info(weight).shape
-    scales, zeros, parts = _scale_grid(checkpoint, scale, shape), None, (weight, scale)
+    scales, zeros = _scale_grid(checkpoint, scale, shape), None
+    parts: tuple[str, ...] = (weight, scale)
     if zero in checkpoint.names():
         check_part(checkpoint, zero, (torch.int8,))
         zeros, parts = _scale_grid(checkpoint, zero, shape), (*parts, zero)

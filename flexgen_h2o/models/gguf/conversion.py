@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -200,13 +200,13 @@ def _end_tokens(meta: Metadata, tokenizer: Any) -> list[int]:
 
 
 @retry_imports
-def _mapped_splits() -> Collection[str]:
+def _mapped_splits() -> Set[str]:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     return GGUF_PRE_TOKENIZER_SPLITS.keys()
 
 
-def _splits() -> Collection[str]:
+def _splits() -> Set[str]:
     """Return the pre-tokenizers that this module or transformers implements."""
     ours = _PLAIN | _DIGITS
     try:

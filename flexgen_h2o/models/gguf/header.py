@@ -16,6 +16,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, GGMLType
 from flexgen_h2o.errors import UserError, short_repr
@@ -183,7 +184,7 @@ class _Parser:
         version = self._number("I")
         if version not in _VERSIONS:
             raise self._damaged(f"version {version} is none of {_VERSIONS}")
-        tensors, count = self._count("tensors"), self._count("values")
+        num_tensors, count = self._count("tensors"), self._count("values")
         values: dict[str, Value] = {}
         for _ in range(count):
             key = self._name()
@@ -193,7 +194,7 @@ class _Parser:
             if value is not None:
                 values[key] = value
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
-        for _ in range(tensors):
+        for _ in range(num_tensors):
             name = self._name()
             if name in entries:
                 raise self._damaged(f"it has two tensors {name}")
@@ -215,7 +216,7 @@ class _Parser:
         """Return the offset of the tensors' data, which follow the header."""
         if alignment not in _ALIGNMENTS:
             raise self._damaged(f"an alignment of {short_repr(alignment)} bytes is not supported")
-        return -(-self._at // int(alignment)) * int(alignment)  # type: ignore[arg-type]
+        return -(-self._at // int(alignment)) * int(alignment)
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
         if kind not in BLOCK_TYPES:
@@ -302,7 +303,7 @@ class _Parser:
         except UnicodeDecodeError as error:
             raise self._damaged(f"a text of it is not UTF-8: {text[:40]!r}") from error
 
-    def _number(self, letter: str) -> bool | int | float:
+    def _number(self, letter: str) -> Any:
         begin = self._at
         self._skip(struct.calcsize(f"<{letter}"))
         (number,) = struct.unpack_from(f"<{letter}", self._data, begin)
