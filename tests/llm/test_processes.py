@@ -67,7 +67,7 @@ def test_a_forked_child_is_refused_and_leaves_its_parent_alone(words, tmp_path, 
             assert "forked" in refused(call, "spawn")
         llm.__exit__()
         stream.__exit__()
-        llm._drop()
+        llm._finalizer()
     assert llm.generate(["w3"], max_new_tokens=1) and stream.generate("w3", max_new_tokens=1)
     llm.close()
     assert list(tmp_path.iterdir()) == []
