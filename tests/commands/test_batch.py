@@ -25,12 +25,10 @@ from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.command import ALL_FAILED, Ending
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch import job, progress
-from flexgen_h2o.commands.batch import progress as plot
-from flexgen_h2o.commands.batch import results as job_results
+from flexgen_h2o.commands.batch import job, progress, results
 from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.progress import JobProgress, JobSample
-from flexgen_h2o.commands.batch.requests import own_seed
+from flexgen_h2o.commands.batch.requests import derive_seed
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -300,7 +298,7 @@ class InstantLLM:
 
 
 def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_results.os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)
     most = {}
     for count in (500, 1500):
         path = write(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
@@ -433,7 +431,7 @@ def test_what_a_job_tells(runs, tmp_path):
     [JobSample(0, 0, 10**8, 0)], [JobSample(1, 0, 10**8, 0)] * 2,
     [JobSample(second, second * 7 % 50, 10**8, 10**6 * second) for second in range(300)]])
 def test_a_picture_of_any_job_is_drawn(tmp_path, samples):
-    plot.draw(samples, str(tmp_path / "p.svg"), title="a job")
+    progress.draw(samples, str(tmp_path / "p.svg"), title="a job")
     drawn = (tmp_path / "p.svg").read_text()
     assert "<svg" in drawn and len(list(tmp_path.iterdir())) == 1
 
@@ -452,7 +450,7 @@ def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
     assert (record["seconds"], record["seconds_left"], record["tokens_per_second"]) == (52, 4, 4)
     assert (record["answered"], record["failed"], record["left"], record["updated"]) == (6, 2, 4,
                                                                                          -5)
-    assert not found.late(None) and not found.late(1) and found.late(52 / 3600)
+    assert not found.is_over(None) and not found.is_over(1) and found.is_over(52 / 3600)
     found.end()
     assert json.loads(path.read_text())["state"] == "stopped"
     found = JobProgress(10, 0, 0, None, clock=lambda: now[0])
@@ -581,7 +579,7 @@ def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
 
 
 def results_cannot_be_written(number: int) -> Callable[[Runs, pytest.MonkeyPatch], None]:
-    return lambda runs, patch: patch.setattr(job_results.os, "write", fail(number))
+    return lambda runs, patch: patch.setattr(results.os, "write", fail(number))
 
 
 def results_are_removed(runs: Runs, patch: pytest.MonkeyPatch) -> None:
@@ -728,5 +726,5 @@ def test_a_config_file_gives_flags_and_none_that_would_do_nothing(tmp_path, caps
 
 
 def test_seeds_come_of_the_job_s_and_the_id():
-    assert own_seed(0, "a") == own_seed(0, "a") != own_seed(1, "a")
-    assert own_seed(1, "2") != own_seed(12, "")
+    assert derive_seed(0, "a") == derive_seed(0, "a") != derive_seed(1, "a")
+    assert derive_seed(1, "2") != derive_seed(12, "")

@@ -14,10 +14,9 @@ from read_back import read_jsonl
 
 from flexgen_h2o.commands.batch import input as job_input
 from flexgen_h2o.commands.batch import results as job_results
-from flexgen_h2o.commands.batch.input import BROKEN, DUPLICATE, FINE, JobInput
+from flexgen_h2o.commands.batch.input import DUPLICATE, INVALID, VALID, JobInput
 from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, read_request
-from flexgen_h2o.commands.batch.responses import answer, failure
-from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.commands.batch.results import ResultsFile, answer_line, failure_line
 from flexgen_h2o.outputs import Output
 
 
@@ -33,8 +32,8 @@ def line_of(found: JobInput, place: int) -> bytes:
     try:
         one = read_request(found.line(place), number, Defaults({"m"}, 4))
     except BadRequest as error:
-        return failure(error, key=key, number=number, custom_id=None)
-    return answer(one, [Output(None, [1], [2], "text", "length")] * one.n, key=key, model="m",
+        return failure_line(error, key=key, number=number, custom_id=None)
+    return answer_line(one, [Output(None, [1], [2], "text", "length")] * one.n, key=key, model="m",
                   created=1, parser=None)
 
 
@@ -48,8 +47,8 @@ def test_an_index_knows_ids_duplicates_and_what_cannot_be_read(tmp_path):
                  b"{broken\n", b'{"prompt": "no end", "id": "line-8"}')
     with JobInput(path) as found:
         assert found.numbers.tolist() == [1, 4, 5, 6, 7, 8, 9, 10, 11]
-        assert found.kinds.tolist() == [FINE, FINE, BROKEN, DUPLICATE, BROKEN, DUPLICATE, FINE,
-                                        BROKEN, FINE]
+        assert found.kinds.tolist() == [VALID, VALID, INVALID, DUPLICATE, INVALID, DUPLICATE, VALID,
+                                        INVALID, VALID]
         assert len({*found.keys.tolist()}) == len(found) == 9
         assert found.line(8) == b'{"prompt": "no end", "id": "line-8"}'
         assert found.find(found.keys[::-1]).tolist() == [*range(9)][::-1]
@@ -80,10 +79,10 @@ def test_an_input_that_changes_under_the_job_is_told(tmp_path):
 
 
 def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(job_input, "MOST_BYTES", 64)
+    monkeypatch.setattr(job_input, "MAX_LINE_BYTES", 64)
     path = write(tmp_path / "a", {"prompt": "x" * 1000}, {"prompt": "y"}, {"prompt": "z" * 1000})
     with JobInput(path) as found:
-        assert found.kinds.tolist() == [BROKEN, FINE, BROKEN]
+        assert found.kinds.tolist() == [INVALID, VALID, INVALID]
         assert [len(found.line(place)) for place in range(3)] == [64, 15, 64]
 
 

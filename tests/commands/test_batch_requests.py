@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o.commands.batch import requests
-from flexgen_h2o.commands.batch import requests as fields
 from flexgen_h2o.commands.batch.flags import parse_args
 from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, JobRequest
-from flexgen_h2o.commands.batch.responses import answer, failure
+from flexgen_h2o.commands.batch.results import answer_line, failure_line
 from flexgen_h2o.config.sampling import mix_seed
 from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
@@ -49,7 +48,7 @@ def test_what_a_line_does_not_say_is_the_api_s_default():
             params.logprobs, params.stop_strings) == (16, True, 1.0, 1.0, 0, None, None)
     assert read(completion(temperature=0)).params.do_sample is False
     assert read(completion(temperature=5e-324)).params == read(completion(temperature=0)).params
-    assert read(completion(**dict.fromkeys(fields.COMPLETIONS.keys() - {"prompt"}))) == one
+    assert read(completion(**dict.fromkeys(requests.COMPLETIONS.keys() - {"prompt"}))) == one
 
 
 @pytest.mark.parametrize(("line", "found"), [
@@ -159,7 +158,7 @@ def test_messages_are_texts_whose_parts_are_joined():
 
 
 def test_what_changes_nothing_is_ignored():
-    idle = {name: {"any": [1]} for name in fields.IGNORED} | {
+    idle = {name: {"any": [1]} for name in requests.IGNORED} | {
         "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "echo": False,
         "use_beam_search": False, "length_penalty": 1, "include_stop_str_in_output": False,
         "response_format": {"type": "text"}, "modalities": ["text"]}
@@ -265,7 +264,7 @@ VALUES = st.recursive(
         st.sampled_from(["role", "content", "type", "text", "name"]) | st.text(max_size=5),
         inner, max_size=4), max_leaves=12)
 NAMES = st.sampled_from(sorted(
-    {*fields.CHAT, *fields.COMPLETIONS, *fields.IGNORED, "stream", "tools", "zz"}))
+    {*requests.CHAT, *requests.COMPLETIONS, *requests.IGNORED, "stream", "tools", "zz"}))
 
 
 @given(st.sampled_from([chat_line, completion]), st.dictionaries(NAMES, VALUES, max_size=3),
@@ -278,7 +277,7 @@ def test_whatever_a_field_holds_is_a_request_or_a_line_of_failure(make, body, en
     try:
         one = requests.read_request(raw, 7, DEFAULTS)
     except BadRequest as error:
-        record = json.loads(failure(error, key=1, number=7, custom_id=None))
+        record = json.loads(failure_line(error, key=1, number=7, custom_id=None))
         assert (record["error"] is None) != (record["response"] is None)
         assert "\n" not in str(error) and len(str(error)) < 400
     else:
@@ -291,7 +290,7 @@ def test_whatever_bytes_a_line_has(raw):
     try:
         requests.read_request(raw, 1, DEFAULTS)
     except BadRequest as error:
-        assert json.loads(failure(error, key=2**64 - 1, number=1, custom_id=None))
+        assert json.loads(failure_line(error, key=2**64 - 1, number=1, custom_id=None))
 
 
 # --- answers
@@ -304,7 +303,7 @@ def output(text: str, tokens: list[int], **more) -> Output:
 def body_of(one: requests.JobRequest, *outputs: Output, kind: str | None = None) -> dict:
     """Return the body of a response of a model with a tiny tokenizer of a kind, or with none."""
     parser = kind and ReasoningParser(tiny_tokenizer(kind))
-    record = json.loads(answer(one, outputs, key=255, model="tiny", created=9, parser=parser))
+    record = json.loads(answer_line(one, outputs, key=255, model="tiny", created=9, parser=parser))
     assert record["id"] == "batch_req_00000000000000ff" and record["error"] is None
     assert record["custom_id"] == "a" and record["response"]["status_code"] == 200
     return record["response"]["body"]
@@ -393,7 +392,7 @@ def test_reasoning_comes_beside_the_answer():
 
 def test_lines_hold_no_separators_of_lines():
     text = "a\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029b"
-    line = answer(read(completion()), [output(text, [4])], key=1, model="tiny", created=9,
+    line = answer_line(read(completion()), [output(text, [4])], key=1, model="tiny", created=9,
                   parser=None).decode()
     assert line.splitlines() == [line] and "\\u2028" in line
     assert json.loads(line)["response"]["body"]["choices"][0]["text"] == text
@@ -401,19 +400,20 @@ def test_lines_hold_no_separators_of_lines():
 
 def test_echo_puts_each_prompt_before_its_choices():
     one = read(completion(prompt=["p ", "q "], n=2, echo=True, stop="STOP"))
-    body = json.loads(answer(one, [output(f"{number} STOP", [4]) for number in range(4)], key=1,
-                             model="tiny", created=9, parser=None))["response"]["body"]
+    outputs = [output(f"{number} STOP", [4]) for number in range(4)]
+    body = json.loads(answer_line(one, outputs, key=1, model="tiny", created=9, parser=None)
+                      )["response"]["body"]
     assert [choice["text"] for choice in body["choices"]] == ["p 0 ", "p 1 ", "q 2 ", "q 3 "]
 
 
 def test_failures_have_the_api_s_two_shapes():
-    known = json.loads(failure(BadRequest("no", param="n"), key=3, number=4, custom_id="a"))
+    known = json.loads(failure_line(BadRequest("no", param="n"), key=3, number=4, custom_id="a"))
     assert known == {
         "id": "batch_req_0000000000000003", "custom_id": "a", "error": None, "response": {
             "status_code": 400, "request_id": "req_0000000000000003", "body": {"error": {
                 "message": "line 4: no", "type": "invalid_request_error", "param": "n",
                 "code": "invalid_request_error"}}}}
-    lost = json.loads(failure(BadRequest("no", code="invalid_json_line"), key=3, number=4,
+    lost = json.loads(failure_line(BadRequest("no", code="invalid_json_line"), key=3, number=4,
                               custom_id=None))
     assert lost["response"] is None and lost["error"] == {
         "code": "invalid_json_line", "message": "line 4: no", "param": None, "line": 4}

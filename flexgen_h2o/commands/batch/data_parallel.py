@@ -25,7 +25,7 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.flags import BatchOptions
 from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.job import Job
-from flexgen_h2o.commands.batch.results import ResultsFile, key_of
+from flexgen_h2o.commands.batch.results import ResultsFile, request_key
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue, window_size
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import catch_write_errors
@@ -200,7 +200,7 @@ def _add_new(lines: Sequence[bytes], answered: np.ndarray, source: JobInput,
              counts: dict[str, int], files: Mapping[bool, ResultsFile]) -> None:
     """Add the lines of requests without an answer to the file of successes or of failures."""
     new: dict[bool, list[bytes]] = {True: [], False: []}
-    keys, successes = zip(*map(key_of, lines), strict=True)
+    keys, successes = zip(*map(request_key, lines), strict=True)
     places = source.find(np.array(keys, np.uint64))
     for line, place, success in zip(lines, places, successes, strict=True):
         if place < 0 or not answered[place]:

@@ -1,17 +1,23 @@
-"""The flags of `commands.batch`, checked. No torch."""
+"""The checked flags of `batch`. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flexgen_h2o.cli import parser as flag_parser
-from flexgen_h2o.cli.parser import check_files, check_own, own_fields
+from flexgen_h2o.cli.parser import (
+    Parser,
+    build_parser,
+    check_files,
+    check_own,
+    given_flags,
+    own_fields,
+)
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.commands.batch.requests import Defaults, check_defaults
@@ -20,28 +26,36 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import parse_json_object, read_text
 from flexgen_h2o.metrics.figures import check_plot
 
-_GROUPS = ("model", "policy", "planning", "cache")
+_SHARED_GROUPS = ("model", "policy", "planning", "cache")
 _SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed",
            "no_generation_config", "csv")
-_NOT_HERE = ("prompt", "prompts", "chat", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
-             "plan_only", "do_sample", "no_repeat_ngram_size", "min_new_tokens", "trace",
-             "count_experts", "log_file", "no_log", "verbose", "debug_mode")
-"""Flags of `generate` that would do nothing here: a file of ``--config`` must not give them."""
-_FILES = ("input", "output", "errors", "chat_template", "progress_file", "plot")
-_IDLE = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
-         "ray", "ray_address", "replicas", "data_parallel")
-"""Flags that say nothing of a dry run."""
-DECIDING = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
-            "cache_bits", "attn_sparsity", "h2o", "gen_len", "temperature", "seed", "chat_template",
-            "no_generation_config", "request_defaults")
-_FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos", "chat_template_kwargs")
-"""Flags that are fields of `request_defaults`."""
-"""Settings that texts depend on. Batches, placements and the device may change in between."""
+_UNSUPPORTED = ("prompt", "prompts", "chat", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
+                "plan_only", "do_sample", "no_repeat_ngram_size", "min_new_tokens", "trace",
+                "count_experts", "log_file", "no_log", "verbose", "debug_mode")
+"""Flags of `generate` without effect here: a file of ``--config`` must not set them."""
+_RUN_ONLY = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
+             "ray", "ray_address", "replicas", "data_parallel")
+"""Flags without effect on a dry run."""
+_REQUEST_FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos",
+                   "chat_template_kwargs")
+"""Flags that are fields of a request's body."""
+RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
+                   "cache_bits", "attn_sparsity", "h2o", "gen_len", "temperature", "seed",
+                   "chat_template", "no_generation_config", "request_defaults")
+"""Settings that texts depend on: a resumed job must have the same. Batch sizes, placements and the
+device may change."""
+
+
+def _generate_flag(name: str, *, help: str, **rules: object) -> Any:
+    """Return the field of a flag of `generate` with another help, and other rules where given."""
+    spec = RunConfig.__dataclass_fields__[name]
+    default = rules.pop("default", spec.default)
+    return field(default=default, metadata={**spec.metadata, "help": help, **rules})
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """The flags, checked. `run` holds those that `flex_opt` has too.
+    """The checked flags; `run` holds those shared with `generate`.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
     """
@@ -49,89 +63,86 @@ class BatchOptions:
     run: RunConfig
     input: str | None = flag(
         "path", None, short="-i", group="input", shown="none", metavar="FILE.jsonl",
-        help="requests, one a line: as OpenAI's Batch API has them, or with a `prompt` or "
+        help="requests, one per line: in the format of OpenAI's Batch API, or with `prompt` or "
         "`messages` and an optional `id`",
     )
     chat_template: str | None = flag(
         "path", None, group="input", shown="the tokenizer's", metavar="FILE",
-        help="the jinja template of chats",
+        help="file with the Jinja chat template",
     )
     served_model_name: tuple[str, ...] | None = flag(
         "words", None, group="input", shown="--model and the last part of it", metavar="NAME",
-        help="more names by which requests may call the model",
+        help="more model names that requests may use",
     )
     strict: bool = flag(
         "bool", False, group="input",
-        help="check every line first, and run nothing if one of them cannot run",
+        help="check every line first; run nothing if one of them cannot run",
     )
     dry_run: bool = flag(
         "bool", False, group="input",
-        help="check every line, count tokens and predict hours; run nothing",
+        help="check every line, count tokens and predict the time; run nothing",
     )
     window: int = flag(
         "int", 2048, low=1, group="batch and lengths",
-        help="sequences that are in memory at a time, sorted by length into blocks",
+        help="sequences in memory at a time; they are sorted by length into blocks",
     )
-    temperature: float = flag(
-        "float", 1.0, low=0, high=2, group="sampling",
-        help="temperature of requests that name none; 0 takes the likeliest token",
+    temperature: float = _generate_flag(
+        "temperature", default=1.0, shown=1.0, low=0, high=2,
+        help="temperature of requests without one; 0 is greedy",
     )
-    top_k: int | None = flag(
-        "int", None, low=0, group="sampling", shown="0, off",
-        help="sample from the K likeliest tokens, for requests that name no top_k",
+    top_k: int | None = _generate_flag(
+        "top_k", low=0, shown="0, off",
+        help="sample from the K most likely tokens, for requests without top_k",
     )
-    top_p: float | None = flag(
-        "float", None, low=0, high=1, group="sampling", shown=1.0,
-        help="sample from the likeliest tokens that hold this probability, for requests that name "
-        "no top_p",
+    top_p: float | None = _generate_flag(
+        "top_p", low=0, high=1, shown=1.0,
+        help="sample from the most likely tokens with this total probability, for requests without "
+        "top_p",
     )
-    min_p: float | None = flag(
-        "float", None, low=0, high=1, group="sampling", shown="off",
-        help="sample from tokens with this share of the likeliest one's probability, for requests "
-        "that name no min_p",
+    min_p: float | None = _generate_flag(
+        "min_p", low=0, high=1, shown="off",
+        help="drop tokens below this fraction of the top probability, for requests without min_p",
     )
-    repetition_penalty: float | None = flag(
-        "float", None, above=0, group="sampling", shown="1.0, off",
-        help="divide the logits of tokens of the text so far, for requests that name none",
+    repetition_penalty: float | None = _generate_flag(
+        "repetition_penalty", above=0, shown="1.0, off",
+        help="penalty on tokens already seen, for requests without repetition_penalty",
     )
-    ignore_eos: bool = flag(
-        "bool", False, group="sampling",
-        help="generate past end tokens, for requests that do not say",
+    ignore_eos: bool = _generate_flag(
+        "ignore_eos", help="generate past end tokens, for requests without ignore_eos",
     )
-    chat_template_kwargs: str | None = flag(
-        "text", None, group="input", shown="none", metavar="JSON",
-        help="arguments of the chat template, under those that a request gives",
+    chat_template_kwargs: str | None = _generate_flag(
+        "chat_template_kwargs",
+        help="arguments of the chat template; those of a request override them",
     )
     request_defaults: str | None = flag(
         "text", None, group="sampling", shown="none", metavar="JSON",
-        help="more fields of a request's body, for requests that do not give them, such as "
+        help="more default fields of a request's body, such as "
         '\'{"stop_token_ids": [2]}\'',
     )
     output: str | None = flag(
         "path", None, short="-o", group="results", shown="none", metavar="FILE.jsonl",
-        help="a line for each request, as it ends; what it answers already is not run again",
+        help="write a line per request; requests that already have an answer are skipped",
     )
     errors: str | None = flag(
         "path", None, group="results", shown="--output", metavar="FILE.jsonl",
-        help="the lines of requests that failed",
+        help="write the lines of failed requests to this file",
     )
-    overwrite: bool = flag("bool", False, group="results", help="begin anew")
+    overwrite: bool = flag("bool", False, group="results", help="delete existing results")
     max_hours: float | None = flag(
         "float", None, above=0, group="results", shown="no limit",
-        help="end after the block in which so much time is over; the same command goes on",
+        help="stop after the block in which this time ends; the same command resumes",
     )
     progress_file: str | None = flag(
         "path", None, group="results", shown="none", metavar="FILE.json",
-        help="keep how far the job is, for other programs",
+        help="write the progress of the job to this file, for other programs",
     )
     plot: str | None = flag(
         "path", None, group="results", shown="none", metavar="FILE.png",
-        help="draw tokens/s and memory over the job (or .svg, .pdf)",
+        help="draw tokens/s and memory over time; also .svg and .pdf",
     )
-
     data_parallel: bool = flag(
         "bool", False, group="several processes",
-        help="share the job with the other processes that a launcher such as torchrun has started",
+        help="share the job with the other processes that torchrun or another launcher has started",
     )
     ray: bool = flag(
         "bool", False, group="several processes",
@@ -139,10 +150,10 @@ class BatchOptions:
     )
     ray_address: str | None = flag(
         "text", None, group="several processes", shown="this machine alone", metavar="HOST:PORT",
-        help="the Ray cluster; auto: the one that this machine is part of",
+        help="address of the Ray cluster, or auto for the cluster of this machine",
     )
     replicas: int = flag(
-        "int", 1, low=1, group="several processes", help="copies of the model, with --ray",
+        "int", 1, low=1, group="several processes", help="copies of the model (with --ray)",
     )
 
     def __post_init__(self) -> None:
@@ -153,14 +164,15 @@ class BatchOptions:
             raise UserError("give --output, the file for results, or --dry-run")
         if self.plot is not None:
             check_plot("--plot", self.plot)
-        _ = self.template, self.request_fields  # what cannot be read must show now
-        beside = [("output", f"{self.output}.config.yaml")] if self.output else []
-        check_files(self, _FILES, beside + [
+        _ = self.template, self.request_fields  # read the files now, to report errors early
+        settings = [("output", f"{self.output}.config.yaml")] if self.output else []
+        files = "input", "output", "errors", "chat_template", "progress_file", "plot"
+        check_files(self, files, settings + [
             (name, path) for name in ("csv", "expert_counts") if (path := getattr(self.run, name))])
         self._check_processes()
 
     def _check_processes(self) -> None:
-        """Raise `UserError` for flags that several processes contradict."""
+        """Raise `UserError` for flags that contradict ``--ray`` or ``--data-parallel``."""
         mode = "--ray" if self.ray else "--data-parallel"
         if self.ray and self.data_parallel:
             raise UserError("--ray and --data-parallel both share the job: give one of them")
@@ -187,15 +199,14 @@ class BatchOptions:
 
     @cached_property
     def template(self) -> str | None:
-        """The text of `chat_template`, which goes where these go. Raises `UserError` if it cannot
-        be read."""
+        """The text of `chat_template`, which Ray's replicas need. Raises `UserError`."""
         return self.chat_template and read_text("--chat-template", self.chat_template,
                                                 if_empty="holds no template")
 
     @cached_property
     def request_fields(self) -> dict[str, Any]:
-        """The fields of a body for requests that do not give them. Raises `UserError`."""
-        given: dict[str, Any] = {name: value for name in _FIELDS
+        """Default fields of a request's body. Raises `UserError`."""
+        given: dict[str, Any] = {name: value for name in _REQUEST_FIELDS
                                  if (value := getattr(self, name)) not in (None, False)}
         if "chat_template_kwargs" in given:
             given["chat_template_kwargs"] = parse_json_object("--chat-template-kwargs",
@@ -208,14 +219,16 @@ class BatchOptions:
         return check_defaults("--request-defaults", given | more)
 
     def defaults(self) -> Defaults:
-        """The values for a request that does not say."""
+        """Return the default values of requests."""
         names = self.run.model, Path(self.run.model).name, *(self.served_model_name or ())
         return Defaults({*names}, self.run.gen_len,
                         self.temperature, self.run.seed, self.request_fields)
 
     def settings(self, run: RunConfig) -> dict[str, object]:
-        """The settings to keep beside the results, as plain YAML values: `DECIDING`, and some of
-        `run`, which is as it was planned."""
+        """Return the settings to store beside the results, as plain YAML values.
+
+        They are `RESUME_SETTINGS` and others for reference. `run` is the planned configuration.
+        """
         h2o, cache = run.h2o(), run.cache()
         calibration = run.calibration and read_text("--calibration", run.calibration,
                                                     if_empty="is empty: give a text")
@@ -233,64 +246,63 @@ class BatchOptions:
             "h2o": h2o and {name: list(value) if isinstance(value, tuple) else value
                             for name, value in asdict(h2o).items()},
             "temperature": self.temperature, "input": self.input,
-            # Through JSON, as YAML reads tuples as lists.
+            # Through JSON, because YAML returns tuples as lists.
             "request_defaults": json.loads(json.dumps(self.request_fields)),
             "chat_template": _digest(self.template), "calibration": _digest(calibration),
         }
 
 
 def _digest(text: str | None) -> str | None:
-    """Return a short hash of a text; of None or an empty one, itself."""
+    """Return a short hash of a text; None and the empty text are returned unchanged."""
     return text and hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
-class BatchHelps:
-    """The flags that ``--help`` describes in other words than that of `generate`."""
+class _SharedFlags:
+    """Flags of `run` whose help differs from `generate`'s."""
 
-    gen_len: int = flag(
-        "int", RunConfig.gen_len, group="batch and lengths",
-        help="most tokens to generate for a request that names no max_tokens",
+    gen_len: int = _generate_flag(
+        "gen_len", help="maximum number of new tokens of requests without max_tokens",
     )
-    hardware: str | None = flag(
-        "path", None, metavar="FILE.yaml", shown="this machine", group="planning",
+    hardware: str | None = _generate_flag(
+        "hardware", shown="this machine", metavar="FILE.yaml",
         help="predict for the machine in this file (with --dry-run)",
     )
-    seed: int = flag(
-        "int", RunConfig.seed, group="sampling",
-        help="with its id, the seed of a request that names none; seed of random weights",
+    seed: int = _generate_flag(
+        "seed",
+        help="seed of random weights; with its id, the seed of a request without one",
     )
 
 
-def parser() -> flag_parser.Parser:
-    """The parser of the flags."""
+def parser() -> Parser:
+    """Return the parser of the flags."""
     specs = {spec.name: spec for spec in fields(RunConfig)
-             if (spec.metadata["group"] in _GROUPS or spec.name in _SHARED)
-             and spec.name not in _NOT_HERE}
-    specs |= {spec.name: spec for spec in (*fields(BatchHelps), *own_fields(BatchOptions))}
-    return flag_parser.build_parser(
+             if (spec.metadata["group"] in _SHARED_GROUPS or spec.name in _SHARED)
+             and spec.name not in _UNSUPPORTED}
+    specs |= {spec.name: spec for spec in (*fields(_SharedFlags), *own_fields(BatchOptions))}
+    return build_parser(
         specs.values(), command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
-        description="Run a file of requests, as OpenAI's Batch API has them, through a model; a "
-        "job that was stopped goes on where it was.")
+        description="Run a file of requests, in the format of OpenAI's Batch API, through a model. "
+        "A stopped job resumes.")
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
-    """Flags as checked `BatchOptions`. Raises `UserError`."""
-    given = flag_parser.given_flags(parser(), argv)
-    dry = given.get("dry_run", False) is True
+    """Parse flags into checked `BatchOptions`. Raises `UserError`."""
+    given = given_flags(parser(), argv)
+    dry_run = given.get("dry_run", False) is True
     for name in given:
-        if name in _NOT_HERE and given[name] != getattr(RunConfig, name):
+        if name in _UNSUPPORTED and given[name] != getattr(RunConfig, name):
             raise UserError(f"{flag_name(name)} has no effect on batch: take it out of the file of "
                             "--config")
-        if dry and name in _IDLE and given[name]:
+        if dry_run and name in _RUN_ONLY and given[name]:
             raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
-    if "hardware" in given and not dry:
+    if "hardware" in given and not dry_run:
         raise UserError("--hardware describes another machine: add --dry-run")
     own = {spec.name: given.pop(spec.name) for spec in own_fields(BatchOptions)
            if spec.name in given}
     if isinstance(own.get("input"), str) and not own["input"].endswith(".jsonl"):
         raise UserError(f"--input must name a .jsonl file, got {own['input']!r}")
-    # The prompts are the input's, so that nothing goes by those that are synthetic.
-    shared = given | {"prompts": own.get("input"), "plan_only": dry}
+    # With `prompts`, the run is not synthetic.
+    shared = given | {"prompts": own.get("input"), "plan_only": dry_run}
     return BatchOptions(run=RunConfig.from_mapping(shared), **own)

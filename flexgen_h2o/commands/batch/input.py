@@ -1,7 +1,7 @@
-"""The input of a job: a file of lines of which an index stays in memory, and no line.
+"""The input of a job: an index of the lines of a file. The lines themselves stay on disk.
 
-A line's key, 64 bits, is a hash of its id and its bytes; results carry it, so that what has been
-answered is found again wherever the line stands. A line takes 21 bytes of the index.
+The key of a line is a 64-bit hash of its id and its bytes. Results contain it, so that a job
+resumes also if lines were moved. A line takes 21 bytes of the index.
 """
 
 from __future__ import annotations
@@ -17,68 +17,65 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from flexgen_h2o.commands.batch.requests import BadRequest, own_id, read_object
+from flexgen_h2o.commands.batch.requests import BadRequest, read_object, request_id
 from flexgen_h2o.errors import UserError
 
-MOST_BYTES = 16 << 20
-"""The most that is read of a line: a longer one is refused."""
-FINE, BROKEN, DUPLICATE = 0, 1, 2
-"""The kinds of lines: with an id, without one that can be read, with that of an earlier line."""
+MAX_LINE_BYTES = 16 << 20
+"""Bytes that are read of a line. A longer line is refused."""
+VALID, INVALID, DUPLICATE = 0, 1, 2
+"""Kinds of lines: with an id, without a readable id, with the id of an earlier line."""
 _BOM = b"\xef\xbb\xbf"
 
 
 class RequestLines(Protocol):
-    """Lines of a job's input by their places: all of a `JobInput`, or those of a window of it.
-
-    The arrays are `JobInput`'s.
-    """
+    """Lines of a job's input: a `JobInput`, or a window of it. The arrays are as in `JobInput`."""
 
     keys: np.ndarray
     numbers: np.ndarray
     kinds: np.ndarray
 
     def line(self, place: int) -> bytes:
-        """The bytes of a line. Raises `UserError` if they are not those of its key."""
+        """Return the bytes of a line. Raises `UserError` if they do not match its key."""
 
 
 class JobInput:
-    """The lines of a job's input that are not blank, counted from 0.
+    """The lines of a job's input, without blank lines.
 
     Parameters
     ----------
     path : str
-        A regular file, for it is read again and again.
+        A regular file, because it is read several times.
     progress : callable (int, int), optional
-        Told the bytes that have been indexed, and those of the file.
+        Called with the bytes indexed so far and the bytes of the file.
 
     Attributes
     ----------
     keys : numpy array of uint64
-        Of each line.
+        Key of each line.
     numbers : numpy array of uint32
         Its number in the file, from 1.
     kinds : numpy array of uint8
-        FINE, BROKEN or DUPLICATE.
+        VALID, INVALID or DUPLICATE.
     offsets : numpy array of uint64
-        Bytes before it.
+        Its offset in bytes.
 
     Raises
     ------
     UserError
-        The file cannot be read, is no regular file or has no lines.
+        The file cannot be read, is not a regular file, or has no lines.
     """
 
     def __init__(self, path: str, *, progress: Callable[[int, int], None] | None = None):
         self.path = path
-        with reading(path):
+        with catch_read_errors(path):
             self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed by close)
         try:
-            found = os.fstat(self._file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"--input {path} is no regular file, and its lines are read twice: "
                                 "save it as one")
-            with reading(path):
-                self._index(found.st_size, progress or (lambda done, total: None))
+            with catch_read_errors(path):
+                self._index(status.st_size, progress or (lambda done, total: None))
             if not len(self.keys):
                 raise UserError(f"--input {path} holds no requests: write one a line")
         except BaseException:
@@ -99,23 +96,20 @@ class JobInput:
         self._file.close()
 
     def line(self, place: int) -> bytes:
-        """The bytes of a line, cut after MOST_BYTES.
-
-        Raises `UserError` if they are not those that the index was made of.
-        """
+        """Return the first MAX_LINE_BYTES of a line. Raises `UserError` if the line has changed."""
         line = read_line(self._file, int(self.offsets[place]), self.path)
         check_line(line, self, place, self.path)
         return line
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The places of lines by their keys, int64 like `keys` in shape; -1 where there is none."""
+        """Return the places of lines by their keys, as an int64 array; -1 for unknown keys."""
         order = self._order
         at = np.minimum(np.searchsorted(self.keys, keys, sorter=order), len(order) - 1)
         return np.where(self.keys[order[at]] == keys, order[at], -1)
 
     @cached_property
     def _order(self) -> np.ndarray:
-        """Places by their keys."""
+        """Places in the order of their keys."""
         return np.argsort(self.keys, kind="stable")
 
     def _index(self, size: int, progress: Callable[[int, int], None]) -> None:
@@ -127,8 +121,8 @@ class JobInput:
                 progress(offset, size)
             if not line:
                 continue
-            name = _id(line, number)
-            kind = BROKEN if name is None else FINE
+            name = _read_id(line, number)
+            kind = INVALID if name is None else VALID
             offsets.append(offset)
             numbers.append(number)
             kinds.append(kind)
@@ -141,44 +135,44 @@ class JobInput:
         self._mark_duplicates(np.frombuffer(ids, np.uint64))
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Each line and where it begins; of one that is too long, only its beginning."""
+        """Yield the offset and the first MAX_LINE_BYTES of each line."""
         offset = 0
-        while line := self._file.readline(MOST_BYTES):
+        while line := self._file.readline(MAX_LINE_BYTES):
             yield offset, line
-            while not line.endswith(b"\n") and len(line) == MOST_BYTES:
+            while not line.endswith(b"\n") and len(line) == MAX_LINE_BYTES:
                 offset += len(line)
-                line = self._file.readline(MOST_BYTES)
+                line = self._file.readline(MAX_LINE_BYTES)
             offset += len(line)
 
     def _mark_duplicates(self, ids: np.ndarray) -> None:
         order = np.argsort(ids, kind="stable")
-        again = order[1:][ids[order][1:] == ids[order][:-1]]
-        self.kinds[again] = DUPLICATE
-        for place in again:
-            self.keys[place] ^= np.uint64(_mixed(int(self.numbers[place])))
+        duplicates = order[1:][ids[order][1:] == ids[order][:-1]]
+        self.kinds[duplicates] = DUPLICATE
+        for place in duplicates:
+            self.keys[place] ^= np.uint64(_mix(int(self.numbers[place])))
 
 
 def read_line(file: BinaryIO, offset: int, path: str) -> bytes:
-    """The bytes of a line of an input by the bytes before it, cut after MOST_BYTES.
+    """Return the first MAX_LINE_BYTES of the line at an offset.
 
     Raises `UserError` if it cannot be read.
     """
-    with reading(path):
+    with catch_read_errors(path):
         file.seek(offset)
-        return _stripped(file.readline(MOST_BYTES))
+        return _stripped(file.readline(MAX_LINE_BYTES))
 
 
 def check_line(line: bytes, lines: RequestLines, place: int, path: str) -> None:
-    """Raise `UserError` if these are not the bytes that the index of the input was made of."""
+    """Raise `UserError` if the bytes of a line differ from those that were indexed."""
     number, kind = int(lines.numbers[place]), int(lines.kinds[place])
-    if _key(line, _id(line, number) or "", number, kind) != int(lines.keys[place]):
+    if _key(line, _read_id(line, number) or "", number, kind) != int(lines.keys[place]):
         raise UserError(f"--input {path} has been changed while the job runs (line "
                         f"{number}): start it again")
 
 
 @contextmanager
-def reading(path: str) -> Iterator[None]:
-    """Raise `UserError` in place of the OSError of a file that could not be read."""
+def catch_read_errors(path: str) -> Iterator[None]:
+    """Turn the OSError of a file that cannot be read into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -189,25 +183,25 @@ def _stripped(line: bytes) -> bytes:
     return line.removeprefix(_BOM).strip()
 
 
-def _id(line: bytes, number: int) -> str | None:
-    """The id of a line; None where it cannot be read or is too long."""
-    if len(line) >= MOST_BYTES:
+def _read_id(line: bytes, number: int) -> str | None:
+    """Return the id of a line, or None if it cannot be read or the line is too long."""
+    if len(line) >= MAX_LINE_BYTES:
         return None
     try:
-        return own_id(read_object(line), number)
+        return request_id(read_object(line), number)
     except BadRequest:
         return None
 
 
 def _key(line: bytes, name: str, number: int, kind: int) -> int:
-    """The key of a line. It holds the line's number where the id does not tell it from others."""
-    found = hashlib.blake2b(name.encode() + b"\n" + line, digest_size=8).digest()
-    return int.from_bytes(found, "big") ^ (0 if kind == FINE else _mixed(number))
+    """Return the key of a line. The line's number is part of it if the id is not unique."""
+    digest = hashlib.blake2b(name.encode() + b"\n" + line, digest_size=8).digest()
+    return int.from_bytes(digest, "big") ^ (0 if kind == VALID else _mix(number))
 
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _mixed(number: int) -> int:
+def _mix(number: int) -> int:
     return number * 0x9E3779B97F4A7C15 % 2**64

@@ -20,12 +20,12 @@ import numpy as np
 from flexgen_h2o.cli.launch import llm_arguments, open_llm
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, planned_bytes
 from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.commands.batch.estimate import largest_block, load_tokenizer, scan_input
 from flexgen_h2o.commands.batch.flags import BatchOptions
-from flexgen_h2o.commands.batch.input import JobInput, check_line, read_line, reading
+from flexgen_h2o.commands.batch.input import JobInput, catch_read_errors, check_line, read_line
 from flexgen_h2o.commands.batch.job import Job
-from flexgen_h2o.commands.batch.preparation import count, encoder_of, largest_block
 from flexgen_h2o.commands.batch.progress import JobProgress
-from flexgen_h2o.commands.batch.results import ResultsFile, key_of
+from flexgen_h2o.commands.batch.results import ResultsFile, request_key
 from flexgen_h2o.distributed.ray_cluster import (
     Replica,
     machines,
@@ -141,7 +141,7 @@ def _memory(options: BatchOptions, source: JobInput) -> ReplicaResources:
     config = options.run
     if config.memory_limit is not None:
         return ReplicaResources(config.memory_limit + PROCESS_BYTES)
-    load = largest_block(config, count(source, encoder_of(config), options))
+    load = largest_block(config, scan_input(source, load_tokenizer(config), options))
     planned = planned_bytes(llm_arguments(config), load,
                             has_gpu=config.device.startswith("cuda"))
     return ReplicaResources(planned + PROCESS_BYTES)
@@ -171,7 +171,7 @@ def _read(table: pyarrow.Table, path: str) -> pyarrow.Table:
     import pyarrow
 
     try:
-        with reading(path), open(path, "rb") as file:
+        with catch_read_errors(path), open(path, "rb") as file:
             lines = [read_line(file, offset, path) for offset in table["offset"].to_pylist()]
     except UserError as error:
         return _error_table(error)
@@ -224,7 +224,7 @@ class JobReplica(Replica):
         lines = errors.lines + results.lines
         zeros = [0] * (len(lines) - 1)
         return pyarrow.table({
-            "place": pyarrow.array([window.places[key_of(line)[0]] for line in lines],
+            "place": pyarrow.array([window.places[request_key(line)[0]] for line in lines],
                                    pyarrow.int64()),
             "line": pyarrow.array(lines, pyarrow.large_binary()),
             "failed": [True] * len(errors.lines) + [False] * len(results.lines),

@@ -1,7 +1,11 @@
-"""The fields of a request's body in OpenAI's API: those that count, those that may be ignored.
+"""Requests in the format of OpenAI's API: the fields of a body, and a line as a checked request.
 
-A field that would change the answer and is not supported is refused, unless its value is the one
-that changes nothing. A null is as if the field were not there.
+A line is in the format of OpenAI's Batch API (``custom_id, method, url, body``), or it is plain:
+the fields of a body with an optional ``id``. A plain line with `prompt` is a completion, one with
+`messages` is a chat.
+
+A field that is not supported is refused, unless its value has no effect on the answer. A null
+field counts as missing.
 """
 
 from __future__ import annotations
@@ -20,14 +24,14 @@ from flexgen_h2o.config.validation import check_keys
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.chat_template import check_arguments
 
-MOST_CHOICES = 2048
-"""Choices of a request, for all of its prompts together."""
+MAX_CHOICES = 2048
+"""Maximum number of choices of a request, over all of its prompts."""
 
-Bias = Annotated[float, Meta(ge=-100, le=100)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 _Tokens = Annotated[int, Meta(ge=1, le=2**30)]
-_BOTH: dict[str, Any] = {
+_COMMON: dict[str, Any] = {
     "model": validation.Text, "max_tokens": _Tokens,
     "temperature": Annotated[float, Meta(ge=0, le=2)], "top_p": validation.Share, "stop": None,
     "seed": Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)],
@@ -40,25 +44,25 @@ _BOTH: dict[str, Any] = {
     "stop_token_ids": tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], "logit_bias": None,
     "add_special_tokens": bool, "skip_special_tokens": bool, "return_token_ids": bool,
 }
-CHAT = _BOTH | {
+CHAT = _COMMON | {
     "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,
     "top_logprobs": Annotated[int, Meta(ge=0, le=20)], "reasoning_effort": validation.Text,
     "chat_template_kwargs": None, "add_generation_prompt": bool, "continue_final_message": bool,
     "documents": None,
 }
-"""Types of the fields of /v1/chat/completions that count; None: checked elsewhere."""
-COMPLETIONS = _BOTH | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
+"""Types of the supported fields of /v1/chat/completions; None: checked elsewhere."""
+COMPLETIONS = _COMMON | {"prompt": None, "logprobs": Annotated[int, Meta(ge=0, le=20)],
                        "echo": bool}
-"""Those of /v1/completions."""
+"""Types of the supported fields of /v1/completions."""
 NO_DEFAULTS = frozenset({"messages", "prompt", "model", "logprobs", "top_logprobs", "max_tokens",
                          "max_completion_tokens", "temperature", "seed", "documents"})
-"""Fields that `--request-defaults` does not take: a request's own, and those that have a flag."""
+"""Fields that ``--request-defaults`` refuses: they differ by request, or have a flag."""
 
 IGNORED = frozenset({
     "cache_salt", "metadata", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
     "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store",
     "stream_options", "user"})
-"""Fields of any value that change no answer."""
+"""Fields whose value never affects the answer."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,),
     "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
@@ -67,11 +71,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
     "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
     "use_beam_search": (False,), "verbosity": ("medium",)}
-"""Fields that are not supported, and the values with which they change nothing."""
+"""Unsupported fields, and their values without effect."""
 
 
 class BadRequest(UserError):
-    """A request that is not run: what is wrong with it, and the field, in the API's words."""
+    """Error of a request that cannot run, with the API's `param` and `code`."""
 
     def __init__(self, message: str, *, param: str | None = None,
                  code: str = "invalid_request_error"):
@@ -79,26 +83,26 @@ class BadRequest(UserError):
         self.param, self.code = param, code
 
 
-def checked_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that count, each checked by its type; without those that are null.
+def check_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the fields of a body, and return the supported ones that are not null.
 
-    Raises `BadRequest` for a wrong value, and for a field that would change the answer.
+    Raises `BadRequest` for a wrong value, and for an unsupported field with an effect.
     """
-    found = {}
+    fields = {}
     for name, value in body.items():
         if value is None or name in IGNORED:
             continue
         if name in known:
-            found[name] = value if known[name] is None else _checked(known[name], value, name)
-        elif not any(_same(value, each) for each in _NEUTRAL.get(name, ())):
+            fields[name] = value if known[name] is None else _check_type(known[name], value, name)
+        elif not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ())):
             what = (f"{name} {short_repr(value)}" if name in _NEUTRAL
                     else f"the field {short_repr(name)}")
             raise BadRequest(f"{what} is not supported: leave it out", param=name[:80],
                              code="unsupported_parameter")
-    return found
+    return fields
 
 
-def _checked(kind: Any, value: object, name: str) -> Any:
+def _check_type(kind: Any, value: object, name: str) -> Any:
     try:
         return validation.validate(kind, value, name)
     except UserError as error:
@@ -106,36 +110,36 @@ def _checked(kind: Any, value: object, name: str) -> Any:
 
 
 def _same(value: object, other: object) -> bool:
-    """True if they are equal and alike: 0 is not False."""
+    """Return whether two values are equal and of one type: 0 is not False."""
     return type(value) is type(other) and value == other
 
 
-# A line of a job's input as a checked request.
-#
-# A line is as OpenAI's Batch API has it (``custom_id, method, url, body``) or plain: the fields of
-# a
-# body with an optional ``id``, a completion where it has a `prompt` and a chat where it has
-# `messages`.
-
-
 URLS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
-"""The addresses that can be asked, and the fields of each."""
+"""Supported endpoints and their fields."""
 _ENVELOPE = ("custom_id", "method", "url", "body")
 _ROLES = ("system", "developer", "user", "assistant")
-_IN_MESSAGES = ("role", "content", "name", "reasoning", "reasoning_content")
-_IN_TEMPLATES = ("reasoning_effort", "documents", "add_generation_prompt",
+_MESSAGE_FIELDS = ("role", "content", "name", "reasoning", "reasoning_content")
+_TEMPLATE_FIELDS = ("reasoning_effort", "documents", "add_generation_prompt",
                  "continue_final_message")
-"""Fields of a chat that are arguments of its template."""
-_COLDEST = 1e-30
-"""A lower temperature counts as 0: logits over it are more than float32 holds."""
+"""Fields of a chat that are passed to the chat template."""
+_MIN_TEMPERATURE = 1e-30
+"""A lower temperature counts as 0, because logits divided by it overflow float32."""
 
 
 @dataclass(frozen=True)
 class Defaults:
-    """The values for a request that does not say: the job's own seed, temperature and length.
+    """Values of fields that a request does not give.
 
-    `models` are the names that the model goes by, `fields` the fields of a body for requests that
-    do not give them.
+    Attributes
+    ----------
+    models : collection of str
+        Names of the model.
+    max_tokens : int
+    temperature : float
+    seed : int
+        Combined with a request's id.
+    fields : mapping
+        More fields of a body.
     """
 
     models: Collection[str]
@@ -147,26 +151,26 @@ class Defaults:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """A request of a job, checked.
+    """A checked request.
 
     Attributes
     ----------
     custom_id : str
     chat : bool
-        True: `messages` count, and the answer is a message; False: `prompts` do.
+        Whether the request is a chat, with `messages`, or a completion, with `prompts`.
     messages : tuple of mappings
     prompts : tuple
         Each is text or a list of token ids.
     n : int
         Choices of each prompt.
     params : SamplingParams
-        With the request's own seed, of which `choice_params` makes those of the choices.
+        With the request's seed, from which `choice_params` derives the seeds of the choices.
     return_token_ids : bool
         Add token ids of prompts and choices to the response.
     clamps : bool
-        It names no length, and ends with the model's positions.
+        The request gives no length, and may end at the model's last position.
     special : bool
-        The tokenizer's special tokens come in front of texts.
+        Add the tokenizer's special tokens to texts.
     echo : bool
         The answer begins with the prompt.
     template_arguments : mapping
@@ -185,54 +189,54 @@ class JobRequest:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def choice_params(self, choice: int) -> SamplingParams:
-        """The sampling parameters of one choice, counted over all prompts."""
+        """Return the sampling parameters of one choice, counted over all prompts."""
         return replace(self.params, seed=mix_seed(self.params.seed, choice))
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts before which an answer ends."""
+        """Stop strings."""
         return tuple(self.params.stop_strings or ())
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises `BadRequest` if it is none."""
+    """Parse the JSON object of a line. Raises `BadRequest` if the line is something else."""
     try:
-        found = msgspec.json.decode(line)
+        value = msgspec.json.decode(line)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise BadRequest(f"the line is not JSON ({reason}): mend it", code="invalid_json_line"
                          ) from None
-    if not isinstance(found, dict):
-        raise BadRequest(f"the line is not a JSON object, but {short_repr(found)}",
+    if not isinstance(value, dict):
+        raise BadRequest(f"the line is not a JSON object, but {short_repr(value)}",
                          code="invalid_json_line")
-    return found
+    return value
 
 
-def own_id(record: Mapping[str, Any], number: int) -> str:
-    """The name of a request: its `custom_id`, the `id` of a plain one, or its line's number.
+def request_id(record: Mapping[str, Any], number: int) -> str:
+    """Return the id of a request: its `custom_id`, the `id` of a plain one, or ``line-NUMBER``.
 
-    Raises `BadRequest` for one that is no text, and where a line of the API has none.
+    Raises `BadRequest` for an id that is not text, and for a line of the API without one.
     """
     plain = not any(key in record for key in _ENVELOPE)
     name = "id" if plain else "custom_id"
-    found = record.get(name)
-    if plain and found is None:
+    value = record.get(name)
+    if plain and value is None:
         return f"line-{number}"
-    if plain and type(found) is int:
-        return str(found)
-    if not isinstance(found, str) or not found:
+    if plain and type(value) is int:
+        return str(value)
+    if not isinstance(value, str) or not value:
         raise BadRequest(f"the line has no {name}, a text that no other line has, but "
-                         f"{short_repr(found)}" if found is not None else f"the line has no {name}",
+                         f"{short_repr(value)}" if value is not None else f"the line has no {name}",
                          param=name, code="missing_required_parameter")
-    return found
+    return value
 
 
 def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
-    """The request of a line, whose number in the file is `number`. Raises `BadRequest`."""
+    """Return the request of line `number` of the file. Raises `BadRequest`."""
     record = read_object(line)
-    custom_id = own_id(record, number)
-    url, body = _parts(record)
-    given = checked_fields(body, URLS[url])
+    custom_id = request_id(record, number)
+    url, body = _split_envelope(record)
+    given = check_fields(body, URLS[url])
     chat = URLS[url] is CHAT
     arguments = _template_arguments(given, defaults)
     given = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | given
@@ -244,8 +248,8 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
     messages = _messages(given.get("messages")) if chat else ()
     prompts = () if chat else _prompts(given.get("prompt"))
     n = given.get("n", 1)
-    if n * len(prompts) > MOST_CHOICES:
-        raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MOST_CHOICES} choices: "
+    if n * len(prompts) > MAX_CHOICES:
+        raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MAX_CHOICES} choices: "
                          "make several requests of it", param="n")
     if given.get("echo") and given.get("logprobs") is not None:
         raise BadRequest("echo beside logprobs is not supported, as prompts have none: leave one "
@@ -259,67 +263,65 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
 
 
 def check_defaults(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a body for requests that do not give them, checked.
-
-    Raises `UserError`, which begins with `name`.
-    """
+    """Check default fields of a body. Raises `UserError`, which begins with `name`."""
     known = {key: kind for key, kind in (CHAT | COMPLETIONS).items() if key not in NO_DEFAULTS}
     check_keys(given, known, name)
     try:
-        found = checked_fields(given, known)
-        _template_arguments(found, Defaults((), 1))
-        _params(found, "", Defaults((), 2**30), chat=False)
+        fields = check_fields(given, known)
+        _template_arguments(fields, Defaults((), 1))
+        _params(fields, "", Defaults((), 2**30), chat=False)
     except BadRequest as error:
         raise UserError(f"{name}: {error}") from None
-    return found
+    return fields
 
 
 def _template_arguments(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
-    """The arguments of a chat's template: a request's own over the job's."""
-    found: dict[str, Any] = {}
-    for fields in (defaults.fields, given):
-        arguments = fields.get("chat_template_kwargs", {})
+    """Return the arguments of the chat template: a request's override the job's."""
+    fields: dict[str, Any] = {}
+    for source in (defaults.fields, given):
+        arguments = source.get("chat_template_kwargs", {})
         try:
             check_arguments("chat_template_kwargs", arguments)
         except UserError as error:
             raise BadRequest(str(error), param="chat_template_kwargs") from None
-        found |= arguments | {name: fields[name] for name in _IN_TEMPLATES if name in fields}
-    if found.get("continue_final_message") and found.get("add_generation_prompt", True):
+        fields |= arguments | {name: source[name] for name in _TEMPLATE_FIELDS if name in source}
+    if fields.get("continue_final_message") and fields.get("add_generation_prompt", True):
         raise BadRequest("continue_final_message goes with \"add_generation_prompt\": false",
                          param="continue_final_message")
-    return found
+    return fields
 
 
-def _parts(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The address that is asked, and the fields that it gets."""
+def _split_envelope(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the endpoint and the body of a request."""
     if not any(key in record for key in _ENVELOPE):
         url = "/v1/chat/completions" if "messages" in record else "/v1/completions"
         return url, {key: value for key, value in record.items() if key != "id"}
-    method, asked, body = record.get("method", "POST"), record.get("url"), record.get("body")
+    method, endpoint, body = record.get("method", "POST"), record.get("url"), record.get("body")
     if method != "POST":
         raise BadRequest(f"method must be POST, got {short_repr(method)}", param="method",
                          code="invalid_method")
-    if not isinstance(asked, str) or asked not in URLS:
-        raise BadRequest(f"url must be {' or '.join(URLS)}, got {short_repr(asked)}", param="url",
-                         code="invalid_url")
+    if not isinstance(endpoint, str) or endpoint not in URLS:
+        raise BadRequest(f"url must be {' or '.join(URLS)}, got {short_repr(endpoint)}",
+                         param="url", code="invalid_url")
     if not isinstance(body, dict):
         raise BadRequest(f"body must be a JSON object, got {short_repr(body)}", param="body")
-    return asked, body
+    return endpoint, body
 
 
 def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, chat: bool
             ) -> SamplingParams:
-    """The sampling parameters that the checked fields come to."""
+    """Return the sampling parameters of checked fields."""
     lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
     if len(lengths) > 1:
         raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
                          param="max_tokens")
-    least = given.get("min_tokens", 0)
-    most = lengths.pop() if lengths else max(defaults.max_tokens, least)
-    if least > most:
-        raise BadRequest(f"min_tokens {least} is more than max_tokens {most}", param="min_tokens")
+    min_tokens = given.get("min_tokens", 0)
+    max_tokens = lengths.pop() if lengths else max(defaults.max_tokens, min_tokens)
+    if min_tokens > max_tokens:
+        raise BadRequest(f"min_tokens {min_tokens} is more than max_tokens {max_tokens}",
+                         param="min_tokens")
     temperature = given.get("temperature", defaults.temperature)
-    sampled = temperature >= _COLDEST
+    sampled = temperature >= _MIN_TEMPERATURE
     logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
     biases = _logit_bias(given.get("logit_bias", {}))
     if chat:
@@ -329,7 +331,7 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
         logprobs = given.get("top_logprobs", 0) if logprobs else None
     try:
         return SamplingParams(
-            max_new_tokens=most, min_new_tokens=given.get("min_tokens"),
+            max_new_tokens=max_tokens, min_new_tokens=given.get("min_tokens"),
             do_sample=sampled, temperature=temperature if sampled else 1.0,
             top_k=max(0, given.get("top_k", 0)), top_p=given.get("top_p", 1.0),
             min_p=given.get("min_p"), repetition_penalty=given.get("repetition_penalty"),
@@ -340,7 +342,8 @@ def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, cha
             skip_special_tokens=given.get("skip_special_tokens", True),
             presence_penalty=given.get("presence_penalty", 0.0),
             frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
-            seed=given["seed"] % 2**63 if "seed" in given else own_seed(defaults.seed, custom_id))
+            seed=(given["seed"] % 2**63 if "seed" in given
+                  else derive_seed(defaults.seed, custom_id)))
     except UserError as error:
         raise BadRequest(str(error)) from None
 
@@ -355,7 +358,7 @@ def _logit_bias(biases: object) -> dict[int, float]:
             raise BadRequest(f"logit_bias must have token ids as names, got {short_repr(token)}",
                              param="logit_bias")
         try:
-            found[int(token)] = validation.validate(Bias, bias, f"logit_bias of token {token}")
+            found[int(token)] = validation.validate(_Bias, bias, f"logit_bias of token {token}")
         except UserError as error:
             raise BadRequest(str(error), param="logit_bias") from None
     return found
@@ -369,24 +372,25 @@ def _stops(stop: object) -> Sequence[str] | None:
     return found or None
 
 
-def own_seed(seed: int, custom_id: str) -> int:
-    """The seed of a request that names none: by the job's and its own name, wherever it stands."""
+def derive_seed(seed: int, custom_id: str) -> int:
+    """Return the seed of a request that gives none: a hash of the job's seed and its id."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\n{custom_id}".encode(), digest_size=8).digest(),
                           "big") >> 1
 
 
 def _prompts(prompt: object) -> tuple[str | list[int], ...]:
-    """The prompts of a completion: one or several, each text or token ids."""
-    each: Sequence[object] = [prompt]
+    """Return the prompts of a completion, each of which is text or token ids."""
+    prompts: Sequence[object] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        each = prompt
-    if not each or not all(isinstance(one, str) and one or _is_tokens(one) for one in each):
+        prompts = prompt
+    if not prompts or not all(isinstance(one, str) and one or _is_token_ids(one)
+                              for one in prompts):
         raise BadRequest("prompt must be text or a list of token ids, or a list of these, none "
                          f"empty, got {short_repr(prompt)}", param="prompt")
-    return tuple(each)  # type: ignore[arg-type]
+    return tuple(prompts)  # type: ignore[arg-type]
 
 
-def _is_tokens(value: object) -> bool:
+def _is_token_ids(value: object) -> bool:
     return (isinstance(value, list) and len(value) > 0
             and all(type(token) is int and 0 <= token < 2**31 for token in value))
 
@@ -399,7 +403,7 @@ def _messages(messages: object) -> tuple[Mapping[str, str], ...]:
 
 
 def _message(message: object, where: str) -> Mapping[str, str]:
-    """A message with its parts joined to one text."""
+    """Return a message whose parts are joined to one text."""
     if not isinstance(message, dict):
         raise BadRequest(f"{where} must be a JSON object, got {short_repr(message)}", param=where)
     role = message.get("role")
@@ -407,15 +411,15 @@ def _message(message: object, where: str) -> Mapping[str, str]:
         raise BadRequest(f"{where}.role must be one of {', '.join(_ROLES)}, got {short_repr(role)}",
                          param=f"{where}.role")
     for name, value in message.items():
-        if name not in _IN_MESSAGES and value not in (None, [], {}):
+        if name not in _MESSAGE_FIELDS and value not in (None, [], {}):
             raise BadRequest(f"{where} has {short_repr(name)}, which is not supported",
                              param=where, code="unsupported_parameter")
-    # Templates know no developer, whose messages are the system's of older models.
+    # Templates do not know the role developer, the newer name of system.
     found = {"role": "system" if role == "developer" else role,
              "content": _content(message.get("content"), f"{where}.content")}
     for name in ("name", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
-            # vLLM calls it reasoning, and templates read reasoning_content.
+            # vLLM says reasoning, templates say reasoning_content.
             found["name" if name == "name" else "reasoning_content"] = _text(
                 message[name], f"{where}.{name}")
     return found

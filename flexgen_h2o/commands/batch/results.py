@@ -1,6 +1,6 @@
-"""The files of a job's results: lines that are whole, of one job at a time, gone on with.
+"""Result lines in the format of OpenAI's Batch API, and the files that a job resumes from.
 
-The name of a line, its `id`, holds the key of the request that it answers.
+The `id` of a line contains the key of the request that it answers.
 """
 
 from __future__ import annotations
@@ -9,18 +9,29 @@ import errno
 import fcntl
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from flexgen_h2o.commands.batch.input import JobInput
+from flexgen_h2o.commands.batch.requests import BadRequest, JobRequest
+from flexgen_h2o.engine.detokenization import (
+    Detokenizer,
+    IncrementalDetokenizer,
+    ReasoningParser,
+    until,
+)
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import escape_line_breaks
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
+from flexgen_h2o.outputs import Output
 
 PREFIX = "batch_req_"
-"""The beginning of a line's `id`, before 16 hexadecimal digits of the request's key."""
-_BEGINNING = b'{"id":"' + PREFIX.encode()  # of each line, as `responses` writes it
+"""Prefix of a line's `id`. 16 hexadecimal digits of the request's key follow."""
+_LINE_START = b'{"id":"' + PREFIX.encode()
+_MIN_LOGPROB = -9999.0  # replaces an infinity, which JSON does not have
 
 
 class _Status(msgspec.Struct):
@@ -36,21 +47,21 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 
 class ResultsFile:
-    """A file of result lines that this job alone writes.
+    """File of result lines, locked against other jobs. It is created if it is missing.
 
-    What was added is on disk when `add` returns. A last line without its end, as a killed job
-    leaves it, is cut off when the file is opened; one that is no line of results stays, for
-    `answered` to refuse.
+    Added lines are on disk when `add` returns. An incomplete last line, which a killed job leaves,
+    is truncated when the file is opened. If it is not the start of a result line, it stays, and
+    `answered` raises.
 
     Parameters
     ----------
     flag, path : str
-        The flag that names the file, and the file, which is made if it is not there.
+        The flag that names the file, and the file.
 
     Raises
     ------
     UserError
-        It cannot be written, or another job writes it.
+        The file cannot be written, or another job writes it.
     """
 
     def __init__(self, flag: str, path: str):
@@ -61,7 +72,7 @@ class ResultsFile:
         try:
             self._lock()
             with catch_write_errors(flag, path):
-                self._cut()
+                self._truncate_incomplete_line()
         except BaseException:
             os.close(self._file)
             raise
@@ -74,7 +85,7 @@ class ResultsFile:
 
     def _lock(self) -> None:
         try:
-            # It goes with the descriptor, however the process ends.
+            # The lock ends with the process, however that ends.
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
@@ -83,44 +94,42 @@ class ResultsFile:
             raise UserError(f"cannot lock {self.flag} {self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Let go of the file, which goes if nothing is in it."""
-        found = os.fstat(self._file)
-        # Where it has been removed, its name may be that of another job's file by now.
-        if not found.st_size and os.path.exists(self.path) and os.path.samestat(
-                found, os.stat(self.path)):
+        """Close the file, and remove it if it is empty."""
+        status = os.fstat(self._file)
+        # If it has been removed, another job may have a file with this name.
+        if not status.st_size and os.path.exists(self.path) and os.path.samestat(
+                status, os.stat(self.path)):
             os.unlink(self.path)
         os.close(self._file)
 
     def clear(self) -> None:
-        """Take out what it holds. Raises `UserError` if it cannot."""
+        """Remove all lines. Raises `UserError` if that fails."""
         with catch_write_errors(self.flag, self.path):
             os.ftruncate(self._file, 0)
 
     @property
     def empty(self) -> bool:
-        """True if there are no lines in it."""
+        """Whether the file has no lines."""
         return os.fstat(self._file).st_size == 0
 
-    def _cut(self) -> None:
-        """Cut off the beginning of a line of results at the end of the file."""
-        whole = self._whole()
-        if _BEGINNING.startswith(os.pread(self._file, len(_BEGINNING), whole)):
-            os.ftruncate(self._file, whole)
+    def _truncate_incomplete_line(self) -> None:
+        end = self._complete_bytes()
+        if _LINE_START.startswith(os.pread(self._file, len(_LINE_START), end)):
+            os.ftruncate(self._file, end)
 
-    def _whole(self) -> int:
-        """Bytes up to the end of the last whole line."""
+    def _complete_bytes(self) -> int:
+        """Return the bytes up to the end of the last complete line."""
         end = os.fstat(self._file).st_size
         while end:
             start = max(0, end - (1 << 20))
-            found = os.pread(self._file, end - start, start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
+            newline = os.pread(self._file, end - start, start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
             end = start
         return 0
 
     def add(self, lines: Sequence[bytes]) -> None:
-        """Add lines, each without its end. Raises `UserError` if they can't be written; then
-        none is."""
+        """Add all lines, without line ends, or none. Raises `UserError` if that fails."""
         if not lines:
             return
         with catch_write_errors(self.flag, self.path):
@@ -137,47 +146,169 @@ class ResultsFile:
             os.fsync(self._file)
 
     def answered(self, source: JobInput) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the lines of the input that it answers, and those of them that only failed.
+        """Return the places of the input's lines with results, and of those that only failed.
 
-        A failure whose line has been changed since counts no more.
+        Failures of lines that are no longer in the input are ignored.
 
         Raises
         ------
         UserError
-            A line is none of results, or answers a request that the input does not have.
+            A line is not a result, or answers a request that the input does not have.
         """
-        keys, good = array("Q"), array("B")
+        keys, success = array("Q"), array("B")
         with catch_write_errors(self.flag, self.path), open(self.path, "rb") as file:
             for number, line in enumerate(file, 1):
-                for column, value in zip((keys, good), self._read(line, number), strict=True):
+                for column, value in zip((keys, success), self._parse(line, number), strict=True):
                     column.append(value)
         places = source.find(np.frombuffer(keys, np.uint64)) if keys else np.empty(0, np.int64)
-        fine = np.frombuffer(good, np.uint8)
-        strange = np.flatnonzero((places < 0) & (fine == 1))
-        if len(strange):
-            raise UserError(f"{self.flag} {self.path} line {strange[0] + 1} answers a request that "
+        succeeded = np.frombuffer(success, np.uint8) == 1
+        unknown = np.flatnonzero((places < 0) & succeeded)
+        if len(unknown):
+            raise UserError(f"{self.flag} {self.path} line {unknown[0] + 1} answers a request that "
                             f"--input {source.path} does not have: choose another file, or "
                             "--overwrite this one")
         known = places[places >= 0]
-        return np.unique(known), np.setdiff1d(known, places[fine == 1])
+        return np.unique(known), np.setdiff1d(known, places[succeeded])
 
-    def _read(self, line: bytes, number: int) -> tuple[int, bool]:
+    def _parse(self, line: bytes, number: int) -> tuple[int, bool]:
         try:
-            return key_of(line)
+            return request_key(line)
         except (ValueError, RecursionError):
             raise UserError(f"{self.flag} {self.path} line {number} is not a line of results: "
                             "choose another file, or --overwrite this one") from None
 
 
-def key_of(line: bytes) -> tuple[int, bool]:
-    """The key of the request that a line answers, and True if the answer is no failure.
+def request_key(line: bytes) -> tuple[int, bool]:
+    """Return the key of the request that a line answers, and whether the request succeeded.
 
-    Raises `ValueError` or `RecursionError` for what is no line of results.
+    Raises `ValueError` or `RecursionError` if it is not a result line.
     """
-    found = _DECODER.decode(line)
-    if not found.id.startswith(PREFIX):
-        raise ValueError("no id of a job's")
-    key = int(found.id.removeprefix(PREFIX), 16)
+    result = _DECODER.decode(line)
+    if not result.id.startswith(PREFIX):
+        raise ValueError("not an id of a result")
+    key = int(result.id.removeprefix(PREFIX), 16)
     if not 0 <= key < 2**64:
-        raise ValueError("no key")
-    return key, found.response is not None and found.response.status_code == 200
+        raise ValueError("not a key")
+    return key, result.response is not None and result.response.status_code == 200
+
+
+def failure_line(error: BadRequest, *, key: int, number: int, custom_id: str | None) -> bytes:
+    """Return the result line of a request that cannot run; `number` is that of its input line.
+
+    The error of a line that is no request of the job is in `error`. A request that the API would
+    refuse has a response with status 400.
+    """
+    message = f"line {number}: {error}"
+    detail = {"message": message, "type": "invalid_request_error", "param": error.param,
+              "code": error.code}
+    if error.code in ("invalid_json_line", "missing_required_parameter", "duplicate_custom_id",
+                      "mismatched_model"):
+        return _line(key, custom_id, None, {"code": error.code, "message": message,
+                                            "param": error.param, "line": number})
+    return _line(key, custom_id, _response(key, 400, {"error": detail}), None)
+
+
+def answer_line(request: JobRequest, outputs: Sequence[Output], *, key: int, model: str,
+                created: int, parser: ReasoningParser | None) -> bytes:
+    """Return the result line of a request that has run.
+
+    Parameters
+    ----------
+    request : JobRequest
+    outputs : sequence of Output
+        One for each choice: `n` of the first prompt, then `n` of the next one.
+    key : int
+        Key of the request.
+    model : str
+        Name of the model.
+    created : int
+        Seconds since 1970.
+    parser : ReasoningParser or None
+        None if the model has no tokenizer. Choices then have `token_ids`.
+    """
+    choices = [_choice(request, place, output, parser) for place, output in enumerate(outputs)]
+    prompt = sum(len(output.prompt_token_ids) for output in outputs[::request.n])
+    new = sum(len(output.token_ids) for output in outputs)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{key:016x}",
+        "object": "chat.completion" if request.chat else "text_completion",
+        "created": created, "model": model, "choices": choices,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+    }
+    if request.chat and request.return_token_ids:
+        body["prompt_token_ids"] = outputs[0].prompt_token_ids
+    return _line(key, request.custom_id, _response(key, 200, body), None)
+
+
+def _line(key: int, custom_id: str | None, response: Mapping[str, Any] | None,
+          error: Mapping[str, Any] | None) -> bytes:
+    line = msgspec.json.encode({"id": f"{PREFIX}{key:016x}", "custom_id": custom_id,
+                                "response": response, "error": error})
+    return escape_line_breaks(line.decode()).encode()
+
+
+def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": f"req_{key:016x}", "body": body}
+
+
+def _choice(request: JobRequest, place: int, output: Output, parser: ReasoningParser | None
+            ) -> dict[str, Any]:
+    text = output.text or ""
+    fields: dict[str, Any] = {"index": place}
+    if request.chat:
+        content, reasoning = (text, None) if parser is None else parser.split(output)
+        fields["message"] = {"role": "assistant", "content": until(content, request.stops),
+                             "refusal": None}
+        if reasoning is not None:
+            fields["message"]["reasoning_content"] = until(reasoning, request.stops)
+    else:
+        prompt = request.prompts[place // request.n] if request.echo else ""
+        fields["text"] = f"{prompt}{until(text, request.stops)}"
+    fields["logprobs"] = None
+    if request.params.logprobs is not None:
+        detokenizer = None if parser is None else parser.detokenizer
+        fields["logprobs"] = (_chat_log_probs if request.chat else _log_probs)(output, detokenizer)
+    if request.return_token_ids or parser is None:
+        fields["token_ids"] = output.token_ids
+    if request.return_token_ids and not request.chat:
+        fields["prompt_token_ids"] = output.prompt_token_ids
+    return fields | {"finish_reason": output.finish_reason}
+
+
+def _chat_log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any]:
+    def one(token: int, log_prob: float) -> dict[str, Any]:
+        text, data = _token_text(token, detokenizer)
+        return {"token": text, "logprob": max(log_prob, _MIN_LOGPROB), "bytes": list(data)}
+
+    return {"content": [one(each.token_id, each.log_prob)
+                        | {"top_logprobs": [one(*top) for top in each.top]}
+                        for each in output.log_probs or ()],
+            "refusal": None}
+
+
+def _log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any]:
+    def word(token: int) -> str:
+        text, data = _token_text(token, detokenizer)
+        return text if text.encode() == data else f"bytes:{text}"
+
+    tokens, end = output.log_probs or (), 0
+    top: list[dict[str, float]] = []
+    offsets = []
+    step = word if detokenizer is None else IncrementalDetokenizer(
+        detokenizer, output.prompt_token_ids).step
+    for each in tokens:
+        offsets.append(end)
+        end += len(step(each.token_id))
+        top.append({})  # the sampled token is always included, as in the API
+        for token, log_prob in (*each.top, (each.token_id, each.log_prob)):
+            top[-1].setdefault(word(token), max(log_prob, _MIN_LOGPROB))
+    return {"tokens": [word(each.token_id) for each in tokens],
+            "token_logprobs": [max(each.log_prob, _MIN_LOGPROB) for each in tokens],
+            "top_logprobs": top, "text_offset": offsets}
+
+
+def _token_text(token: int, detokenizer: Detokenizer | None) -> tuple[str, bytes]:
+    """Return a token's text and bytes; invalid UTF-8 is escaped in the text."""
+    data = b"" if detokenizer is None else detokenizer.token_bytes(token)
+    data = data or f"token_id:{token}".encode()
+    return data.decode("utf-8", "backslashreplace"), data
