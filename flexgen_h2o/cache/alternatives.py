@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexgen_h2o.cache.decode_attention import PendingAttention
+from flexgen_h2o.cache.hot_set import RecallCounts
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
@@ -23,7 +25,14 @@ class _MemoryCache:
     supports_capture = False
     is_resident = True
     supports_prefetch = False
-    recall_counts = None
+    recall_counts: RecallCounts | None = None
+    # Methods of `BlockCache` that the engine does not call on caches without them.
+    resume: Any
+    repeat: Any
+    attend_token: Any
+    prefetch_token: Any
+    capture_token: Any
+    prepare_replay: Any
 
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
         """Do nothing: the cache is resident."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from flexgen_h2o.config.h2o import H2OConfig, WindowedH2O
 from flexgen_h2o.errors import UserError
@@ -144,8 +145,9 @@ class Stage:
         """Return an H2O configuration for the layers of the stage."""
         if h2o is None:
             return None
-        ratios = {name: value[self.first : self.last] for name in ("heavy_ratio", "recent_ratio")
-                  if isinstance(value := getattr(h2o, name), tuple)}
+        ratios: dict[str, Any] = {
+            name: value[self.first : self.last] for name in ("heavy_ratio", "recent_ratio")
+            if isinstance(value := getattr(h2o, name), tuple)}
         if ratios and h2o.prompt_chunk is not None and replace(
                 h2o, prompt_chunk=None, **ratios).is_full:
             ratios["prompt_chunk"] = None  # it has no effect on a full cache

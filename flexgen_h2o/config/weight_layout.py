@@ -220,7 +220,7 @@ class WeightOptions:
         """
         if self.kept:
             element_bytes = self._element_bytes(itemsize)
-            per_element = element_bytes.get(tuple(shape))
+            per_element = element_bytes.get((shape[0], shape[1]))
             if per_element is None:  # a part of the outputs
                 per_element = max((nbytes for (_, inputs), nbytes in element_bytes.items()
                                    if inputs == shape[1]), default=itemsize)

@@ -163,7 +163,8 @@ class Batch:
             ids = [request.generated[-1] for request in self.requests]
             return ids, [self.batch_layout.tokens(sequence, token) - 1
                          for sequence in range(len(self))]
-        ids, positions = [], []
+        ids = []
+        positions: list[int] = []
         for span in self.spans(forward_pass):
             prompt, past = self.requests[span.sequence].prompt, self.batch_layout.past
             ids += prompt[span.start - past : span.end - past]
@@ -217,7 +218,7 @@ class RowChunk:
             first += len(span)
 
 
-def common_prefix(prompts: Sequence[Sequence[int]]) -> int:
+def common_prefix(prompts: Sequence[list[int]]) -> int:
     """Return the length of the common prefix, shorter than each prompt.
 
     It is 0 for one prompt, and if it is shorter than `SHARED_PREFIX`.

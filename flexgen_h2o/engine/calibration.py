@@ -154,7 +154,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
 
 def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placement:
     """Return the placement of all weights on the fastest tier on which they fit."""
-    names = {}
+    names: dict[str, int] = {}
     for group in source.weights.groups():
         names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
     limits = free_memory(args.offload_dir, device.free_bytes()).within(
@@ -229,11 +229,11 @@ class _MeasuringFormat(WeightFormat):
     head: str
 
     def view(self, buffer: Tensor, offset: int, spec: TensorSpec) -> Any:
-        weight = super().view(buffer, offset, spec)
+        weight: Any = super().view(buffer, offset, spec)
         if spec.name not in self.names:
             return weight
         outputs = 0 if spec.name == self.head else len(weight)
-        parts = [(slice(0, outputs), weight)] if outputs else []
+        parts: list[Any] = [(slice(0, outputs), weight)] if outputs else []
         return _MeasuredMatrix((outputs, weight.shape[1]),
                                partial(self.squares.parts, spec.name, parts), weight)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -20,7 +21,6 @@ from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.h2o.batch_layout import PromptChunk
 from flexgen_h2o.kernels import ops
-from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models import family
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.rope import RopeTables, all_tables
@@ -215,7 +215,8 @@ class DecoderLayers:
             rows = slice(chunk.row, chunk.end)
             tables = None if rope is None else tuple(table[rows] for table in rope)
             qkv = self._family.attention_inputs(self._config, weights, x[rows], self._operations)
-            attended = attend(step, chunk.spans, qkv, tables, weights.get("sinks"))
+            sinks: Any = weights.get("sinks")
+            attended = attend(step, chunk.spans, qkv, tables, sinks)
             self._finish_layer(step, weights, x[rows], attended, chunk.row,
                                list(chunk.prompt_starts(batch.batch_layout.past)))
 
@@ -297,7 +298,7 @@ class DecoderLayers:
             token=self._batches[step.batch].batch_layout.token(step.forward_pass),
             sinks=self._weights.get(step.layer).get("sinks"))
 
-    def _finish_layer(self, step: LayerStep, weights: Mapping[str, Weight | ShardedMatrix],
+    def _finish_layer(self, step: LayerStep, weights: Mapping[str, Weight],
                       x: torch.Tensor, attended: torch.Tensor, row: int = 0,
                       prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute the part of a layer step after attention; x [rows, hidden] is updated.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,8 +210,9 @@ class ExpertCounts:
 
 def put(table: ExpertTable, number: int, weights: Mapping[str, Weight]) -> None:
     """Put an expert into a table for `kernels.cpu.experts`."""
-    biases = [weights[f"{name}_bias"] for name in MATRICES if f"{name}_bias" in weights]
-    table.put(number, *(weights[name] for name in MATRICES), biases=biases)
+    biases: list[Any] = [weights[f"{name}_bias"] for name in MATRICES if f"{name}_bias" in weights]
+    matrices: list[Any] = [weights[name] for name in MATRICES]
+    table.put(number, *matrices, biases=biases)
 
 
 class ExpertSlots:
@@ -447,7 +449,7 @@ class ExpertSlots:
 
         At most `MAX_EXPERT_LOADS` experts are loading at a time. Return the requested ones.
         """
-        started = []
+        started: list[ExpertKey] = []
         while self._waiting:
             if len(self._loading) >= MAX_EXPERT_LOADS and self._prefetched:
                 self._end_prefetch()

@@ -216,6 +216,10 @@ class ExpertLayers:
         self._family = family(config)
         self._layer = -1
         self._computed = True
+        self._inputs: Tensor
+        self._ids: Tensor
+        self._shares: Tensor
+        self._counts: list[int]
         self._routed = slice(0, 0)  # the rows that `route` was last called with
         self._predicted: Counter[int] = Counter()
         self._matmuls = ExpertMatmuls(config, operations, slots.options)

@@ -250,11 +250,11 @@ class Runner:
             return (LayerSmoothing(constants, constants),) * config.num_layers
         if self.rank is not None:  # measuring takes all ranks, even those with a stored result
             return self._measure_keys()
-        constants = source.kept_constants(
+        kept = source.kept_constants(
             lambda: torch.stack([layer.stacked() for layer in self._measure_keys()]).cpu().numpy(),
             "keys1", self.args.weight_cache)
         return tuple(LayerSmoothing.unstacked(each)
-                     for each in torch.from_numpy(constants).to(device))
+                     for each in torch.from_numpy(kept).to(device))
 
     def _measure_keys(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing, measured on a prompt of random tokens."""

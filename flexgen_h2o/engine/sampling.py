@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class Sampler:
     def _suppressed(self, request: Request) -> Sequence[int]:
         """Return the tokens that must not be chosen."""
         params, new = self._params, len(request.generated)
-        tokens = params.suppress_tokens
+        tokens: Any = params.suppress_tokens  # tuples, as SamplingParams makes them
         if not new:
             tokens += params.begin_suppress_tokens
         early = new < params.min_new_tokens or len(request.prompt) + new < params.min_length

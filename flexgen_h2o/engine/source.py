@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,7 +172,7 @@ class ModelSource:
         specs = _specs(self.weights)
         if self.dummy:
             shapes = {name: tuple(spec.shape) for name, spec in specs.items()}
-            checkpoint = DummyCheckpoint(shapes, self.dtype, seed)
+            checkpoint: Any = DummyCheckpoint(shapes, self.dtype, seed)
             names = {name: name for name in specs}
         else:
             checkpoint, names = self._resolve(specs, self.folder)

@@ -303,7 +303,7 @@ class Prompts:
         """
         tokens, params = request.generated, request.params
         ended = request.finish_reason == "stop" and tokens[-1] in self._ends(params)
-        text = self.detokenizer and self.detokenizer.text(
+        text = None if self.detokenizer is None else self.detokenizer.text(
             tokens[:-1] if ended else tokens, request.prompt,
             keep=() if params.skip_special_tokens else range(self._config.vocab_size))
         return Output(given if isinstance(given, str) else None, ids, tokens, text,

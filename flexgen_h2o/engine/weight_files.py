@@ -23,7 +23,7 @@ import torch
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import open_atomic
-from flexgen_h2o.kernels.matrix import QuantizedMatrix, ShardedMatrix
+from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
 from flexgen_h2o.models.convert import Keep, locked
 from flexgen_h2o.models.model_config import TensorSpec
@@ -35,7 +35,7 @@ from flexgen_h2o.storage.transfer import Transfers
 ALIGN = 64
 """Alignment of tensors in a weight buffer, in bytes."""
 
-Weight = torch.Tensor | QuantizedMatrix
+Weight = Matrix
 """A weight in memory."""
 
 _OFFLOAD_VERSION = 1  # increase it when the bytes of offloaded tensors change
@@ -112,14 +112,14 @@ class Unit:
     ----------
     specs : dict of str to TensorSpec
         All tensors by local name.
-    resident : dict of str to Weight or ShardedMatrix
+    resident : dict of str to Weight
         Weights that need no fetch, or whose shards are streamed.
     fetched : list of WeightBuffer
         Buffers that are copied or read to compute memory for every use; at most one is on disk.
     """
 
     specs: dict[str, TensorSpec]
-    resident: dict[str, Weight | ShardedMatrix] = field(default_factory=dict)
+    resident: dict[str, Weight] = field(default_factory=dict)
     fetched: list[WeightBuffer] = field(default_factory=list)
 
     @property

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from flexgen_h2o.config.limits import SHARD_BUFFERS
 from flexgen_h2o.config.placement import Placement
-from flexgen_h2o.engine.weight_files import Weight, WeightBuffer, WeightFiles
+from flexgen_h2o.engine.weight_files import WeightBuffer, WeightFiles
 from flexgen_h2o.kernels.matrix import ShardedMatrix
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
@@ -140,7 +140,7 @@ class ShardStream:
         parts = [self._part(unit, shard, spec, extent) for shard in shards]
         self._shards.setdefault(unit, []).extend(
             part for part in parts if isinstance(part, _DiskShard))
-        return ShardedMatrix(spec.shape, partial(self._parts, parts))
+        return ShardedMatrix((spec.shape[0], spec.shape[1]), partial(self._parts, parts))
 
     def open(self) -> None:
         """Allocate the staging buffers, once all matrices are added."""
@@ -173,7 +173,7 @@ class ShardStream:
         self._ring.reset()
 
     def _part(self, unit: int, shard: RowShard, spec: TensorSpec, extent: Extent
-              ) -> _DiskShard | tuple[slice, Weight]:
+              ) -> _DiskShard | tuple[slice, Any]:
         """Return a shard on disk, or the rows and content of one in memory."""
         form, rows, columns = self._files.form, shard.rows, spec.shape[1]
         part = TensorSpec(spec.name, (rows.stop - rows.start, columns))
@@ -184,8 +184,8 @@ class ShardStream:
         content, offsets = self._files.read_extents([extent])
         return rows, form.view(content, offsets[extent], part)
 
-    def _parts(self, parts: Sequence[_DiskShard | tuple[slice, Weight]], x: torch.Tensor
-               ) -> Iterator[tuple[slice, Weight]]:
+    def _parts(self, parts: Sequence[_DiskShard | tuple[slice, Any]], x: torch.Tensor
+               ) -> Iterator[tuple[slice, Any]]:
         """Yield the rows and content of all parts of a matrix; see `ShardedMatrix`."""
         for part in parts:
             if isinstance(part, _DiskShard):

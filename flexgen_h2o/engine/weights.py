@@ -12,6 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -85,7 +86,7 @@ class WeightStore:
         self._stream = (None if shard_prefetch is None
                         else ShardStream(files, transfers, prefetch=shard_prefetch))
         self.tiers = self._place(placement, experts, choices)
-        self._tables: dict[str, Weight] = {}
+        self._tables: dict[str, Any] = {}
         self._ring: BufferRing[int] = BufferRing(transfers, ())
 
     @property
@@ -308,7 +309,7 @@ class WeightStore:
         resident = self.units[index].resident if index < len(self.units) else {}
         return resident if resident.keys() >= set(names) else None
 
-    def get(self, index: int) -> dict[str, Weight | ShardedMatrix]:
+    def get(self, index: int) -> dict[str, Weight]:
         """Return the weights of a unit by local name, on the compute device and ready to use.
 
         A fetched weight is valid until `release`.

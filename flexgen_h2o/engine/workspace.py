@@ -174,11 +174,25 @@ class WorkspaceSize:
 class BlockCache(Protocol):
     """The interface of a block's cache: `KVCache`, and the simulated and probing ones."""
 
-    attends_on_host: bool
-    supports_capture: bool
-    is_resident: bool
-    supports_prefetch: bool
-    recall_counts: RecallCounts | None
+    @property
+    def attends_on_host(self) -> bool:
+        """True if some attention is computed on the host beside a GPU."""
+
+    @property
+    def supports_capture(self) -> bool:
+        """True if `capture_token` can be called."""
+
+    @property
+    def is_resident(self) -> bool:
+        """True if `load` and `store` are no-ops."""
+
+    @property
+    def supports_prefetch(self) -> bool:
+        """True if `prefetch_token` can be called."""
+
+    @property
+    def recall_counts(self) -> RecallCounts | None:
+        """Counts of recalled tokens, or None."""
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Begin a block, with an empty cache except for continued sequences."""
@@ -272,6 +286,7 @@ class Workspace:
 
         with ExitStack() as resources:
             self._resources = resources
+            self.cache: BlockCache
             if cache is not None:
                 self.cache = cache
             elif h2o is not None and h2o.simulate:

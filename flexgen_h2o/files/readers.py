@@ -78,7 +78,7 @@ def check_text_file(path: Path, most: int = _MOST_TEXT) -> Path:
     return path
 
 
-def read_checkpoint_json(path: Path) -> object:
+def read_checkpoint_json(path: Path) -> Any:
     """The value of a checkpoint's JSON file. `UserError` as `check_text_file`, or if it is none."""
     try:
         return json.loads(check_text_file(path, _MOST_JSON).read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def read_json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[
         yield number, parse_json(f"{flag} {path} line {number}", line)
 
 
-def parse_json(where: str, line: str) -> object:
+def parse_json(where: str, line: str) -> Any:
     """The value of a line of JSON.
 
     Raises `UserError`, which begins with `where`, also for an escape of half a surrogate pair.
@@ -210,7 +210,7 @@ class _Loader(yaml.SafeLoader):
     """Copies no more than `_MOST_VALUES` where mappings are merged into one (``<<: [*a, *b]``), and
     takes no key twice, of which PyYAML's would keep the last."""
 
-    def compose_mapping_node(self, anchor: object) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         known = set()
         for key, _ in node.value:

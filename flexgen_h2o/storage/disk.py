@@ -149,7 +149,7 @@ class Checksums:
 
 
 def _checksum(data: torch.Tensor) -> int:
-    return xxh3_64_intdigest(memoryview(data.numpy()))
+    return xxh3_64_intdigest(data.numpy().data)
 
 
 class Disk:
@@ -189,7 +189,7 @@ class Disk:
         UserError
             The file is missing or too short, or the disk reports an error.
         """
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         self._each_chunk(((partial(self._read_chunk, r.end), r.path, r.offset, view,
                            r.buffer_offset, r.nbytes) for r in reads), ahead=ahead)
 
@@ -223,7 +223,7 @@ class Disk:
 
     def write_each(self, extents: Sequence[Extent], buffer: torch.Tensor) -> None:
         """Write consecutive parts of a buffer (uint8, page-aligned) to page-aligned extents."""
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         starts = accumulate((extent.nbytes for extent in extents), initial=0)
         self._each_chunk([(self._write_chunk, extent.path, extent.offset, view, start,
                            extent.nbytes)

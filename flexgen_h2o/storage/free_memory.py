@@ -122,10 +122,12 @@ def _limits(mount: Path, membership: Path) -> Iterator[tuple[int, int]]:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             # Above memory.high the kernel throttles the process.
-            root, prefix, limits = mount, "", ("memory.max", "memory.high")
+            root, prefix = mount, ""
+            limits: tuple[str, ...] = ("memory.max", "memory.high")
             files = ("memory.current", "file_mapped")
         elif "memory" in controllers.split(","):
-            root, prefix, limits = mount / "memory", "total_", ("memory.limit_in_bytes",)
+            root, prefix = mount / "memory", "total_"
+            limits = ("memory.limit_in_bytes",)
             files = ("memory.usage_in_bytes", "total_mapped_file")
         else:
             continue
