@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from flexgen_h2o.config.h2o import INDEX_BITS, H2OConfig
 from flexgen_h2o.config.limits import (
@@ -53,7 +54,7 @@ class GroupLayout:
     length: int
     bits: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bits not in (4, 8):
             raise UserError(f"cannot quantize to {self.bits} bits: use 4 or 8")
         if self.length < 2 or self.length % 2:
@@ -135,7 +136,7 @@ class CacheLayout:
         return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
 
 
-def split_slots(slots, layout: CacheLayout | None):
+def split_slots(slots: Any, layout: CacheLayout | None) -> tuple[Any, Any]:
     """Return views of the keys and the values of slots; a layout of None means plain vectors."""
     if layout is None or not layout.mixed:
         return slots[0], slots[1]
@@ -189,7 +190,8 @@ class CacheOptions:
         if self.attn_sparsity < 1 and keys != values:
             raise UserError("attn_sparsity reads keys without their values: give key_bits and "
                             "value_bits the same number, or leave it out")
-        if self.attn_sparsity < 1 and self.evicts and self.h2o.without_windows().is_full:
+        if (self.h2o is not None and self.attn_sparsity < 1 and self.evicts
+                and self.h2o.without_windows().is_full):
             raise UserError("attn_sparsity chooses among all that came before, and layers of this "
                             "model attend to a window: leave it out")
         if self.attn_sparsity < 1 and self.recalls:
@@ -232,7 +234,7 @@ class CacheOptions:
     @property
     def simulated(self) -> bool:
         """Whether eviction or recall is simulated by a mask over a full cache."""
-        return (self.evicts or self.recalls) and self.h2o.simulate
+        return self.h2o is not None and (self.evicts or self.recalls) and self.h2o.simulate
 
     @property
     def plain(self) -> bool:
@@ -273,7 +275,7 @@ class IndexLayout:
     length: int
     bits: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.bits not in INDEX_BITS:
             raise UserError(f"an index has 4 or 2 bits, not {self.bits}")
         if self.group % self.per_byte:

@@ -97,7 +97,7 @@ class MatrixLayout:
     mxfp4: bool = False
     compact: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.compact and (self.bits != 4 or self.mxfp4):
             raise UserError("cannot quantize with compact scales: use 4 bits")
         if self.mxfp4 and (self.bits, self.group) != (4, MXFP4_GROUP):

@@ -222,7 +222,7 @@ def _refuse(event: str, arguments: tuple) -> None:
     raise PermissionError(f"a chat template may not do this: {event}")
 
 
-def _answer(render, request: dict) -> dict[str, str]:
+def _answer(render: Any, request: dict) -> dict[str, str]:
     try:
         # As `apply_chat_template` does: a key whose value is null is a key that is not there.
         messages = [{key: value for key, value in each.items() if value is not None}

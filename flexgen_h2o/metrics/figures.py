@@ -43,14 +43,14 @@ def check_plot(flag: str, path: str) -> None:
         raise UserError(f"{flag} needs matplotlib: pip install 'flexgen_h2o[plot]'")
 
 
-def new_figure(width: float, height: float):
+def new_figure(width: float, height: float) -> Any:
     """Return an empty matplotlib Figure of `width` x `height` inches."""
     from matplotlib.figure import Figure  # not pyplot, which is stateful and needs a display
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def log_scale(axes, values: Sequence[float]) -> None:
+def log_scale(axes: Any, values: Sequence[float]) -> None:
     """Set a logarithmic y axis with plain numbers at 1, 2 and 5, or denser for close values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -62,7 +62,7 @@ def log_scale(axes, values: Sequence[float]) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def save(figure, path: str) -> None:
+def save(figure: Any, path: str) -> None:
     """Write a figure to a file, atomically. Raises OSError if it cannot be written."""
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format=Path(path).suffix[1:].lower(), dpi=150)
