@@ -66,9 +66,9 @@ class KVCache:
     policy : Policy
         Where the cache is, and where attention over host memory runs.
     h2o : H2OConfig or None
-        None: every token stays cached.
+        None: never evict.
     rope : callable (positions) -> Rope or None
-        Rotations of a model with rotary embeddings, for rolling positions.
+        RoPE tables of a model with rotary embeddings, for rolling positions.
     transfers : Transfers
     run_folder : callable
         Create the folder for the cache on disk.
@@ -92,7 +92,7 @@ class KVCache:
         self._device = transfers.device.torch
         self._batch_layouts: list[BatchLayout] = []
         self._updates: dict[tuple[int, int, int], SlotUpdate] = {}
-        """What a decode step wrote, by layer, batch and the part's first sequence."""
+        """Slots written by a decode step, by layer, batch and the part's first sequence."""
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
@@ -132,9 +132,9 @@ class KVCache:
     # Blocks
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
-        """Start a block; forget the cache, except for sequences that continue into it.
+        """Start a block. Discard the cache, except for sequences that continue in the block.
 
-        These are moved layer by layer, so that only one layer of them exists twice.
+        These are moved layer by layer, so that only one layer is stored twice at a time.
         """
         self._host.reset()
         continues = any(batch_layout.has_continued for batch_layout in batches)
@@ -192,7 +192,7 @@ class KVCache:
     def resume(self, batches: Sequence[BatchLayout]) -> None:
         """Continue the sequences of `begin` in another run.
 
-        They keep their slots: `begin` needs the final lengths.
+        Their slots stay as `begin` allocated them, so `begin` must be given the final lengths.
         """
         self._host.reset()
         for part in self.parts:
@@ -233,7 +233,7 @@ class KVCache:
     # Before compute
 
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start bringing what compute of (layer, batch) needs."""
+        """Start loading the cache that compute of (layer, batch) needs."""
         batch_layout = self._batch_layouts[batch]
         cached = None  # with eviction any slot may be in use
         if not self._evictions.plans[batch][layer].evicts:
@@ -272,7 +272,7 @@ class KVCache:
                      rope: Rope | None, sinks: torch.Tensor | None = None) -> PendingAttention:
         """Start attention from one new token of each sequence; cache the new tokens; evict.
 
-        A job attends over host memory if that is where its attention runs.
+        Attention over a part in host memory may run as a background job on the CPU.
 
         Parameters
         ----------
@@ -283,7 +283,7 @@ class KVCache:
         token : int
             Number of the new token in the block, from 1.
         rope : Rope or None
-            Of the sequences.
+            RoPE tables of the sequences.
         sinks : Tensor [heads] or None
             The layer's attention sinks.
         """
@@ -315,10 +315,10 @@ class KVCache:
 
     def _rotate(self, layer: int, batch: int, q, k, rope: Rope | None) -> torch.Tensor | None:
         """Rotate and smooth new queries and keys in place; return offsets of their products."""
-        of_queries, of_keys = self._rotations(layer, batch, rope)
-        offsets = self._empty_offsets(layer, q, of_queries[1])
-        ops.rotate_(q, *of_queries, offsets)
-        ops.rotate_(k, *of_keys)
+        query_rotation, key_rotation = self._rotations(layer, batch, rope)
+        offsets = self._empty_offsets(layer, q, query_rotation[1])
+        ops.rotate_(q, *query_rotation, offsets)
+        ops.rotate_(k, *key_rotation)
         return offsets
 
     def _rotations(self, layer: int, batch: int, rope: Rope | None
@@ -375,7 +375,7 @@ class KVCache:
     # After compute
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start writing back what compute of (layer, batch) changed."""
+        """Start writing back the slots that compute of (layer, batch) changed."""
         batch_layout = self._batch_layouts[batch]
         cut = batch_layout.token(forward_pass) >= 0
         decode = not batch_layout.in_prefill(forward_pass)
@@ -398,9 +398,9 @@ class KVCache:
 
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope: Rope | None,
                        sinks: torch.Tensor | None = None) -> None:
-        """Start fetching what a new token may select, by a guess at its query and key.
+        """Start fetching the tokens that a new token may select, by a predicted query and key.
 
-        Arguments are those of `attend_token`. Results do not depend on the guess.
+        Arguments are those of `attend_token`. Results do not depend on the prediction.
         """
         offsets = self._rotate(layer, batch, q, k, rope)
         for part in self._parts_of(batch):

@@ -1,6 +1,6 @@
 """Attention within the prompts of a block, which caches the tokens that stay.
 
-A prompt comes whole, in chunks, or in two pieces of which several prompts share the first. It is
+A prompt is computed whole, in chunks, or as a prefix that several prompts share and the rest. It is
 cut to its budget at its end (arXiv 2306.14048), or evicts with each chunk (`chunked_prefill`).
 """
 
@@ -32,13 +32,13 @@ class PromptAttention:
     ----------
     shape : CacheShape
     h2o : H2OConfig or None
-        None: every token stays cached.
+        None: never evict.
     parts : sequence of CachePart
-        Of the cache.
+        Parts of the cache.
     prompt_parts : sequence of CachePart
         Parts that hold prompts until their last chunk: `parts`, or others that hold whole prompts.
     evictions : EvictionStates
-        Of the cache, which begins their blocks.
+        Eviction states of the cache, which calls their `begin`.
     recall : Recall or None
     """
 
@@ -56,7 +56,7 @@ class PromptAttention:
         self._scores: dict[tuple[int, int, int], torch.Tensor] = {}
         """Scores of prompts in progress, by layer, batch and sequence."""
         self._prefix: tuple[torch.Tensor | None, ...] = ()
-        """Of the shared prefix in this layer step: keys, values, keys to be cached, scores."""
+        """Keys, values, keys to be cached, and scores of the shared prefix in this layer step."""
 
     def begin(self, batches: Sequence[BatchLayout]) -> None:
         """Start a block, or continue its sequences."""
@@ -76,7 +76,7 @@ class PromptAttention:
             Rows of all spans, packed. q and k are rotated in place.
         spans : sequence of PromptChunk
         rope : Rope or None
-            Of the rows.
+            RoPE tables of the rows.
         sinks : Tensor [heads] or None
             The layer's attention sinks.
 
@@ -115,8 +115,8 @@ class PromptAttention:
                        attention: LayerAttention) -> torch.Tensor:
         """Attend within the prefix that several prompts share, or from the rest of one prompt.
 
-        The rests come in the same layer step; each caches its whole prompt. `cached_keys` are the
-        keys as they are cached.
+        The remainders follow in the same layer step; each one caches its whole prompt.
+        `cached_keys` are the keys as they are cached.
         """
         scores = None
         if self._evictions.scored(layer, batch):
@@ -195,13 +195,14 @@ class PromptAttention:
             ops.rotate_(k, None, smoothing.keys)
         first = 0
         for part in self._parts:
-            here = [span for span in spans if part.first <= span.sequence < part.last]
-            if not here:
+            part_spans = [span for span in spans if part.first <= span.sequence < part.last]
+            if not part_spans:
                 continue
-            cuts = [self._cut(layer, span.end) for span in here]
+            cuts = [self._cut(layer, span.end) for span in part_spans]
             rows = slice(first, first + sum(cut.length for cut in cuts))
             first = rows.stop
-            sequences = slice(here[0].sequence - part.first, here[-1].sequence + 1 - part.first)
+            sequences = slice(part_spans[0].sequence - part.first,
+                              part_spans[-1].sequence + 1 - part.first)
             slots = part.get(layer, batch)[:, sequences]
             state = self._evictions.state(layer, batch, part)
             if state is not None:
@@ -216,7 +217,7 @@ class PromptAttention:
                 # Otherwise the chunks are in their slots already.
                 self._cache_whole(slots, cuts, k[rows], v[rows])
                 self._on_cached(layer, batch, part, [(span.sequence, 0, span.end)
-                                                     for span in here])
+                                                     for span in part_spans])
 
     def _cut(self, layer: int, length: int) -> Cut:
         budget = budgets.budget(self._h2o, layer, length)
@@ -241,9 +242,9 @@ class PromptAttention:
         ----------
         layer, batch : int
         source : int
-            Place in the batch of the sequence whose whole prompt `attend` has cached.
+            Index in the batch of the sequence whose whole prompt `attend` has cached.
         *targets : int
-            Places of the others.
+            Indices of the other sequences.
         """
         originals = self._prompt_tensors(layer, batch, source)
         for target in targets:

@@ -30,7 +30,7 @@ _KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isd
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
 """Alternative flags: those of a key, when given, replace the values in a config file."""
-_GEN_LEN_ELSEWHERE = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max_tokens")
+_GEN_LEN_ALIASES = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max_tokens")
 """Names of `--gen-len` in transformers, vLLM and OpenAI."""
 
 
@@ -88,7 +88,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 name = word.partition("=")[0]
                 known = self._option_string_actions
-                meant = "--gen-len" if "--gen-len" in known and name in _GEN_LEN_ELSEWHERE else name
+                meant = "--gen-len" if "--gen-len" in known and name in _GEN_LEN_ALIASES else name
                 raise UserError(f"unknown flag {name}{did_you_mean(meant, known)}")
         if unknown:
             raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
@@ -216,7 +216,7 @@ _HELP = {
 _SHOWN = {"weight_bits": AUTO, "cache_bits": 16, "gpu_batch_size": Policy.gpu_batch_size,
           "num_gpu_batches": Policy.num_gpu_batches}
 # Aliases from the H2O repository.
-_ALSO = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
+_ALIASES = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
 
 
 def own_fields(options: type) -> list[Field]:
@@ -290,7 +290,7 @@ def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mappin
 
 def _spellings(spec: Field) -> list[str]:
     """Return the names of a flag, with dashes and with underscores."""
-    names = [flag_name(spec.name), *([_ALSO[spec.name]] if spec.name in _ALSO else [])]
+    names = [flag_name(spec.name), *([_ALIASES[spec.name]] if spec.name in _ALIASES else [])]
     return list(dict.fromkeys(
         each for name in names for each in (name, "--" + name[2:].replace("-", "_"))))
 

@@ -38,16 +38,16 @@ from flexgen_h2o.models.gguf.config import names_gguf
 if TYPE_CHECKING:
     from flexgen_h2o.llm import LLM
 
-_Sum = Annotated[int, Meta(ge=0, le=1 << 53)]
+_Total = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
 class _Counts(StrictStruct, frozen=True):
     model: Text
     per_token: Count
-    texts: _Sum
-    text_tokens: _Sum
-    text_experts: _Sum
-    counts: list[list[_Sum]]
+    texts: _Total
+    text_tokens: _Total
+    text_experts: _Total
+    counts: list[list[_Total]]
 
     def __post_init__(self) -> None:
         layers = [layer for layer in self.counts if layer]
@@ -100,7 +100,7 @@ def write_expert_counts(path: str, stats: RunStats) -> None:
 
 
 _ONLY_WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_Made = TypeVar("_Made", Policy, SamplingParams)
+_Built = TypeVar("_Built", Policy, SamplingParams)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +178,13 @@ class RunConfig(RunFlags):
 
     def _check_planning(self) -> None:
         """Refuse flags that have no effect in this configuration."""
-        for flag, given, reason in self._idle():
+        for flag, given, reason in self._ineffective_flags():
             if given:
                 raise UserError(f"{flag} has no effect {reason}")
         if self.hardware is not None and not self.plan_only:
             raise UserError("--hardware describes another machine: add --plan-only")
 
-    def _idle(self) -> Iterator[tuple[str, bool, str]]:
+    def _ineffective_flags(self) -> Iterator[tuple[str, bool, str]]:
         """Yield (flag, whether it is given without effect, reason) of all such flags."""
         fixed = self.percent != AUTO
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
@@ -287,7 +287,7 @@ class RunConfig(RunFlags):
         """Folder that keeps quantized weights; "auto" for the default one, None for none."""
         return None if self.no_weight_cache else self.weight_cache
 
-    def _make(self, cls: type[_Made], **others: object) -> _Made:
+    def _build(self, cls: type[_Built], **others: object) -> _Built:
         """Make a `cls` from `others` and from the flags that have names of its fields."""
         names = {spec.name for spec in fields(cls)} & {spec.name for spec in fields(self)}
         return cls(**{name: getattr(self, name) for name in names} | others)
@@ -295,7 +295,7 @@ class RunConfig(RunFlags):
     def policy(self) -> Policy:
         """Return the policy of the run, with defaults for what is still to be planned."""
         percent = RunConfig.percent if self.percent == AUTO else self.percent
-        return self._make(
+        return self._build(
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
             experts=None if self.expert_percent is None else Placement(*self.expert_percent),
@@ -321,7 +321,7 @@ class RunConfig(RunFlags):
 
         Synthetic prompts never stop at EOS, as in FlexGen's benchmark.
         """
-        return self._make(SamplingParams, max_new_tokens=self.gen_len,
+        return self._build(SamplingParams, max_new_tokens=self.gen_len,
                           eos_token_id=-1 if self.ignore_eos or self.synthetic else None)
 
     @classmethod

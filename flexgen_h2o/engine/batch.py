@@ -29,11 +29,11 @@ class Request:
     finish_reason : str
         Empty until the request has finished.
     seed : int
-        Of its random numbers.
+        Seed of the request's random numbers.
     log_probs : list of TokenLogProb
-        Of generated tokens, if the sampling parameters ask for them.
+        Log-probabilities of generated tokens, if the sampling parameters request them.
     rope_length : int or None
-        `RopeConfig.text_length` of its text; None if the rotation does not depend on it.
+        `RopeConfig.text_length` of the text; None if RoPE does not depend on it.
     params : SamplingParams
     """
 
@@ -47,14 +47,14 @@ class Request:
     params: SamplingParams = SamplingParams()
 
     def restart(self) -> None:
-        """Forget what has been generated."""
+        """Discard the generated tokens."""
         self.generated.clear()
         self.log_probs.clear()
         self.finish_reason = ""
 
     @property
     def shared(self) -> tuple[int | None, tuple[int, ...]]:
-        """Key under which equal prompts are computed once: rotation length and tokens."""
+        """Key under which equal prompts are computed once: RoPE length and tokens."""
         return self.rope_length, tuple(self.prompt)
 
     @property
@@ -69,10 +69,10 @@ class Batch:
     Parameters
     ----------
     index : int
-        Of the batch in its block.
+        Index of the batch in its block.
     requests : sequence of Request
     batch_layout : BatchLayout
-        Forward passes of the prompts, and the most tokens that follow.
+        Lengths of the prompts, their forward passes, and the maximum number of new tokens.
     share_prompts : bool
         Compute equal prompts once, and copy their cache.
     share_prefixes : bool
@@ -81,7 +81,7 @@ class Batch:
     Attributes
     ----------
     duplicates : dict of int to list of int
-        All sequences with a prompt, by the first of them.
+        Sequences with equal prompts, by the first of them.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
@@ -104,7 +104,7 @@ class Batch:
             has_prefix = share_prefixes and len(prompt) > SHARED_PREFIX
             key = (length, prompt[:SHARED_PREFIX]) if has_prefix else lead
             by_prefix.setdefault(key, []).append(lead)
-        # Sequences whose prompts have a common prefix, and the tokens of that.
+        # Sequences whose prompts have a common prefix, and the length of the prefix.
         self._groups = [(leads, common_prefix([self.requests[lead].prompt for lead in leads]))
                         for leads in by_prefix.values()]
 
@@ -152,11 +152,11 @@ class Batch:
                         for lead in leads)
 
     def sampled(self, forward_pass: int) -> list[Request]:
-        """Return the requests that get a token from a forward pass: in the prefill, fresh ones."""
+        """Return the requests that get a token in a forward pass: in a prefill, the fresh ones."""
         return self.fresh if self.batch_layout.in_prefill(forward_pass) else self.requests
 
     def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
-        """Return token ids and positions of the rows: of prompts, or of each newest token."""
+        """Return token ids and positions of the rows: of prompts, or of the newest tokens."""
         if not self.batch_layout.in_prefill(forward_pass):
             token = self.batch_layout.token(forward_pass)
             # A finished sequence repeats its last token; the result is not used.
@@ -172,7 +172,7 @@ class Batch:
         return ids, positions
 
     def rope_lengths(self, forward_pass: int) -> list[int] | None:
-        """Return the rotation length of each row; None if rotations do not depend on it."""
+        """Return the RoPE length of each row; None if RoPE does not depend on it."""
         lengths = [request.rope_length for request in self.requests
                    if request.rope_length is not None]
         if len(lengths) < len(self.requests):
@@ -210,7 +210,7 @@ class RowChunk:
     end: int
 
     def prompt_starts(self, past: int) -> Iterator[slice]:
-        """Yield the rows of spans that begin a prompt, after `past` tokens of earlier runs."""
+        """Yield the rows of each span that begins a prompt, after `past` tokens of earlier runs."""
         first = 0
         for span in self.spans:
             if span.start == past:
@@ -269,7 +269,7 @@ class BlockSize:
 
 
 class BlockQueue:
-    """The requests that wait, and those of the current block.
+    """Waiting requests, and those of the current block.
 
     They are sorted: first by the power of two of the tokens to generate, then by prompt length,
     longest first. So a batch has similar lengths, and a block that does not fit in memory comes
@@ -279,14 +279,14 @@ class BlockQueue:
     ----------
     requests : sequence of Request
     new : int or mapping
-        The most tokens that are appended to each request, or to each by its key.
+        Maximum number of tokens appended: to every request, or to each by its key.
     size : BlockSize
 
     Attributes
     ----------
     evicts : tuple of bool
-        Whether some request loses tokens, by layer. Blocks with continued sequences need it;
-        empty: each batch decides alone.
+        By layer, whether any request exceeds its budget. Blocks with continued sequences need it.
+        Empty: each batch decides by its own sequences.
     """
 
     def __init__(self, requests: Sequence[Request], new: int | Mapping[int, int], size: BlockSize):
@@ -337,12 +337,12 @@ class BlockQueue:
         return self._block
 
     def halve(self) -> list[Request] | None:
-        """Put the block's requests back to the front, and halve the size of blocks.
+        """Return the block's requests to the front of the queue, and halve the block size.
 
         Returns
         -------
         list of Request or None
-            The requests, which start again; None if a block has only one sequence.
+            The requests, to be restarted; None if a block has only one sequence.
         """
         requests = [request for batch in self._block for request in batch.requests]
         self._waiting.extendleft(reversed(requests))
@@ -358,7 +358,7 @@ class BlockQueue:
 
     @property
     def sizes(self) -> set[tuple[int, int]]:
-        """Lengths of waiting prompts, with the most tokens that are appended to each."""
+        """Pairs (prompt length, maximum number of appended tokens) of waiting requests."""
         return {(len(request.prompt), self._new[request.key]) for request in self._waiting}
 
     @property
@@ -367,12 +367,12 @@ class BlockQueue:
         return max(len(request.prompt) for request in self._waiting)
 
     def batches(self) -> tuple[int, int]:
-        """Return the most sequences of a batch, and batches of a block, of waiting requests."""
+        """Return the maximum sequences per batch and batches per block of waiting requests."""
         sequences = min(len(self._waiting), self.size.gpu_batch_size)
         return sequences, min(self.size.num_gpu_batches, -(-len(self._waiting) // sequences))
 
     def rows(self) -> int:
-        """Return the most rows of a batch of adjacent waiting requests in a forward pass."""
+        """Return the maximum rows of a batch of adjacent waiting requests in a forward pass."""
         limit = self.size.prefill_chunk or self.longest
         lengths = [min(len(request.prompt), limit) for request in self._waiting]
         prompts = [request.shared for request in self._waiting]

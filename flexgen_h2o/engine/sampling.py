@@ -1,4 +1,4 @@
-"""From logits to tokens and scores: samplers, and the consumers of logits that use them."""
+"""Turn logits into tokens or scores: samplers, and the logits consumers that use them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Sampler:
         return _checked(chosen, sums, raw, requests)
 
     def restart(self, request: Request) -> None:
-        """Draw the same random numbers again, for a request that starts again."""
+        """Restart the random numbers of a request."""
         self._generators.pop(request.key, None)
 
     def _suppressed(self, request: Request) -> Sequence[int]:
@@ -117,7 +117,7 @@ class Sampler:
 
 @retry_imports
 def _history_processors(params: SamplingParams, ends: tuple[int, ...]) -> list[Callable]:
-    """Return transformers' processors that need the text so far. Only they load transformers."""
+    """Return the logits processors that need previous tokens. Only they load transformers."""
     repeated, ngram = params.repetition_penalty != 1.0, params.no_repeat_ngram_size
     words = [list(word) for word in params.bad_words_ids
              if len(word) > 1 or word[0] not in ends]  # end tokens are always allowed
@@ -172,7 +172,7 @@ def _checked(tokens: list[int], values: list[float], logits: torch.Tensor,
     values : list of float
         The logit of each token, or the sum of a row's probabilities.
     logits : Tensor [rows, vocab]
-        Of the model, for the error message.
+        Raw logits of the model, for the error message.
     requests : sequence of Request
     """
     for row, (request, value) in enumerate(zip(requests, values, strict=False)):
@@ -207,10 +207,10 @@ class GenerationRules:
     end_tokens : collection of int
         Any of them ends a sequence.
     stops : callable, optional
-        Returns True if the generated tokens end a sequence. Called after each token.
+        Called after each token. Returns True if the generated tokens end the sequence.
     top : int or None
-        The number of likeliest tokens whose log-probabilities are kept beside the chosen token's.
-        None: keep none.
+        Number of most likely tokens whose log-probabilities are recorded beside the chosen
+        token's. None: record no log-probabilities.
     """
 
     sampler: Sampler
@@ -229,12 +229,12 @@ class GenerationRules:
 class LogitsConsumer(ABC):
     """Turns the logits of a forward pass into tokens or scores, in two steps.
 
-    `reduce` computes a few values of each row, on the rank that has the logits. `apply` extends the
-    requests by these values, on every rank of a pipeline.
+    `reduce` computes a few values per row, on the rank that has the logits. `apply` appends them to
+    the requests, on every rank of a pipeline.
     """
 
     def __call__(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor) -> None:
-        """Reduce and apply logits [rows, vocab] of the rows from number `row` on."""
+        """Reduce and apply logits [rows, vocab] of the rows from index `row` on."""
         self.apply(batch, forward_pass, row, self.reduce(batch, forward_pass, row, logits))
 
     @abstractmethod
@@ -251,37 +251,37 @@ class LogitsConsumer(ABC):
              ) -> torch.Tensor:
         """Reduce logits [rows, vocab] to values: float64 [rows, width], on the host.
 
-        They are of the rows that `rows` returned, from number `row` on.
+        The logits belong to the rows that `rows` returned, from index `row` on.
         """
 
     @abstractmethod
     def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
-        """Extend requests by the values of the rows from number `row` on."""
+        """Append the values of the rows from index `row` on to their requests."""
 
     @abstractmethod
     def restart(self, request: Request) -> None:
-        """Forget a request, which starts again."""
+        """Discard the state of a request that is restarted."""
 
 
 class GenerationSampler(LogitsConsumer):
-    """Extends each request by a token, until an end token, a stop string or the length.
+    """Appends a token to each request, until an end token, a stop string or the maximum length.
 
-    Values of a row are the token; with log-probabilities also that of the token, the ids of the
-    likeliest tokens, and theirs.
+    The values of a row are the token, and with log-probabilities: the token's log-probability, the
+    ids of the most likely tokens, and their log-probabilities.
 
     Parameters
     ----------
     rules : mapping of int to GenerationRules
-        By the requests' keys. Requests with one sampler are sampled together.
+        Rules by request key. Requests that share a sampler are sampled together.
     on_token : callable, optional
-        Called with each new token as it comes.
+        Called with each new token.
     """
 
     def __init__(self, rules: Mapping[int, GenerationRules], *,
                  on_token: Callable[[int], None] | None = None):
         self._on_token = on_token
         self._rules = rules
-        tops = {own.top for own in rules.values()} - {None}
+        tops = {rule.top for rule in rules.values()} - {None}
         self._top = max(tops) if tops else None
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
@@ -328,7 +328,7 @@ class GenerationSampler(LogitsConsumer):
             request.finish_reason = rules.reason_to_end(request.generated)
 
     def restart(self, request: Request) -> None:
-        """Restart the random numbers of a request, which starts again."""
+        """Restart the random numbers of a request."""
         self._rules[request.key].sampler.restart(request)
 
     def _write_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
@@ -353,9 +353,10 @@ class GenerationSampler(LogitsConsumer):
         if not len(selected):
             return
         log_probs = logits[selected.to(logits.device)].float().log_softmax(-1)
-        own = log_probs.gather(1, chosen[selected].to(logits.device)[:, None])
+        chosen_log_probs = log_probs.gather(1, chosen[selected].to(logits.device)[:, None])
         best = log_probs.topk(min(log_probs.shape[1], self._top))
-        columns = torch.cat([own.double(), best.indices.double(), best.values.double()], 1)
+        columns = torch.cat([chosen_log_probs.double(), best.indices.double(),
+                             best.values.double()], 1)
         # A small vocabulary may have fewer tokens than requested.
         values[rows[selected], 1:] = float("nan")
         count = best.indices.shape[1]
@@ -366,11 +367,11 @@ class GenerationSampler(LogitsConsumer):
 
 def _log_prob(token: int, values: Sequence[float], top: int) -> TokenLogProb:
     """Return a token's log-probabilities from the values after it: see `GenerationSampler`."""
-    own, *likeliest = values
+    log_prob, *likeliest = values
     half = len(likeliest) // 2
-    pairs = [(int(top_token), log_prob) for top_token, log_prob
+    pairs = [(int(top_token), top_log_prob) for top_token, top_log_prob
              in zip(likeliest[:half], likeliest[half:], strict=True) if not math.isnan(top_token)]
-    return TokenLogProb(token, own, tuple(pairs[:top]))
+    return TokenLogProb(token, log_prob, tuple(pairs[:top]))
 
 
 class _ContinuationScorer(LogitsConsumer):
@@ -380,14 +381,14 @@ class _ContinuationScorer(LogitsConsumer):
     ----------
     continuations : mapping of int to sequence of int
         Token ids by request key, at least one each.
-    on_logits : callable (places, logits), optional
-        Called with logits [rows, vocab] that predict tokens of continuations. `places` has the
-        request key and the token's index of each row.
+    on_logits : callable (targets, logits), optional
+        Called with logits [rows, vocab] that predict tokens of continuations. `targets` has for
+        each row the request key and the index of the predicted token.
 
     Attributes
     ----------
     log_probs : dict of int to list of float
-        Of the tokens so far, by request key.
+        Log-probabilities of the tokens so far, by request key.
     likeliest : dict of int to list of bool
         Whether each of these tokens has the highest probability.
     """
@@ -410,12 +411,12 @@ class _ContinuationScorer(LogitsConsumer):
                 for key in sorted(self.log_probs)]
 
     def restart(self, request: Request) -> None:
-        """Forget the scores of a request, which starts again."""
+        """Discard the scores of a request that is restarted."""
         self.log_probs[request.key] = []
         self.likeliest[request.key] = []
 
     @abstractmethod
-    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
         """Return (request key, index of the predicted token) of each row with logits.
 
         The index of a finished sequence is past the end.
@@ -424,15 +425,16 @@ class _ContinuationScorer(LogitsConsumer):
     def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
              ) -> torch.Tensor:
         """Score the predicted tokens: see `LogitsConsumer.reduce`."""
-        places = self._places(batch, forward_pass)[row : row + len(logits)]
-        tails = [self._continuations[key] for key, _ in places]
+        targets = self._targets(batch, forward_pass)[row : row + len(logits)]
+        continuations = [self._continuations[key] for key, _ in targets]
         if self._on_logits is not None:
-            live = [i for i, (_, index) in enumerate(places) if index < len(tails[i])]
-            self._on_logits([places[i] for i in live],
-                            logits if len(live) == len(places) else logits[live])
+            live = [i for i, (_, index) in enumerate(targets) if index < len(continuations[i])]
+            self._on_logits([targets[i] for i in live],
+                            logits if len(live) == len(targets) else logits[live])
         # A finished sequence repeats its last token; the value is not used.
-        return _log_probs(logits, [tail[min(index, len(tail) - 1)]
-                                   for (_, index), tail in zip(places, tails, strict=True)])
+        return _log_probs(logits, [
+            continuation[min(index, len(continuation) - 1)]
+            for (_, index), continuation in zip(targets, continuations, strict=True)])
 
     def _append(self, key: int, log_prob: float, likeliest: float) -> None:
         """Append the score of the next token of a continuation.
@@ -465,7 +467,7 @@ class PrefillScorer(_ContinuationScorer):
         return torch.tensor([row for row, _, _ in self._predictions(batch, forward_pass)],
                             dtype=torch.int64)
 
-    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
         return [(key, index) for _, key, index in self._predictions(batch, forward_pass)]
 
     def _predictions(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
@@ -499,7 +501,7 @@ class DecodeScorer(_ContinuationScorer):
         """Return the row of each sequence's newest token, once its prompt has ended."""
         return newest_rows(batch, forward_pass)
 
-    def _places(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
+    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
         return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
 
     def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
@@ -509,9 +511,9 @@ class DecodeScorer(_ContinuationScorer):
             if request.finish_reason:
                 continue
             self._append(request.key, *score)
-            tail = self._continuations[request.key]
-            request.generated.append(tail[len(request.generated)])
-            if len(request.generated) == len(tail):
+            continuation = self._continuations[request.key]
+            request.generated.append(continuation[len(request.generated)])
+            if len(request.generated) == len(continuation):
                 request.finish_reason = "length"
 
 

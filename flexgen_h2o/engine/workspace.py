@@ -36,16 +36,16 @@ from flexgen_h2o.storage.transfer import D2H, H2D, Lane, Transfers
 class HiddenStates:
     """The hidden states of a block between layers: [rows, hidden] for each batch.
 
-    Resident in compute memory, they are used in place. Otherwise the rows of a batch are gathered
-    to a staging buffer before a layer, and its rows on host and disk are written back after it.
+    If they are resident in compute memory, they are used in place. Otherwise a batch's rows are
+    gathered into a staging buffer before a layer, and scattered back to their tiers after it.
 
     Parameters
     ----------
     rows, hidden : int
-        The most rows of a batch, and the hidden size.
+        Maximum rows of a batch, and the hidden size.
     dtype : torch.dtype
     batches : int
-        Batches of a block.
+        Number of batches of a block.
     placement : Placement
         Share of each batch's rows on each tier.
     """
@@ -89,7 +89,7 @@ class HiddenStates:
             self._ring.load(batch, partial(self._gather, store=store, rows=rows), after=store.busy)
 
     def get(self, batch: int, rows: int, *, fresh: bool = False) -> torch.Tensor:
-        """Return [rows, hidden] to read and overwrite. fresh: the contents are not needed."""
+        """Return [rows, hidden] to read and overwrite. `fresh`: skip loading the contents."""
         if not self._away:
             return self._view(self._stores[batch].gpu, rows)
         buffer = self._ring.take(batch) if fresh else self._ring.get(batch)
@@ -153,14 +153,14 @@ class HiddenStates:
 
 @dataclass(frozen=True)
 class WorkspaceSize:
-    """Sizes for the largest block: its cache, and rows of hidden states of a batch."""
+    """Size of the largest block: its cache, and the rows of hidden states of a batch."""
 
     cache: CacheSize
     rows: int
 
     @classmethod
     def of(cls, queue: BlockQueue, h2o: H2OConfig | None, num_layers: int) -> WorkspaceSize:
-        """Return the size for every block of a queue, before the first one."""
+        """Return the size that fits every block of a queue. Call it before the first block."""
         chunked = queue.size.prefill_chunk is not None and queue.longest > queue.size.prefill_chunk
         cache = CacheSize(*queue.batches(), slots_of(queue.sizes, h2o, num_layers),
                           queue.longest if chunked else 0)
@@ -218,7 +218,7 @@ class BlockCache(Protocol):
         """Attend from a new token of each sequence, and cache it."""
 
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
-        """Start loading what a new token is likely to recall, if `supports_prefetch`."""
+        """Start loading the tokens that a new token is likely to recall, if `supports_prefetch`."""
 
     def capture_token(self, layer: int, batch: int, q, k, v, *, rope, sinks, out, capture) -> None:
         """Capture the attention of a decode step, if `supports_capture`."""
@@ -231,7 +231,7 @@ class BlockCache(Protocol):
 
 
 def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """Return the rotation (x, positions, layer) of a model's layers.
+    """Return the function (x, positions, layer) that applies RoPE in a model's layers.
 
     x is [heads, tokens, head_dim], positions are [heads or 1, tokens].
     """
@@ -247,7 +247,7 @@ def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, in
 class Workspace:
     """KV cache, hidden states and scratch memory for blocks up to `size`.
 
-    Runs use it one after the other: memory that has been touched is faster than fresh memory.
+    Runs reuse it one after the other, because fresh memory costs page faults.
 
     Parameters
     ----------
@@ -259,14 +259,14 @@ class Workspace:
     transfers : Transfers
     offload_dir : str
     cache : BlockCache, optional
-        In place of the one that `policy` and `h2o` define.
+        Replaces the cache that `policy` and `h2o` define.
     smoothing : sequence of LayerSmoothing
         See `KVCache`.
 
     Attributes
     ----------
     dtype : torch.dtype
-        Of weights, activations, and a cache that is not compressed.
+        dtype of weights, activations, and a cache that is not quantized.
     """
 
     def __init__(self, config: ModelConfig, shape: CacheShape, size: WorkspaceSize, *,

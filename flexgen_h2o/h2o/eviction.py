@@ -21,7 +21,7 @@ from flexgen_h2o.h2o.policies import PolicyState, ScorePolicy, policy_named
 
 
 class Cut(NamedTuple):
-    """The cut of a prompt of `length` tokens: `heavy` and the newest `recent` stay beside sinks."""
+    """Cut of a prompt of `length` tokens: sinks, `heavy` and the newest `recent` tokens stay."""
 
     length: int
     heavy: int
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 class Eviction:
     """Selects the tokens of a prompt that stay, and the token that a new one evicts.
 
-    Results are the same on every device: no choice depends on the order of ties.
+    Results are the same on every device: ties are broken by position.
 
     Attributes
     ----------
@@ -43,10 +43,10 @@ class Eviction:
     sinks : int
         First tokens of a sequence that always stay.
     window : int
-        Positions that a query attends to, itself included; 0: no window. Tokens that the next
-        query does not see are evicted first.
+        Size of the sliding window, the query's own position included; 0: no window. Tokens that
+        the next query does not see are evicted first.
     policy : ScorePolicy or None
-        A policy that the kernels do not implement, instead of accumulated attention or its mean.
+        A policy that the kernels do not implement; None: accumulated attention or its mean.
     """
 
     mean: bool = False
@@ -71,8 +71,7 @@ class Eviction:
             Accumulated over all queries of the prompt; any finite values if ``heavy`` is 0.
         cut : Cut
         positions : int Tensor [kv_heads, cut.length], optional
-            Of the tokens, ascending, if some tokens between them, but no sink, are evicted. None:
-            from 0 on, without gaps.
+            Positions of the tokens, ascending. No sink may be missing. None: 0, 1, 2 and so on.
         vectors : Tensor [2, kv_heads, cut.length, head_dim], optional
             Keys and values, for a policy that needs them.
 
@@ -108,13 +107,14 @@ class Eviction:
         Parameters
         ----------
         scores : float32 Tensor [sequences, kv_heads, slots]
-            With the new token's query.
+            Scores after the new token's query.
         positions : int32 Tensor [sequences, kv_heads, slots]
-            Of the token in each slot, or `EMPTY`; with or without the new token, which is recent.
+            Position of the token in each slot, or `EMPTY`. The new token may be included: it is
+            recent.
         tokens : int Tensor [sequences]
             Tokens so far, the new one included.
         recent : int Tensor [sequences]
-            Of the budget, at least 1.
+            Recent tokens of the budget, at least 1.
         vectors : Tensor [2, sequences, kv_heads, slots, head_dim], optional
             Keys and values, for a policy that needs them.
 
@@ -145,7 +145,7 @@ class Eviction:
 
 @dataclass(frozen=True)
 class EvictionState:
-    """The eviction state of the slots of some sequences; operations update it in place.
+    """Eviction state of the slots of some sequences; operations update it in place.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class EvictionState:
     scores : float32 Tensor [sequences, kv_heads, slots]
         Attention that each cached key has received; 0 in empty slots.
     positions : int32 Tensor [sequences, kv_heads, slots]
-        Of the token in each slot; `EMPTY` in empty slots.
+        Position of the token in each slot; `EMPTY` in empty slots.
     ranks : int32 Tensor [sequences, kv_heads, slots], or None
         With rolling positions: each token's rank among the cached ones is its position, and keys
         are cached before rotation. None: keys are cached after rotation.
@@ -187,7 +187,7 @@ def eviction_of(h2o: H2OConfig | None) -> Eviction:
 
 
 def layer_eviction(h2o: H2OConfig, layer: int, *, scored: bool) -> Eviction:
-    """Return the eviction of a layer, in which some sequence has heavy hitters if `scored`.
+    """Return the eviction of a layer. `scored`: some sequence has heavy hitters.
 
     Without heavy hitters the cache never holds tokens outside of the layer's window.
     """
@@ -202,7 +202,7 @@ def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
               device: torch.device, smoothing: KeySmoothing | None = None) -> EvictionState:
     """Return the eviction state of empty slots [sequences, kv_heads, slots].
 
-    It is float32 for every cache dtype, and where attention runs for every tier. With `rope`,
+    It is float32 for every cache dtype, and on the device that runs attention. With `rope`,
     positions roll.
     """
     scores = torch.zeros(shape, dtype=torch.float32, device=device)

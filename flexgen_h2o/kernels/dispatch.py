@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS, AutotuneTable
 
 @dataclass(frozen=True)
 class TableLine:
-    """A line of a table: the implementation for some instruction sets and numbers of rows.
+    """Dispatch rule: the implementation for some instruction sets and a range of rows.
 
     Attributes
     ----------
@@ -34,11 +34,11 @@ class TableLine:
         Instruction sets of `cpu_library.SETS`, or of `ARCHITECTURES`.
     implementation : str
     why : str
-        The measurement that decided.
+        Measurement or estimate behind the rule.
     least_rows, most_rows : float
         Range of rows, inclusive.
     dtype : torch.dtype
-        Of inputs and 16-bit weights; ignored in `GPU_TABLE`.
+        dtype of inputs and 16-bit weights; ignored in `GPU_TABLE`.
     """
 
     operation: str
@@ -86,37 +86,37 @@ else."""
 
 ARCHITECTURES = ("float32", "sm_75", "sm_80", "sm_90")
 """Values of `sets` in `GPU_TABLE`: the first architecture of a range, or float32 on any GPU."""
-_NO_UNITS = ("float32", "sm_75")
-_UNITS = ("sm_80", "sm_90")
+_NO_TENSOR_CORES = ("float32", "sm_75")
+_TENSOR_CORES = ("sm_80", "sm_90")
 GPU_TABLE = (
-    TableLine("scored_prefill", _NO_UNITS, "matmul",
+    TableLine("scored_prefill", _NO_TENSOR_CORES, "matmul",
               why="Triton uses no tensor cores there: its blocks run as fused multiply-adds (a "
                   "T4's 8.1 TFLOP/s, by its data sheet), and spill from 64 x 32 on. cuBLAS uses "
                   "them (65 TFLOP/s); the logits between two products cost some 24 bytes each."),
-    TableLine("scored_prefill", _UNITS, "blocks",
+    TableLine("scored_prefill", _TENSOR_CORES, "blocks",
               why="Logits stay in registers, and no block spills (benchmarks/results/"
                   "gpu_static.csv). H200, 32 heads of 128, 4,096 tokens: 0.36 ms, and 0.21 for "
                   "the scores; PyTorch without scores 0.27 by cuDNN, which costs 50 ms for each "
                   "new length, and 0.50 by FlashAttention."),
-    TableLine("decode_attention", _NO_UNITS, "vectors",
+    TableLine("decode_attention", _NO_TENSOR_CORES, "vectors",
               why="A block of 16 rows would be multiplied for each group of heads, by fused "
                   "multiply-adds; one by one only what there is. The cache comes from the "
                   "second-level cache after the first head."),
-    TableLine("decode_attention", _UNITS, "matrix units",
+    TableLine("decode_attention", _TENSOR_CORES, "matrix units",
               why="The cache is read once for all heads of a group (bytes_per_flop of "
                   "benchmarks/results/gpu_static.csv)."),
-    TableLine("linear_quantized", _NO_UNITS, "vectors", most_rows=8,
+    TableLine("linear_quantized", _NO_TENSOR_CORES, "vectors", most_rows=8,
               why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
                   "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
                   "(data sheet)."),
-    TableLine("linear_quantized", _NO_UNITS, "unpacked",
+    TableLine("linear_quantized", _NO_TENSOR_CORES, "unpacked",
               why="Blocks of quantized values spill without tensor cores, which cuBLAS uses on "
                   "sm_75."),
-    TableLine("linear_quantized", _UNITS, "matrix units", most_rows=64,
+    TableLine("linear_quantized", _TENSOR_CORES, "matrix units", most_rows=64,
               why="H200, 4096 x 16384: in 4 bits 18, 19, 22, 28 and 47 us at 1, 8, 16, 32 and 64 "
                   "rows, in 8 bits 26, 27, 26, 32 and 51; cuBLAS in float16 36, 36, 37, 37 and 41, "
                   "and the vectors of 4 bits 25 and 34 at 1 and 2."),
-    TableLine("linear_quantized", _UNITS, "unpacked",
+    TableLine("linear_quantized", _TENSOR_CORES, "unpacked",
               why="Weights would be dequantized for each block of rows; cuBLAS reads them once."),
     TableLine("linear_short_floats", ARCHITECTURES, "vectors", most_rows=8,
               why="H200, 4096 x 16384 in 12 bits: 38 and 57 us at 1 and 4 rows, each row about 6, "
@@ -131,7 +131,7 @@ _autotune_table: ContextVar[AutotuneTable | None] = ContextVar("autotune_table",
 
 @contextmanager
 def use_autotune_table(table: AutotuneTable | None) -> Iterator[None]:
-    """Have `choice` follow an autotune table within the context; None: follow `TABLE`."""
+    """Make `choice` follow an autotune table within the context; None: follow `TABLE`."""
     token = _autotune_table.set(table)
     try:
         yield
@@ -181,7 +181,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         return possible[0]
     table = (_autotune_table.get() or {}).get(operation, {}).get(bits)
     if table:
-        # The entry of the next larger number of rows that was timed, or else of the largest.
+        # The entry for the next larger row count that was timed, or else for the largest.
         fastest = table[min((count for count in table if count >= rows), default=max(table))]
         if fastest in possible:
             return fastest

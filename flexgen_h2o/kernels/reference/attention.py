@@ -74,12 +74,12 @@ def _attend_sequence(q, k, v, scores, out, *, decay, form, sinks):
         scores.mul_(decay**rows)
     for start in range(0, rows, QUERIES):
         query = torch.arange(start, min(start + QUERIES, rows), device=q.device)
-        mine = q[query].float().unflatten(1, (kv_heads, -1))
-        products = torch.einsum("rkgd,tkd->kgrt", mine, keys)
-        place = (tokens - rows + query)[:, None]
-        hidden = position > place
+        query_block = q[query].float().unflatten(1, (kv_heads, -1))
+        products = torch.einsum("rkgd,tkd->kgrt", query_block, keys)
+        query_position = (tokens - rows + query)[:, None]
+        hidden = position > query_position
         if form.window is not None:
-            hidden |= position <= place - form.window
+            hidden |= position <= query_position - form.window
         probabilities = attention_weights(products, hidden, dim=q.shape[-1], form=form,
                                           sinks=sinks)
         if scores is not None:
@@ -117,7 +117,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
     state.positions.fill_(EMPTY)
     if state.ranks is not None:
         state.ranks.zero_()
-    for sequence, (cut, keys, values, of_prompt) in enumerate(zip(
+    for sequence, (cut, keys, values, prompt_scores) in enumerate(zip(
             cuts, k.split(lengths), v.split(lengths), all_scores.split(lengths, dim=1),
             strict=True)):
         vectors = None
@@ -125,12 +125,12 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
             vectors = torch.stack((keys, values)).transpose(1, 2)
             if state.smoothing is not None:  # policies see unsmoothed keys
                 vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
-        index = state.eviction.select(of_prompt, cut, vectors=vectors)
+        index = state.eviction.select(prompt_scores, cut, vectors=vectors)
         kept = index.shape[1]
         place = index[..., None].expand(-1, -1, k.shape[-1])
-        stay = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
-        slots[:, sequence, :, :kept] = pack_slots(stay, layout)
-        state.scores[sequence, :, :kept] = of_prompt.gather(1, index)
+        kept_vectors = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
+        slots[:, sequence, :, :kept] = pack_slots(kept_vectors, layout)
+        state.scores[sequence, :, :kept] = prompt_scores.gather(1, index)
         state.positions[sequence, :, :kept] = index.to(torch.int32)
         if state.ranks is not None:
             state.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
@@ -186,7 +186,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     true_keys = keys if smoothing is None else smoothing.restored(keys)
     if rolls:
         keys = true_keys
-    held = (true_keys, values)  # before rotation, if that is by rank
+    cached_vectors = (true_keys, values)  # before rotation if positions roll
     if rolls:
         old = [table[state.ranks.where(filled, 0)] for table in state.rope]
         new = [table[cached][:, None] for table in state.rope]
@@ -212,17 +212,17 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         new_key = k
         if smoothing is not None and not rolls:
             new_key = smoothing.restored(k[:, :, None])[:, :, 0]
-        victims = _victims(state, metadata.long(), received[..., n:], held,
+        victims = _victims(state, metadata.long(), received[..., n:], cached_vectors,
                            torch.stack((new_key.float(), v.float())))
         taken = torch.where(full[:, None] == 1, victims, taken)
-        _note(state, metadata.long(), taken[..., None], received[..., n:])
+        _update_state(state, metadata.long(), taken[..., None], received[..., n:])
     if rolls and smoothing is not None:
         k = smoothing.keys(k).to(k.dtype)
     cache_token(k, v, slots=slots, taken=taken, layout=layout)
     return out, taken.contiguous()
 
 
-def _victims(state, metadata, own, held, new):
+def _victims(state, metadata, own, cached_vectors, new):
     """Return the slots of the victims, int64 [sequences, kv_heads].
 
     Parameters
@@ -231,7 +231,7 @@ def _victims(state, metadata, own, held, new):
     metadata : int64 Tensor [4, sequences]
     own : float32 Tensor [sequences, kv_heads, 1]
         Attention score of the new token, which a user's policy considers as a candidate.
-    held : pair of Tensor [sequences, kv_heads, slots, head_dim]
+    cached_vectors : pair of Tensor [sequences, kv_heads, slots, head_dim]
         Cached keys and values.
     new : Tensor [2, sequences, kv_heads, head_dim]
         Key and value of the new token.
@@ -245,7 +245,8 @@ def _victims(state, metadata, own, held, new):
     vectors = None
     if state.eviction.needs:
         filled = (state.positions != EMPTY)[..., None]
-        vectors = torch.cat((torch.stack(held).masked_fill(~filled, 0), new[..., None, :]), dim=-2)
+        old = torch.stack(cached_vectors).masked_fill(~filled, 0)
+        vectors = torch.cat((old, new[..., None, :]), dim=-2)
     return state.eviction.victims(scores, positions, tokens=tokens, recent=recent,
                                   vectors=vectors)
 
@@ -258,7 +259,7 @@ def cache_token(k, v, *, slots, taken, layout):
     slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
 
 
-def _note(state, metadata, place, own):
+def _update_state(state, metadata, place, own):
     """Add new tokens to the eviction state: place (slot) and own score [sequences, kv_heads, 1]."""
     cached, tokens, _, full = (x[:, None, None] for x in metadata)
     state.scores.scatter_(-1, place, own)
