@@ -1,4 +1,4 @@
-"""The one exception that a user's input causes, and its kinds that a caller may go on after."""
+"""`UserError`, the exception for problems that the user can fix, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import difflib
 import reprlib
 from collections.abc import Iterable
 
-_LONGEST = 4000  # characters of a message: several paths
-_SHORT = reprlib.Repr()  # without the end of what is long, and what is nested deeply
+_LONGEST = 4000  # characters of a message, enough for several paths
+_SHORT = reprlib.Repr()  # shortens long and deeply nested values
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 80
 
 
 class UserError(Exception):
-    """A problem that the user can mend, in one line: what is wrong and what to do.
+    """A problem that the user can fix, in one line: what is wrong and what to do.
 
-    `flex_opt` prints it as ``error: ...`` on stderr and exits with status 2. What a file or a
-    library has put into the message is one line of printable characters then, and not without end.
+    Commands print it to stderr as ``error: ...`` and exit with status 2. Text from files and
+    libraries in the message is shortened to one line of printable characters.
     """
 
     def __init__(self, message: str):
@@ -28,11 +28,11 @@ class UserError(Exception):
 
 
 class InsufficientMemory(UserError):
-    """A run for which there is too little memory; one of fewer or shorter sequences may fit."""
+    """A run does not fit in memory; one with fewer or shorter sequences may."""
 
 
 class NonFiniteLogits(UserError):
-    """Logits that hold NaN or infinity, of the prompt at place `key` of a call."""
+    """NaN or infinity in the logits of prompt number `key` of a call."""
 
     def __init__(self, message: str, key: int = 0):
         super().__init__(message)
@@ -40,26 +40,25 @@ class NonFiniteLogits(UserError):
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise `UserError` unless `value` is text that UTF-8 can hold."""
+    """Raise `UserError` unless `value` is text that UTF-8 can encode."""
     if not isinstance(value, str):
         raise UserError(f"{name} must be text, got {short_repr(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{name} is not text in UTF-8: character {error.start} is "
-                        f"{value[error.start]!a}, half of a surrogate pair or a byte that stands "
-                        "for none; mend it") from None
+                        f"{value[error.start]!a}, half of a surrogate pair or an undecodable "
+                        "byte; fix it") from None
 
 
 def short_repr(value: object) -> str:
-    """A wrong value for a message: in one line, not too long."""
+    """Return a value for an error message: one short line."""
     return f"{' '.join(_SHORT.repr(value).split()):.80}"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "see --help for the names"
                  ) -> str:
-    """The end of a message on an unknown name: the known one that is most like it, or `otherwise`.
-    """
+    """Return the end of a message on an unknown name: the nearest known name, or `otherwise`."""
     names = {each.lstrip("-"): each for each in known}
     near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
     return f": did you mean {names[near[0]]}?" if near else f": {otherwise}"

@@ -1,7 +1,8 @@
-"""Articles to measure with: their text out of a .jsonl file, their tokens in two halves. No torch.
+"""Articles and conversations from .jsonl files, as inputs of measurements. No torch.
 
-The file is the H2O fork's ``xsum_0shot.jsonl`` or one like it: a JSON object a line, the text under
-the key `article`. There it stands within a prompt for a summary, which is taken off.
+Articles have the format of the H2O repository's ``xsum_0shot.jsonl``: a JSON object per line with
+the text under `article`, inside of a prompt for a summary. Conversations have MT-Bench's format
+(arXiv 2306.05685): the user's turns under `turns`, and `question_id`.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ Pair = tuple[list[int], list[int]]
 def read_articles(path: str) -> list[str]:
     """Read the text of each article, in the order of the file; blank lines are skipped.
 
-    Raises `UserError`, with the line's number where there is one, when the file is missing, empty
-    or not UTF-8, or a line is not JSON or has no text under `article`.
+    Raises `UserError`, with the line number, if the file is missing, empty or not UTF-8, or if a
+    line is not JSON or has no text under `article`.
     """
     return read_json_texts("--input-path", path, "article", clean=strip_prompt,
                       if_empty="holds no articles: write one JSON object a line")
 
 
 def strip_prompt(text: str) -> str:
-    """The article alone, without the prompt for a summary around it."""
+    """Return the article without the prompt for a summary around it."""
     return text.strip().removeprefix(_HEAD).removesuffix(_TAIL).strip()
 
 
 def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]], *, articles: int,
            min_tokens: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of the first `articles` texts of at least `min_tokens`, cut to `max_tokens` each.
+    """Return the token ids of the first `articles` texts of at least `min_tokens` tokens.
 
-    `encode` makes token ids of a text. Raises `UserError` when there are too few such texts.
+    Each is cut to `max_tokens`; `encode` tokenizes a text. Raises `UserError` if there are too few.
     """
     chosen: list[list[int]] = []
     for text in texts:
@@ -48,23 +49,23 @@ def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]]
             if len(chosen) == articles:
                 return chosen
     raise UserError(f"--input-path has {len(chosen)} articles of at least {min_tokens} tokens and "
-                    f"{articles} are asked for: lower --articles or --min-tokens")
+                    f"{articles} are needed: lower --articles or --min-tokens")
 
 
 def split_halves(articles: Iterable[Sequence[int]]) -> list[Pair]:
-    """Each article's tokens (at least 2) as the first half and the rest, one longer if odd."""
+    """Split the tokens (at least 2) of each article into halves; the second may be one longer."""
     return [(list(ids[: len(ids) // 2]), list(ids[len(ids) // 2 :])) for ids in articles]
 
 
 MAX_TOKENS = 64
-"""New tokens of a line that does not say; XSum's summaries are of about 25."""
+"""Default number of new tokens; summaries of XSum have about 25."""
 
 
 @dataclass(frozen=True)
 class Article:
-    """A line of the input: `prompt` is sent as it is, and the article stands within it.
+    """A line of the input: the whole prompt, with the article inside of it.
 
-    A summary ends before the first of the texts in `stop`, or after `max_tokens` tokens.
+    A summary ends before the first text of `stop`, or after `max_tokens` tokens.
     """
 
     prompt: str
@@ -74,17 +75,17 @@ class Article:
 
     @property
     def lead(self) -> str:
-        """The article's first sentence."""
+        """The first sentence of the article."""
         return first_sentence(strip_prompt(self.prompt))
 
 
 def read_summary_tasks(path: str, *, most: int | None = None, max_tokens: int | None = None
                   ) -> list[Article]:
-    """The first `most` lines of a .jsonl file; `max_tokens` overrides the lines' own.
+    """Read the first `most` lines of a .jsonl file; `max_tokens` overrides that of the lines.
 
     A line has `article` and `summary_gt`, and may have `stop` (a text or several) and `max_tokens`.
-    Temperature and top_p are not looked at, as decoding is greedy. Raises `UserError`, with the
-    line's number, when the file is missing or a line is no such line.
+    Temperature and top_p are ignored, because decoding is greedy. Raises `UserError`, with the line
+    number, if the file is missing or a line has another form.
     """
     records = read_json_records("--input-path", path,
                            if_empty="holds no articles: write one JSON object a line")
@@ -115,15 +116,15 @@ def _stops(where: str, record: dict) -> tuple[str, ...]:
     return tuple(stops)
 
 
-# A stop, quotes or brackets that close, and then what may begin a sentence.
+# A full stop, closing quotes or brackets, and the beginning of a sentence.
 _END = re.compile(r"[.!?][\"'”’)\]]*(?=\s+[\"'“‘(\[]?[A-Z0-9£$€])")
-# A stop after one of these, or after a capital alone (an initial, U.S.), ends no sentence.
+# A full stop after one of these, or after a single capital (U.S.), does not end a sentence.
 _SHORT = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sir|Rev|Gen|Col|Lt|Capt|Sgt|Gov|Sen|Rep|Hon|"
                     r"Jr|Sr|No|vs|etc|Inc|Ltd|Co|Corp)\.$")
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a text, or all of it where none ends: the baseline *lead-1*."""
+    """Return the first sentence of a text, or all of it: the baseline *lead-1*."""
     text = text.strip()
     for found in _END.finditer(text):
         if not _SHORT.search(text[: found.start() + 1]):
@@ -131,14 +132,9 @@ def first_sentence(text: str) -> str:
     return text
 
 
-# Conversations to stream: the turns of a .jsonl file in MT-Bench's form. No torch.
-#
-# A line is a JSON object with the user's turns under `turns`, and `question_id` (arXiv 2306.05685).
-
-
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a user. `number` counts the turns of one conversation from 1."""
+    """One turn of a user; `number` counts the turns of a conversation from 1."""
 
     question_id: int | str
     number: int
@@ -148,9 +144,9 @@ class Turn:
 def read_conversations(path: str) -> list[list[Turn]]:
     """Read the turns of each conversation, in the order of the file.
 
-    A conversation without a `question_id` is known by its line's number. Raises `UserError`, with
-    the line's number where there is one, when the file is missing, empty or not UTF-8, or a line
-    is blank (but at the end), is not JSON, or has no list of texts under `turns`.
+    The default `question_id` is the line number. Raises `UserError`, with the line number, if the
+    file is missing, empty or not UTF-8, or if a line is blank (except at the end), is not JSON, or
+    has no list of texts under `turns`.
     """
     lines = read_lines("--input-path", path,
                        if_empty="holds no conversations: write one JSON object a line")

@@ -1,8 +1,8 @@
-"""Chat templates, which are programs that come with a model: rendered where they can do no harm.
+"""Chat templates: untrusted programs of a model, rendered in a sandboxed process. No torch.
 
-A template is rendered by transformers in its sandbox, which keeps it from attributes of Python's
-own, in a process of its own (`serve`), whose time and memory are bounded: no check within a
-process ends a loop, or one operation that makes ten billion letters. No torch.
+transformers renders a template in jinja's sandbox, which hides Python's own attributes. This
+happens in a process of its own (`serve`) with bounded time and memory, because only that can stop
+an endless loop or a huge allocation.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SECONDS = 10.0
 _ENGINES = ("chat_template", "conversation", "conversations", "max_length", "messages", "padding",
             "return_assistant_tokens_mask", "return_dict", "return_tensors",
             "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "truncation")
-"""What transformers' `apply_chat_template` takes beside arguments of the template."""
+"""Parameters of transformers' `apply_chat_template` that are no arguments of a template."""
 
 _OF_TRANSFORMERS = ("add_generation_prompt", "continue_final_message")
-"""Arguments that have an effect beside the template's text."""
+"""Arguments that have an effect even if the template does not name them."""
 
 _log = logging.getLogger(__name__)
 
@@ -39,18 +39,18 @@ _WORKER = ("import sys; sys.path[:] = sys.argv[1:]; "
 
 
 class ChatRenderer:
-    """Renders chats to prompts, one after the other, by a tokenizer's chat template.
+    """Renders chats to prompts with a tokenizer's chat template, one after the other.
 
-    The process that does it starts with the first chat, in a second, and is there until `close`.
+    The process starts with the first chat, which takes a second, and runs until `close`.
 
     Parameters
     ----------
     tokenizer
         A transformers tokenizer.
     template : str, optional
-        A template in place of the tokenizer's.
+        A template instead of the tokenizer's.
     seconds : float
-        What one chat may take.
+        Time limit of one chat.
 
     Raises
     ------
@@ -75,20 +75,20 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Mapping[str, Any]],
                arguments: Mapping[str, Any] | None = None) -> str:
-        """The prompt that asks for the answer to a chat, with the template's special tokens.
+        """Return the prompt for the answer to a chat, with the template's special tokens.
 
         Parameters
         ----------
         messages : sequence of mappings
-            As OpenAI's: `role`, `content` and what else the template reads, as JSON has them.
+            OpenAI's format: `role`, `content`, and other keys that the template reads.
         arguments : mapping, optional
             Arguments of the template, such as `enable_thinking`.
 
         Raises
         ------
         UserError
-            In one line: the template refuses the messages, is damaged, does what the sandbox
-            forbids, or takes more than its time or memory.
+            The template refuses the messages, is damaged, does something forbidden, or exceeds its
+            time or memory.
         """
         for name in {*(arguments or {})} - {*_OF_TRANSFORMERS} - self._warned:
             if name not in self._always["template"]:
@@ -112,7 +112,7 @@ class ChatRenderer:
         return reply["text"]
 
     def close(self) -> None:
-        """End the process; another chat would start a new one."""
+        """End the process; the next chat would start a new one."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.kill()
@@ -125,10 +125,9 @@ class ChatRenderer:
         self.close()
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
-        """The answer of the process; None if it ended, as its alarm makes sure that it does."""
+        """Return the answer of the process; None if it ended, such as by its time limit."""
         if self._worker is None:
-            # In a session of its own: Ctrl-C in the terminal is for the run, which goes on with
-            # what it has begun.
+            # A session of its own, so that Ctrl-C in the terminal does not end it.
             self._worker = subprocess.Popen(
                 [sys.executable, "-c", _WORKER, *sys.path], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -140,14 +139,13 @@ class ChatRenderer:
         except (BrokenPipeError, ValueError):
             self.close()
             return None
-        except BaseException:  # an interrupt: what comes would be taken for the next one's answer
+        except BaseException:  # an interrupt: the late answer would be read as the next one
             self.close()
             raise
 
 
 def check_arguments(name: str, arguments: object) -> None:
-    """Raise `UserError`, which begins with `name`, unless it is a mapping of what a template can
-    be given."""
+    """Raise `UserError`, which begins with `name`, unless `arguments` suit a template."""
     if not isinstance(arguments, Mapping):
         raise UserError(f"{name} must be a mapping of names to values, got {short_repr(arguments)}")
     for engines in _ENGINES:
@@ -158,10 +156,10 @@ def check_arguments(name: str, arguments: object) -> None:
 
 def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, Any]]],
                  template: str | None = None, arguments: Any = None) -> list[str]:
-    """Conversations as prompts, each of which asks for the answer to its last message.
+    """Return the prompts for the answers to conversations.
 
-    arguments is a mapping of the template's arguments, or None. Raises `UserError`, which names the
-    conversation by its number.
+    `arguments` is a mapping of the template's arguments, or None. Raises `UserError`, which names
+    the number of the conversation.
     """
     if tokenizer is None:
         raise UserError("a chat needs a tokenizer, and the model has none here: give prompts")
@@ -181,16 +179,16 @@ def render_chats(tokenizer: Any, conversations: Sequence[Sequence[Mapping[str, A
     return prompts
 
 
-_START = 120.0  # seconds to load transformers, on a machine that is busy
-_MEMORY = 512 << 20  # beside what it has when it is ready
+_START = 120.0  # seconds to import transformers on a busy machine
+_MEMORY = 512 << 20  # in addition to the memory after imports
 _CHARACTERS = 16 << 20  # of a prompt: millions of tokens
-_CODE = (".py", ".pyc", ".so")  # jinja loads parts of itself late
+_CODE = (".py", ".pyc", ".so")  # jinja imports some modules late
 _FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.")
 
 
 def serve() -> None:
-    """Answer each line of stdin with one on stdout, until stdin ends."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+    """Run the process: answer each line of stdin with a line on stdout, until stdin ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process
     signal.setitimer(signal.ITIMER_REAL, _START)
     from transformers.utils.chat_template_utils import render_jinja_template as render
 
@@ -204,7 +202,7 @@ def serve() -> None:
 
 
 def _hold() -> None:
-    """Allow no more than `_MEMORY`, and nothing that Python audits but the loading of code."""
+    """Limit memory to `_MEMORY` more, and forbid audited events other than imports."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY,) * 2)
     sys.dont_write_bytecode = True
@@ -224,7 +222,7 @@ def _refuse(event: str, arguments: tuple) -> None:
 
 def _answer(render: Any, request: dict) -> dict[str, str]:
     try:
-        # As `apply_chat_template` does: a key whose value is null is a key that is not there.
+        # Like `apply_chat_template`: a key with a null value is absent.
         messages = [{key: value for key, value in each.items() if value is not None}
                     for each in request["messages"]]
         variables = {"add_generation_prompt": True, **request["variables"]}

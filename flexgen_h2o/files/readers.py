@@ -1,8 +1,8 @@
-"""Readers of users' files: lines with their numbers, text under a key of JSON lines, YAML.
+"""Readers of text, JSON lines and YAML, and checks of a checkpoint's files. No torch.
 
-These may come through a pipe (`--input-path <(zcat text.gz)`); a checkpoint's files, which may come
-from anywhere, have to be files, in the checkpoint's folder and of a sane size. All errors are
-`UserError`, in one line that names the flag, the file and the line. No torch.
+Input files may be pipes (`--input-path <(zcat text.gz)`). Files of a checkpoint, which is not
+trusted, must be regular files of a sane size in its folder. All errors are `UserError` that name
+the flag, the file and the line.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ _MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
 _MOST_JSON = 64 << 20  # and the largest indexes 20
 _MOST_YAML = 1 << 20
 _POINTER, _MOST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
-_MOST_BITS = 4096  # of a number of a YAML file
-_MOST_VALUES = 1 << 17  # of a YAML file, where an alias counts as what it stands for
+_MOST_BITS = 4096  # of an integer in a YAML file
+_MOST_VALUES = 1 << 17  # of a YAML file, with aliases expanded
 _MERGE = "tag:yaml.org,2002:merge"
 
 
 def path_exists(path: Path) -> bool:
-    """True if there is a file or folder. Raises `UserError` where that cannot be told, as within a
-    folder that may not be entered."""
+    """Return whether a path exists. Raises `UserError` if a folder on it cannot be entered."""
     try:
         return path.exists()
     except OSError as error:
@@ -39,19 +38,18 @@ def path_exists(path: Path) -> bool:
 
 
 def check_regular_file(path: Path) -> Path:
-    """The path of a checkpoint's file, if it is one (or a link to one) or is missing.
+    """Return the path of a checkpoint's file, which may be missing or a link to a file.
 
-    Raises `UserError` for a pipe, which would be waited for without end, and for anything else
-    that is there.
+    Raises `UserError` for a pipe, which would block forever, and for other kinds of files.
     """
     _size(path)
     return path
 
 
 def check_checkpoint_file(path: Path) -> Path:
-    """Return the path of a checkpoint's file that is to be read.
+    """Return the path of a checkpoint's file that will be read.
 
-    Raises `UserError` as `check_regular_file` does, and for a git-LFS pointer in place of the file.
+    Raises `UserError` like `check_regular_file`, and for a git-LFS pointer instead of the file.
     """
     if 0 < _size(path) < _MOST_POINTER:
         with suppress(OSError), open(path, "rb") as file:
@@ -62,11 +60,11 @@ def check_checkpoint_file(path: Path) -> Path:
 
 
 def check_text_file(path: Path, most: int = _MOST_TEXT) -> Path:
-    """The path of a checkpoint's file that is not weights, if it can be read whole.
+    """Return the path of a checkpoint's text file, which is read completely.
 
-    Raises `UserError` as `check_checkpoint_file` does, for a larger file, and for a link that leads
-    out of the folder: what it says may come to stand in outputs and copies, and so must not be
-    another file of the user's. The hub's cache, whose files are links to its folder of blobs, may.
+    Raises `UserError` like `check_checkpoint_file`, for a file of more than `most` bytes, and for a
+    link out of the folder: the contents may appear in outputs and copies, and must not be another
+    file of the user. Links of the hub's cache into its folder of blobs are allowed.
     """
     if _size(check_checkpoint_file(path)) > most:
         raise UserError(f"{path} has {_size(path)} bytes, more than any model's: get it again")
@@ -79,7 +77,7 @@ def check_text_file(path: Path, most: int = _MOST_TEXT) -> Path:
 
 
 def read_checkpoint_json(path: Path) -> Any:
-    """The value of a checkpoint's JSON file. `UserError` as `check_text_file`, or if it is none."""
+    """Return the value of a checkpoint's JSON file. Raises `UserError`; see `check_text_file`."""
     try:
         return json.loads(check_text_file(path, _MOST_JSON).read_text(encoding="utf-8"))
     except OSError as error:
@@ -89,7 +87,7 @@ def read_checkpoint_json(path: Path) -> Any:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file; 0 for one that cannot be found, as opening it will say why."""
+    """Return the bytes of a regular file; 0 for a missing one, which fails when it is opened."""
     try:
         found = path.stat()
     except OSError:
@@ -103,9 +101,9 @@ def _size(path: Path) -> int:
 
 
 def read_text(flag: str, path: str, *, if_empty: str) -> str:
-    """The whole text of a file.
+    """Return the text of a file.
 
-    Raises `UserError` when the file is missing, not UTF-8, or blank (it then says `if_empty`).
+    Raises `UserError` if the file is missing, not UTF-8, or blank (with `if_empty` as the message).
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -119,17 +117,17 @@ def read_text(flag: str, path: str, *, if_empty: str) -> str:
 
 
 def read_lines(flag: str, path: str, *, if_empty: str) -> list[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1. Errors as of `read_text`."""
+    """Return the lines that are not blank, with their numbers from 1. Errors: see `read_text`."""
     text = read_text(flag, path, if_empty=if_empty)
-    # Not splitlines(), which also cuts at characters that may stand within a JSON string.
+    # splitlines() would also split at characters that are allowed in a JSON string.
     return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
 def read_json_texts(flag: str, path: str, key: str, *, if_empty: str,
                clean: Callable[[str], str] = str) -> list[str]:
-    """The text under `key`, passed through `clean`, of each line of a .jsonl file.
+    """Return the text under `key` of each line of a .jsonl file, passed through `clean`.
 
-    Raises `UserError` also when a line is not JSON, or no text is left of it.
+    Raises `UserError`, also if a line is not JSON or its text is empty.
     """
     texts = []
     for number, record in read_json_records(flag, path, if_empty=if_empty):
@@ -142,27 +140,27 @@ def read_json_texts(flag: str, path: str, key: str, *, if_empty: str,
 
 
 def read_json_records(flag: str, path: str, *, if_empty: str) -> Iterator[tuple[int, object]]:
-    """The value of each line of a .jsonl file, with its number from 1. Raises `UserError`."""
+    """Yield the number, from 1, and the value of each line of a .jsonl file. Raises `UserError`."""
     for number, line in read_lines(flag, path, if_empty=if_empty):
         yield number, parse_json(f"{flag} {path} line {number}", line)
 
 
 def parse_json(where: str, line: str) -> Any:
-    """The value of a line of JSON.
+    """Return the value of a line of JSON.
 
-    Raises `UserError`, which begins with `where`, also for an escape of half a surrogate pair.
+    Raises `UserError`, which begins with `where`, also for an escaped lone surrogate.
     """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"{where} is not JSON: mend it") from None
-    if "\\u" in line:  # as no file in UTF-8 has one otherwise
+        raise UserError(f"{where} is not JSON: fix it") from None
+    if "\\u" in line:  # only an escape can be a lone surrogate
         check_text(where, json.dumps(value, ensure_ascii=False))
     return value
 
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:
-    """The JSON object that is the value of a flag. Raises `UserError`."""
+    """Return the JSON object in the value of a flag. Raises `UserError`."""
     found = parse_json(flag, text)
     if not isinstance(found, dict):
         raise UserError(f"{flag} must be a JSON object, got {short_repr(text)}")
@@ -170,10 +168,10 @@ def parse_json_object(flag: str, text: str) -> dict[str, Any]:
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:
-    """The value of a YAML file.
+    """Return the value of a YAML file.
 
-    Raises `UserError` if it is missing, unreadable, not UTF-8, not YAML or too large: a few lines
-    of aliases can stand for billions of values, or for one within itself.
+    Raises `UserError` if it is missing, unreadable, not UTF-8, not YAML or too large. A few lines
+    of aliases can expand to billions of values, or refer to themselves.
     """
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
@@ -189,7 +187,7 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
     except UnicodeDecodeError:
         raise UserError(f"{flag} {path} is not UTF-8 text: save it as UTF-8") from None
     except _TooMuch:
-        raise UserError(f"{flag} {path} holds more than any configuration: mend it") from None
+        raise UserError(f"{flag} {path} holds more than any configuration: fix it") from None
     except _Twice as error:
         raise UserError(f"{flag} {path} {error}: leave one out") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # the latter of a date or depth
@@ -199,16 +197,18 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
 
 
 class _TooMuch(Exception):
-    """A YAML file that stands for more values than `_MOST_VALUES`."""
+    """A YAML file has more values than `_MOST_VALUES`."""
 
 
 class _Twice(Exception):
-    """A key that a mapping of a YAML file has twice: which, and where."""
+    """A mapping of a YAML file has a key twice: the key and its line."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Copies no more than `_MOST_VALUES` where mappings are merged into one (``<<: [*a, *b]``), and
-    takes no key twice, of which PyYAML's would keep the last."""
+    """Loader that bounds merged mappings (``<<: [*a, *b]``) and refuses duplicate keys.
+
+    PyYAML's own would keep the last of two equal keys.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -235,9 +235,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _values(value: object, known: dict[int, float]) -> float:
-    """Values in a value of YAML, those of an alias each time; infinite if it holds itself."""
+    """Count the values in a YAML value, with aliases expanded; infinite if it contains itself."""
     if not isinstance(value, (dict, list)):
-        # 59:59:59 is a number of base 60, and of any length; such a number cannot be printed.
+        # 59:59:59 is an integer of base 60 and any length; a long one cannot be printed.
         return math.inf if isinstance(value, int) and value.bit_length() > _MOST_BITS else 1
     if id(value) not in known:
         known[id(value)] = math.inf

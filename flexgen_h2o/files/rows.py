@@ -22,14 +22,14 @@ _SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
 
 
 def format_cell(value: object, digits: int = 6) -> object:
-    """A value as a CSV file holds it: empty for None, so many digits of a float."""
+    """Return a value as a CSV cell: empty for None, a float with `digits` digits."""
     if value is None:
         return ""
     return f"{value:.{digits}g}" if isinstance(value, float) else value
 
 
 def format_flag_value(value: object) -> object:
-    """A flag's value as `format_cell`, a truth in YAML's words, spaces in a tuple."""
+    """Return a flag's value as a CSV cell: booleans as in YAML, tuples separated by spaces."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
@@ -38,7 +38,7 @@ def format_flag_value(value: object) -> object:
 
 
 def format_csv_line(values: Iterable[object], *, digits: int = 6, end: str = "\n") -> str:
-    """A line of a CSV file."""
+    """Return a line of a CSV file."""
     line = io.StringIO()
     csv.writer(line, lineterminator=end).writerow([format_cell(value, digits) for value in values])
     return line.getvalue()
@@ -46,10 +46,9 @@ def format_csv_line(values: Iterable[object], *, digits: int = 6, end: str = "\n
 
 def write_csv(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[Mapping[str, object]],
               *, digits: int = 4, flag: str = "--out") -> None:
-    """Write a CSV file whole, or not at all, and the folder that it is in.
+    """Write a CSV file atomically, and create its folder.
 
-    Columns that a row lacks are empty. Raises `UserError`, which names the `flag`, if it cannot
-    write.
+    Missing columns of a row are empty. Raises `UserError`, which names the `flag`.
     """
     with catch_write_errors(flag, str(path)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +58,7 @@ def write_csv(path: str | os.PathLike, columns: Sequence[str], rows: Iterable[Ma
 
 
 def append_all(file: io.FileIO, data: bytes) -> None:
-    """Write `data` at the end of an open file, in one go; all of it or nothing. OSError if it
-    cannot."""
+    """Append `data` to an open file with one write, completely or not at all. Raises OSError."""
     start = file.seek(0, os.SEEK_END)
     try:
         if file.write(data) < len(data):
@@ -71,22 +69,21 @@ def append_all(file: io.FileIO, data: bytes) -> None:
 
 
 def escape_line_breaks(text: str) -> str:
-    """JSON as a line for readers that split lines as Python's `splitlines` does: what JSON itself
-    leaves in a text of the characters at which it splits is escaped."""
+    """Escape the characters in JSON at which Python's `splitlines` would split a line."""
     return text.translate(_SEPARATORS)
 
 
 class PartialFile:
-    """A file that is under its name when it is whole, and until then `path`.partial.
+    """A file that is called `path`.partial until it is complete.
 
-    What was added is on disk when `_add` returns, so that a run that is stopped keeps what it has,
-    and a file never holds a part of it. OSError if it cannot write.
+    Rows are written when `_add` returns, completely or not at all, so that a stopped run keeps its
+    rows. Methods raise OSError.
 
     Parameters
     ----------
     path : str
     ending : str
-        Of the name until the file is whole; none if that is its own from the beginning.
+        Suffix of the incomplete file; empty: it has its final name from the beginning.
     """
 
     def __init__(self, path: str, *, ending: str = ".partial"):
@@ -95,25 +92,26 @@ class PartialFile:
         self.count = 0
 
     def _add(self, text: str, count: int = 1) -> int:
-        """Add the text of `count` rows; the first ones replace what an earlier run has left.
-        Returns the bytes of it.
+        """Append the text of `count` rows; the first call replaces the file of an earlier run.
+
+        Return the number of bytes.
         """
         data = text.encode("utf-8")
-        # Unbuffered: what does not fit on the disk would be tried again when the file is closed.
+        # Unbuffered: a buffer that does not fit on the disk would be written again at close.
         with open(self.partial, "ab" if self.count else "wb", buffering=0) as file:
             append_all(file, data)
         self.count += count
         return len(data)
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         self.partial.replace(self._path)
 
 
 class CsvWriter(PartialFile):
-    """A CSV file, of which each row is on disk when `write` returns; `path`.partial until `finish`.
+    """A CSV file that is written row by row: `path`.partial until `finish`. Raises OSError.
 
-    OSError if it cannot write. Lines end with `end`.
+    Lines end with `end`.
     """
 
     def __init__(self, path: str, columns: Sequence[str], *, end: str = "\n"):
@@ -121,25 +119,23 @@ class CsvWriter(PartialFile):
         self._columns, self._end = tuple(columns), end
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Add a row; the first one replaces what an earlier run has left."""
+        """Append a row; the first one replaces the file of an earlier run."""
         header = "" if self.count else format_csv_line(self._columns, end=self._end)
         self._add(header + format_csv_line([row[name] for name in self._columns], end=self._end))
 
 
 class JsonlWriter(PartialFile):
-    """A .jsonl file, of which each line is on disk when `write` returns; `path`.partial until
-    `finish`. OSError if it cannot write.
-    """
+    """A .jsonl file that is written line by line: `path`.partial until `finish`. Raises OSError."""
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Add a line; the first one replaces what an earlier run has left."""
+        """Append a line; the first one replaces the file of an earlier run."""
         self._add(escape_line_breaks(json.dumps(record, ensure_ascii=False)) + "\n")
 
 
 @contextmanager
 def report_partial_rows(file: CsvWriter | JsonlWriter | None,
                         what: str = "rows measured") -> Iterator[None]:
-    """Tell of a run that stops early where its rows are."""
+    """Add the name of the partial file to the error of a run that stops early."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:
@@ -151,19 +147,19 @@ def report_partial_rows(file: CsvWriter | JsonlWriter | None,
 
 def read_csv(path: str, headers: Sequence[Sequence[str]], *, texts: Collection[str],
              may_lack: Collection[str]) -> list[dict[str, object]]:
-    """Rows of the file that --from-csv names: texts, numbers, None for an empty number.
+    """Read the file of --from-csv: rows of texts and numbers, None for an empty number.
 
     Parameters
     ----------
     headers : sequence of sequences of str
-        The columns that a file may have.
+        The allowed headers.
     texts, may_lack : collection of str
-        Columns that are no numbers, and those whose numbers may be empty.
+        Columns of text, and columns of numbers that may be empty.
 
     Raises
     ------
     UserError
-        The file is missing, is not CSV in UTF-8, has other columns, or a row is no such row.
+        The file is missing, is not CSV in UTF-8, has other columns, or a row is malformed.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -181,7 +177,7 @@ def read_csv(path: str, headers: Sequence[Sequence[str]], *, texts: Collection[s
 def _row(path: str, number: int, values: dict, *, texts: Collection[str],
          may_lack: Collection[str]) -> dict[str, object]:
     try:
-        if None in values or None in values.values():  # a cell too many, or too few
+        if None in values or None in values.values():  # too many or too few cells
             raise ValueError
         return {name: text if name in texts else
                 None if text == "" and name in may_lack else float(text)
@@ -190,26 +186,23 @@ def _row(path: str, number: int, values: dict, *, texts: Collection[str],
         raise UserError(f"--from-csv {path} line {number} is not a row of this task") from None
 
 
-# A CSV file of a benchmark: a row for each thing measured, there for the next run to go on with.
-
-
 class ResumableCsv:
-    """The rows of a file and those that come; each is on disk when `add` returns.
+    """A CSV file of measurements that a later run continues.
 
-    The file is `path`.partial until `finish`, as of any `CsvWriter`.
+    A row is written when `add` returns. The file is `path`.partial until `finish`.
 
     Parameters
     ----------
     path : str
     columns, key : sequence of str
-        All of them, and those whose values tell the rows apart.
+        All columns, and the columns that identify a row.
     flag : str
-        Whose value `path` is.
+        The flag of `path`, for messages.
 
     Raises
     ------
     UserError
-        It cannot be written, or holds other rows than these.
+        The file cannot be written, or has other columns.
     """
 
     def __init__(self, path: str, columns: Sequence[str], key: Sequence[str], *,
@@ -227,19 +220,18 @@ class ResumableCsv:
             self.file.count = len(found)
 
     def _key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
-        """The key of a row, as the file has it."""
+        """Return the key of a row, as text."""
         return tuple(str(format_cell(row[name])) for name in self._key)
 
     def find(self, row: Mapping[str, object]) -> dict[str, str] | None:
-        """The row of the same key, as text; None if it is still to be measured."""
+        """Return the row with the same key, as text, or None."""
         return self._rows.get(self._key_of(row))
 
     def add(self, row: dict[str, object]) -> None:
-        """Write what was measured in place of a row of the same key. `UserError` if it cannot
-        write."""
+        """Write a row, replacing one with the same key. Raises `UserError`."""
         key, text = self._key_of(row), {name: str(format_cell(row[name])) for name in self.columns}
         with catch_write_errors(self._flag, self._path):
-            if os.path.exists(self._path):  # whole, and now to grow
+            if os.path.exists(self._path):  # a complete file becomes partial again
                 os.replace(self._path, self.file.partial)
                 self.file.count = len(self._rows)
             if key in self._rows:
@@ -254,17 +246,17 @@ class ResumableCsv:
             file.writelines(format_csv_line(row.values()) for row in rows.values())
 
     def rows(self) -> list[dict[str, str]]:
-        """All of them, as text, in the order of the file."""
+        """Return all rows, as text, in the order of the file."""
         return list(self._rows.values())
 
     def finish(self) -> None:
-        """Give the file its name."""
+        """Rename the file to its final name."""
         if self.file.count:
             self.file.finish()
 
 
 def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of a file; a last one without its end, as a killed run leaves it, is cut off."""
+    """Return the rows of a file, and truncate a last row that a killed run left incomplete."""
     try:
         content = path.read_bytes()
         whole = content.rfind(b"\n") + 1
@@ -285,15 +277,12 @@ def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[st
     return rows
 
 
-# A CSV file that many runs and machines append to.
-
-
 def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str, object], *,
                flag: str, digits: int = 6) -> None:
-    """Append a row under the header `columns`, which a new or empty file gets first.
+    """Append a row to a CSV file that parallel runs share; a new file gets the header `columns`.
 
-    A row is one write, and writers take turns, so that parallel runs share a file. With nothing
-    changed, raises `UserError` when the file has another header, OSError if it cannot write.
+    A row is one write under a file lock. Raises `UserError`, and changes nothing, if the file has
+    another header; raises OSError if it cannot be written.
     """
     line = format_csv_line(map(row.get, columns), digits=digits)
     with open(path, "a+b", buffering=0) as file:
@@ -310,7 +299,7 @@ def append_row(path: str | os.PathLike, columns: Sequence[str], row: Mapping[str
 
 
 def check_header(path: str | os.PathLike, columns: Sequence[str], *, flag: str) -> None:
-    """Raise `UserError` when `path` has another header, so that it shows before a long run."""
+    """Raise `UserError` if `path` has another header. Call it before a long run."""
     if os.path.exists(path):
         with open(path, "rb") as file:
             _check_header(file, path, columns, flag)
@@ -324,16 +313,16 @@ def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[st
 
 
 class SettingsFile:
-    """The settings that a file of results was made with, in `path`.config.yaml.
+    """The settings of a file of results, in `path`.config.yaml.
 
     Parameters
     ----------
     flag, path : str
-        The flag that names the file of results, for messages, and that file.
+        The flag of the file of results, for messages, and the file.
     settings : mapping
         Plain YAML values.
     deciding : sequence of str
-        Those of them that must be the same to go on.
+        Names of settings that must be equal to continue the file.
     """
 
     def __init__(self, flag: str, path: str, settings: Mapping[str, object],
@@ -358,25 +347,25 @@ class SettingsFile:
                                 f"{advice}")
 
     def write(self) -> None:
-        """Write them to disk, whole or not at all. OSError if it cannot."""
+        """Write the settings to disk atomically. Raises OSError."""
         with open_atomic(self.path) as file:
             yaml.safe_dump(self._settings, file, sort_keys=False, allow_unicode=True)
             file.flush()
-            os.fsync(file.fileno())  # a power cut would leave results without them
+            os.fsync(file.fileno())  # before results, in case of a power cut
 
 
 class ResumableJsonl(PartialFile):
-    """Lines in their order, and the options that they were made with in `path`.config.yaml.
+    """A .jsonl file that a later run continues, with its options in `path`.config.yaml.
 
-    Nothing is written before there is a line. A last line without its end is what a run was
-    writing when it died: it is left out, and cut off when the next line comes.
+    Nothing is written before the first line. A last line without a line break, left by a killed
+    run, is skipped, and truncated by the next write.
 
     Parameters
     ----------
     flag, path : str
-        The flag that names the file, for messages, and the file.
+        The flag of the file, for messages, and the file.
     options, deciding
-        As `SettingsFile` takes them.
+        See `SettingsFile`.
     """
 
     def __init__(self, flag: str, path: str, options: Mapping[str, object],
@@ -385,12 +374,12 @@ class ResumableJsonl(PartialFile):
         self._flag = flag
         self.path = path
         self._beside = SettingsFile(flag, path, options, deciding)
-        self._whole = 0  # bytes up to the end of the last whole line
+        self._whole = 0  # bytes of complete lines
 
     def read(self) -> list[dict]:
-        """The lines of an earlier run; none where there was none.
+        """Return the lines of an earlier run, if there was one.
 
-        Raises `UserError` when they were made with other options or are not lines of results.
+        Raises `UserError` if its options differ or if they are not lines of results.
         """
         try:
             with open(self.path, "rb") as file:
@@ -418,7 +407,7 @@ class ResumableJsonl(PartialFile):
         return row
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write more lines; they are in the file when this returns. OSError if it cannot."""
+        """Append lines. Raises OSError."""
         if self._whole:
             os.truncate(self.path, self._whole)
         else:

@@ -1,4 +1,4 @@
-"""Text on a terminal whose encoding may not hold it, or that is not there."""
+"""Output to terminals with limited encodings, and to closed streams. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexgen_h2o.errors import UserError
 
 
 def print_stdout(text: str, end: str = "\n") -> None:
-    """Print what the terminal's encoding may not hold; generated text can be anything."""
+    """Print text, and escape characters that the terminal's encoding does not have."""
     if sys.stdout is None:  # closed by the shell: >&-
         return
     encoding = sys.stdout.encoding or "utf-8"
@@ -20,23 +20,23 @@ def print_stdout(text: str, end: str = "\n") -> None:
         print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
     except OSError as error:
         _discard(sys.stdout)
-        if not isinstance(error, BrokenPipeError):  # `| head` has just seen enough
+        if not isinstance(error, BrokenPipeError):  # such as `| head`
             raise UserError(f"cannot print to stdout: {error.strerror}") from None
 
 
 def print_stderr(text: str) -> None:
-    """Print a line on stderr, or nothing where there is none that takes it."""
+    """Print a line to stderr, or nothing if it is closed."""
     try:
         if sys.stderr is not None:
             print(text, file=sys.stderr, flush=True)
-    except ValueError:  # it has been closed
+    except ValueError:  # closed
         pass
     except OSError:
         _discard(sys.stderr)
 
 
 def flush_streams() -> None:
-    """Flush stdout and stderr; what they do not take goes nowhere, or Python would fail on it."""
+    """Flush stdout and stderr; discard output that cannot be written, or Python fails at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -48,9 +48,9 @@ def flush_streams() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of what the shell has closed of stdin, stdout and stderr.
+    """Open /dev/null for each of stdin, stdout and stderr that the shell has closed.
 
-    Else the first files to be opened would get their numbers, and with them what libraries print.
+    Otherwise the first opened files would get these descriptors, and libraries print into them.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
@@ -60,12 +60,12 @@ def open_closed_streams() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what is buffered go nowhere, or Python would fail on it again at exit."""
+    """Redirect a stream to /dev/null, or Python would fail on its buffer at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class ProgressBar(tqdm):
-    """A bar on stderr that is not shown, or no longer, where stderr takes no text."""
+    """A progress bar on stderr that disables itself if stderr cannot be written."""
 
     def __init__(self, *args: Any, disable: bool | None = False, **options: Any):
         if sys.stderr is None or sys.stderr.closed:
@@ -80,7 +80,7 @@ class ProgressBar(tqdm):
             self.disable = True
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar."""
         try:
             super().close()
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Files that appear under their name whole, or not at all."""
+"""Writing files: atomically, and checks before anything is computed. No torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flexgen_h2o.errors import UserError
 
 
 def temporary_path(path: str | os.PathLike) -> Path:
-    """The name of a new file until it takes the place of `path`."""
+    """Return the name of a new file that will replace `path`."""
     target = Path(path)
-    # Drawn, and not the number of the process, which two containers with one folder may share.
+    # Random instead of the process id, which containers with a common folder may share.
     return target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
 
 
 @contextmanager
 def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
-    """Open a text file that appears under `path` whole, or not at all. OSError if it cannot."""
-    # A lone surrogate, as a prompt may hold, becomes the JSON escape that it came from.
+    """Open a text file that replaces `path` when it is complete. Raises OSError."""
+    # A lone surrogate, from a JSON escape in a prompt, is escaped again.
     with atomic_path(path) as temporary, open(temporary, "w", encoding="utf-8",
                                             errors="backslashreplace") as file:
         yield file
@@ -31,12 +31,12 @@ def open_atomic(path: str | os.PathLike) -> Iterator[io.TextIOBase]:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """A new, empty file beside `path`, which takes its place at the end of the ``with`` statement.
+    """Yield a new, empty file that replaces `path` at the end of the ``with`` statement.
 
-    If that ends with an error the new file goes and `path` stays. OSError if it cannot be made.
+    After an error the new file is removed and `path` is unchanged. Raises OSError.
     """
     target, temporary = Path(path), temporary_path(path)
-    temporary.touch(exist_ok=False)  # what is there already is another's, and not removed
+    temporary.touch(exist_ok=False)  # never remove a file of another process
     try:
         yield temporary
         os.replace(temporary, target)
@@ -45,19 +45,16 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         raise
 
 
-# True if results can be written: tried before anything is computed, and told when it fails.
-
-
 def is_stream(path: str) -> bool:
-    """True for a name of an open stream, such as /dev/stdout, whatever that is redirected to."""
+    """Return whether a path names an open stream, such as /dev/stdout."""
     whole = os.path.abspath(path)
     return whole.startswith(("/dev/std", "/dev/fd/", "/proc/"))
 
 
 def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: str = "") -> None:
-    """Raise `UserError` for a result that could not be written, before anything is computed.
+    """Raise `UserError` for a file that cannot be written, before anything is computed.
 
-    Files `beside` it are looked at, too; `hint` ends the message.
+    Files `beside` it are checked too; `hint` is appended to the message.
     """
     targets = (path, *beside)
     for target in targets:
@@ -67,9 +64,9 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
             raise UserError(f"{flag} {target} is not writable{hint}")
     folder = os.path.dirname(path) or "."
     try:
-        # Only trying tells: root passes os.access on a read-only file system.
+        # os.access is true for root on a read-only file system.
         tempfile.TemporaryFile(dir=folder).close()
-        with suppress(FileNotFoundError):  # but not a name that is too long
+        with suppress(FileNotFoundError):  # raises for a name that is too long
             os.lstat(temporary_path(max(targets, key=len)))
     except OSError as error:
         raise UserError(f"cannot write {flag} into the folder {folder}: {error.strerror}{hint}"
@@ -78,7 +75,7 @@ def check_writable(flag: str, path: str, *, beside: Iterable[str] = (), hint: st
 
 @contextmanager
 def catch_write_errors(flag: str, path: str) -> Iterator[None]:
-    """Raise `UserError` in place of the OSError of a file that could not be written."""
+    """Turn the OSError of a file that cannot be written into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -86,14 +83,13 @@ def catch_write_errors(flag: str, path: str) -> Iterator[None]:
 
 
 def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:
-    """Raise `UserError` for a folder in which these files could not be written; it may be absent.
-    """
+    """Raise `UserError` if these files cannot be written into a folder, which may not exist yet."""
     if os.path.isdir(folder):
         for path in paths:
             check_writable(flag, path)
         return
     above = folder
-    while not os.path.lexists(above):  # the first that is there will hold the new ones
+    while not os.path.lexists(above):  # the nearest existing folder
         above = os.path.dirname(above.rstrip(os.sep)) or "."
     if not os.path.isdir(above):
         raise UserError(f"{flag} {folder} cannot be a folder: {above} is a file")

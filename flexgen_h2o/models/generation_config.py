@@ -55,7 +55,7 @@ class GenerationDefaults:
 
         Raises `UserError` if the model sets an unsupported parameter, or a value out of range.
         """
-        advice = ("mend it, or leave these defaults out with generation_config=False "
+        advice = ("fix it, or leave these defaults out with generation_config=False "
                   "(--no-generation-config)")
         for name, value in self.others.items():
             if params.do_sample or name not in _OTHERS_OF_SAMPLING:
@@ -101,7 +101,7 @@ def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], 
         if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
             raise ValueError("eos_token_id is not a token id")
     except ValueError as error:
-        raise UserError(f"{path} can't be used ({error}): mend or remove it") from error
+        raise UserError(f"{path} can't be used ({error}): fix or remove it") from error
     end_tokens = tuple(tokens) or eos_token_ids
     if end_tokens_alone:
         return GenerationDefaults(end_tokens)
