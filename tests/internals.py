@@ -1,16 +1,13 @@
-"""What tests reach inside the package for, where nothing that is public shows or does it.
+"""Internals of the package that tests use where the public API does not suffice.
 
-All of it stands here, and that of the kernels in kernel_internals.py: a test that needs more of the
-inside adds it here, so that what a change of the package breaks is found in one place.
+Those of the kernels are in kernel_internals.py. Tests import internals only from these modules, so
+that a change of the package breaks one place.
 """
 
 from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-
-import analyze
-import stream_segments
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
@@ -29,7 +26,6 @@ from flexgen_h2o.storage.disk import Disk
 own_attention = memory_rows._attention_scratch
 sparse_attention = memory_rows._sparse_attention_scratch
 run_dtype = loader._dtype
-stream_failure, save_analysis = stream_segments._failure, analyze._save
 LLAMA3_ROPE = gguf_architectures.LLAMA3_ROPE
 
 # Where a run can be made to fail, as "module:path" below the package.

@@ -14,7 +14,6 @@ import pytest
 import torch
 from attention_report import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN, mean_by, summary, table
 from attention_survey import KINDS
-from internals import save_analysis
 from read_back import read_csv
 
 from flexgen_h2o import LLM
@@ -191,7 +190,7 @@ def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, me
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--articles", "9"], "has 3 articles of at least 20 tokens and 9 are asked for"),
+    (["--articles", "9"], "has 3 articles of at least 20 tokens and 9 are needed"),
     (["--max-tokens", "8", "--min-tokens", "60"], "has 0 articles of at least 60"),
 ])
 def test_too_few_texts_leave_nothing(numbers, command, tmp_path, flags, message, capsys):
@@ -282,7 +281,7 @@ def test_a_file_that_cannot_be_written_is_one_line(command, tmp_path, monkeypatc
     options = analyze.parse_args(command)
     (tmp_path / "out").write_text("in the way")
     with pytest.raises(UserError, match="cannot write --output-dir"):
-        save_analysis(options, "sparsity", [])
+        analyze._save(options, "sparsity", [])
 
 
 # --- the real model

@@ -121,7 +121,7 @@ def test_the_first_articles_that_are_long_enough_are_chosen_and_cut():
     texts = ["a", "b b b", "c c c c c c", "d d d d"]
     assert select_articles(texts, str.split, articles=2, min_tokens=3, max_tokens=4) == [
         ["b"] * 3, ["c"] * 4]
-    with pytest.raises(UserError, match="has 2 articles of at least 4 tokens and 3 are asked for"):
+    with pytest.raises(UserError, match="has 2 articles of at least 4 tokens and 3 are needed"):
         select_articles(texts, str.split, articles=3, min_tokens=4, max_tokens=9)
 
 
@@ -387,7 +387,7 @@ def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, me
 def test_too_few_articles_leave_nothing(fake, articles, tmp_path, capsys):
     assert run(articles, "--articles", 9, "--csv", tmp_path / "out.csv") == 2
     assert capsys.readouterr().err == (
-        "error: --input-path has 4 articles of at least 10 tokens and 9 are asked for: "
+        "error: --input-path has 4 articles of at least 10 tokens and 9 are needed: "
         "lower --articles or --min-tokens\n")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 

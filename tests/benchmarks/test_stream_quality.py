@@ -17,7 +17,6 @@ from error_cases import command_refused
 from fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import stream_failure
 from stream_segments import Streamed
 
 from flexgen_h2o.config.h2o import H2OConfig
@@ -156,7 +155,7 @@ def test_failure_by_its_definition(nats, blow_up):
         start = math.exp(statistics.fmean(nats[:3]))
         failed = not any(math.isfinite(value) and math.exp(value) <= blow_up * start
                          for value in nats[-3:])
-    assert bool(stream_failure(found, blow_up)) == failed
+    assert bool(segments._failure(found, blow_up)) == failed
 
 
 # --- the command
