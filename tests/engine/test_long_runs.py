@@ -409,7 +409,7 @@ def in_child_thread(folder: str, model: str, fault: str) -> dict:
         return [out.token_ids for out in outputs]
 
     owner, name = {"reader": (Disk, "_read_chunk"), "writer": (Disk, "_write_chunk"),
-                   "lane": (WeightStore, "bring"), "none starts": (threading.Thread, "start"),
+                   "lane": (WeightStore, "load_unit"), "none starts": (threading.Thread, "start"),
                    }[fault]
     work = getattr(owner, name)
 
