@@ -10,7 +10,7 @@ is found by doubling. Systems take turns after a warm-up; figures are medians ov
 row has its roofline, from rates measured before and after, and the share of tokens that equal those
 of the first exact system.
 
-A system that cannot run has a row with the reason. Each row is on disk as soon as it is measured.
+A system that cannot run has a row with the reason. Each row is written when it is measured.
 The same command resumes a stopped run and measures nothing twice. To repeat a cell, delete its row.
 """
 
@@ -59,7 +59,7 @@ RunJob = Callable[[dict, "int | None"], dict]
 """Function of a job and a memory limit in bytes: `run_job` with its other parameters bound."""
 
 GROWTH = 1.25
-"""Mean cache size of all steps over that of the measured steps, above which growth matters."""
+"""Ratio of mean cache sizes, all steps to measured steps, above which growth is reported."""
 
 
 class Cells:
@@ -378,7 +378,7 @@ def check_limits(config: Comparison) -> None:
 
 
 def summary(rows: Sequence[dict[str, str]]) -> str:
-    """Return all rows but those of the search as an aligned table."""
+    """Return the rows, without those of the batch size search, as an aligned table."""
     lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
     for row in rows:
         if row["at"] == SEARCH:

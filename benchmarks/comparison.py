@@ -55,7 +55,7 @@ class System:
 
     @property
     def exact(self) -> bool:
-        """Whether its tokens should equal those of the unmodified model."""
+        """Whether it generates the same tokens as the unmodified model."""
         return self.weight_bits == self.cache_bits == 16 and self.cache_share == 1
 
 

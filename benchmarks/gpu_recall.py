@@ -41,7 +41,7 @@ RECALLS = [
 ]
 SEQUENCES, KV_HEADS = 4, 8
 LENGTH = 8192
-"""Timed shape: that of LLaMA-8B's attention."""
+"""Timed shape: LLaMA-8B's attention."""
 
 
 class Recalled(NamedTuple):

@@ -6,7 +6,7 @@ A config has `base`, the flags of every run, named as in `flex_opt --config`; `g
 is run, the last key fastest; and `repeats`. A key of the grid is a flag with a list of values, or a
 label whose names stand for several flags each. Each run is a separate process; all cells are run
 once, then again. A cell that does not fit, times out or fails is a row with a reason and without
-figures, and is not repeated. Each row is on disk as soon as it is measured, and the same command
+figures, and is not repeated. Each row is written when it is measured, and the same command
 resumes a stopped sweep.
 """
 

@@ -15,7 +15,8 @@ from flexgen_h2o.config.validation import check_arguments, check_bool, check_int
 from flexgen_h2o.engine.batch import Request, next_turn
 from flexgen_h2o.engine.generation import CallLock, Session, exclusive
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
+from flexgen_h2o.engine.sampling import LogitsConsumer
+from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError

@@ -28,7 +28,7 @@ from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, WeightOptions
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.engine.runner import EngineArgs, Runner
-from flexgen_h2o.engine.sampling import PrefillScorer
+from flexgen_h2o.engine.scoring import PrefillScorer
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import WorkspaceSize

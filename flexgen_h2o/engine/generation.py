@@ -28,7 +28,8 @@ from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import BlockQueue, Request
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer, OnLogits, PrefillScorer
+from flexgen_h2o.engine.sampling import LogitsConsumer
+from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import InsufficientMemory, UserError

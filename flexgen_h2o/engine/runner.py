@@ -24,8 +24,9 @@ from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, Request
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.progress import RunBars, byte_bar
-from flexgen_h2o.engine.sampling import DecodeScorer, LogitsConsumer
+from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
+from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ByteProgress, ModelSource
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore

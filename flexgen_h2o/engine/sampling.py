@@ -1,4 +1,4 @@
-"""Turn logits into tokens or scores: samplers, and the logits consumers that use them."""
+"""Sample tokens from logits; the interface of logits consumers (see `scoring` for the others)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
-from flexgen_h2o.outputs import Scored, TokenLogProb
+from flexgen_h2o.outputs import TokenLogProb
 
 
 class Sampler:
@@ -193,7 +193,6 @@ def not_finite(key: int, value: float) -> NonFiniteLogits:
                            "--dtype)", key)
 
 
-OnLogits = Callable[[list[tuple[int, int]], torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,149 +373,6 @@ def _log_prob(token: int, values: Sequence[float], top: int) -> TokenLogProb:
     return TokenLogProb(token, log_prob, tuple(pairs[:top]))
 
 
-class _ContinuationScorer(LogitsConsumer):
-    """Collects the log-probabilities of given continuations.
-
-    Parameters
-    ----------
-    continuations : mapping of int to sequence of int
-        Token ids by request key, at least one each.
-    on_logits : callable (targets, logits), optional
-        Called with logits [rows, vocab] that predict tokens of continuations. `targets` has for
-        each row the request key and the index of the predicted token.
-
-    Attributes
-    ----------
-    log_probs : dict of int to list of float
-        Log-probabilities of the tokens so far, by request key.
-    likeliest : dict of int to list of bool
-        Whether each of these tokens has the highest probability.
-    """
-
-    def __init__(self, continuations: Mapping[int, Sequence[int]],
-                 on_logits: OnLogits | None = None):
-        self._continuations = continuations
-        self._on_logits = on_logits
-        self.log_probs: dict[int, list[float]] = {key: [] for key in continuations}
-        self.likeliest: dict[int, list[bool]] = {key: [] for key in continuations}
-
-    @property
-    def width(self) -> int:
-        """Values of a row: the log-probability of its token, and 1 if it is the likeliest."""
-        return 2
-
-    def scored(self) -> list[Scored]:
-        """Return the scores of the continuations, by ascending keys."""
-        return [Scored(self.log_probs[key], self.likeliest[key])
-                for key in sorted(self.log_probs)]
-
-    def restart(self, request: Request) -> None:
-        """Discard the scores of a request that is restarted."""
-        self.log_probs[request.key] = []
-        self.likeliest[request.key] = []
-
-    @abstractmethod
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
-        """Return (request key, index of the predicted token) of each row with logits.
-
-        The index of a finished sequence is past the end.
-        """
-
-    def reduce(self, batch: Batch, forward_pass: int, row: int, logits: torch.Tensor
-             ) -> torch.Tensor:
-        """Score the predicted tokens: see `LogitsConsumer.reduce`."""
-        targets = self._targets(batch, forward_pass)[row : row + len(logits)]
-        continuations = [self._continuations[key] for key, _ in targets]
-        if self._on_logits is not None:
-            live = [i for i, (_, index) in enumerate(targets) if index < len(continuations[i])]
-            self._on_logits([targets[i] for i in live],
-                            logits if len(live) == len(targets) else logits[live])
-        # A finished sequence repeats its last token; the value is not used.
-        return _log_probs(logits, [
-            continuation[min(index, len(continuation) - 1)]
-            for (_, index), continuation in zip(targets, continuations, strict=True)])
-
-    def _append(self, key: int, log_prob: float, likeliest: float) -> None:
-        """Append the score of the next token of a continuation.
-
-        Raises
-        ------
-        NonFiniteLogits
-            It is NaN: some logit is NaN or infinity. A probability of 0 is valid.
-        """
-        if math.isnan(log_prob):
-            raise not_finite(key, log_prob)
-        self.log_probs[key].append(log_prob)
-        self.likeliest[key].append(bool(likeliest))
-
-
-class PrefillScorer(_ContinuationScorer):
-    """Scores continuations in one prefill.
-
-    A request's prompt is context and continuation without the last token. The logits of its last
-    ``len(continuation)`` rows predict the continuation.
-    """
-
-    def joined(self, contexts: Sequence[Request]) -> list[Request]:
-        """Return requests whose prompts are context and continuation."""
-        return [Request(context.key, context.prompt + [*self._continuations[context.key][:-1]])
-                for context in contexts]
-
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Return the rows of a forward pass that predict a continuation: int64 [rows]."""
-        return torch.tensor([row for row, _, _ in self._predictions(batch, forward_pass)],
-                            dtype=torch.int64)
-
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
-        return [(key, index) for _, key, index in self._predictions(batch, forward_pass)]
-
-    def _predictions(self, batch: Batch, forward_pass: int) -> list[tuple[int, int, int]]:
-        """Return (row, request key, index of the predicted token) of the rows that predict."""
-        predictions, row = [], 0
-        for span in batch.batch_layout.spans(forward_pass):
-            request = batch.requests[span.sequence]
-            begin = len(request.prompt) - len(self._continuations[request.key])
-            predictions += [(row + position - span.start, request.key, position - begin)
-                            for position in range(max(span.start, begin), span.end)]
-            row += len(span)
-        return predictions
-
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
-        """Append the scores: see `LogitsConsumer.apply`."""
-        predictions = self._predictions(batch, forward_pass)[row : row + len(values)]
-        for (_, key, _), score in zip(predictions, values.tolist(), strict=True):
-            self._append(key, *score)
-        if batch.batch_layout.token(forward_pass) == 0:
-            for request in batch.requests:
-                request.finish_reason = "length"
-
-
-class DecodeScorer(_ContinuationScorer):
-    """Scores continuations token by token, as if they were generated (teacher forcing).
-
-    Only the context is a prompt: predictions of an evicting cache depend on how tokens came.
-    """
-
-    def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
-        """Return the row of each sequence's newest token, once its prompt has ended."""
-        return newest_rows(batch, forward_pass)
-
-    def _targets(self, batch: Batch, forward_pass: int) -> list[tuple[int, int]]:
-        return [(request.key, len(request.generated)) for request in batch.sampled(forward_pass)]
-
-    def apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
-        """Append the tokens and their scores: see `LogitsConsumer.apply`."""
-        requests = batch.sampled(forward_pass)[row : row + len(values)]
-        for request, score in zip(requests, values.tolist(), strict=True):
-            if request.finish_reason:
-                continue
-            self._append(request.key, *score)
-            continuation = self._continuations[request.key]
-            request.generated.append(continuation[len(request.generated)])
-            if len(request.generated) == len(continuation):
-                request.finish_reason = "length"
-
-
 def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
     """Return the row of the newest token of each of `batch.sampled`: int64 [rows].
 
@@ -531,14 +387,3 @@ def newest_rows(batch: Batch, forward_pass: int) -> torch.Tensor:
         row += len(span)
         newest.update(dict.fromkeys(batch.duplicates[span.sequence], row))
     return torch.tensor([row for _, row in sorted(newest.items())], dtype=torch.int64)
-
-
-def _log_probs(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """Return float64 [rows, 2], on the host, for one token of each row of logits [rows, vocab].
-
-    The columns are its natural log-probability, and 1 if it is the likeliest.
-    """
-    index = torch.tensor(targets, device=logits.device)
-    values = logits.float().log_softmax(-1).gather(1, index[:, None])[:, 0]
-    # max() and not argmax(), which takes ten times as long on a CPU.
-    return torch.stack([values.double(), (logits.max(-1).indices == index).double()], 1).cpu()

@@ -14,14 +14,8 @@ from internals import draw_at
 
 from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request
-from flexgen_h2o.engine.sampling import (
-    DecodeScorer,
-    GenerationRules,
-    GenerationSampler,
-    PrefillScorer,
-    Sampler,
-    newest_rows,
-)
+from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler, newest_rows
+from flexgen_h2o.engine.scoring import DecodeScorer, PrefillScorer
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.engine.expert_slots import DECAY, SlotPolicy
+from flexgen_h2o.engine.slot_policy import DECAY, SlotPolicy
 
 LAYERS, EXPERTS = 4, 6
 CHOICES = st.lists(st.sets(st.integers(0, EXPERTS - 1), min_size=1, max_size=4), min_size=1,
