@@ -240,7 +240,7 @@ def test_a_generator_takes_columns_of_all_kinds(words):
     ({"memory": 1, "concurrency": None}, "concurrency must be an integer, got None"),
     ({"memory": 1, "engine_kwargs": None}, "engine_kwargs must be a mapping, got None"),
     ({"memory": 1, "runtime_env": "env.yaml"}, "runtime_env must be a mapping, got 'env.yaml'"),
-    ({"engine_kwargs": {"memory_limit": "2GB"}}, "memory_limit of engine_kwargs must be a whole"),
+    ({"engine_kwargs": {"memory_limit": "2GB"}}, "memory_limit of engine_kwargs must be an integer"),
     ({"memory": 1, "batch_size": 0}, "batch_size must be at least 1"),
     ({"memory": 1, "num_gpus": 2}, "num_gpus must be 0 or 1"),
     ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source")])
