@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make demo` runs the main job on a real model, `make test` checks
-# everything. Stamps in .venv make a second run quick.
+# that all works. Stamps in .venv make a second run quick.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -20,7 +20,7 @@ CPU_WHEELS := https://download.pytorch.org/whl/cpu
 export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 
 .DELETE_ON_ERROR:
-.PHONY: demo test docs test-wheel test-asan test-transformers-4 gpu-check check-quality \
+.PHONY: demo test test-all docs test-wheel test-asan test-transformers-4 gpu-check check-quality \
     compare-llama-cpp compare-experts clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
@@ -28,10 +28,19 @@ demo: $(VENV)/.have-package $(VENV)/.have-model
 	    --model smollm2-135m --prompts configs/demo_prompts.jsonl \
 	    --gen-len 48 --hh-ratio 0.2 --percent 0 100 100 0
 
-test: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --durations=10
+
+# Cases that cover every test function, with the best instruction set of this CPU.
+test: $(VENV)/.have-test $(VENV)/.have-model
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
+
+# Every case, with every instruction set, and the package as users get it.
+test-all: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) --all
 
 # The site, into site/: its pages are held to the code first, then built; a broken link fails.
 # Nothing is fetched while it is built.

@@ -16,9 +16,10 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from error_cases import command_refused
-from fakes import LazyDevice, PoisonedDevice
-from mixture_cases import MIXTURES, limit_as_configured
+from helpers import selection
+from helpers.error_cases import command_refused
+from helpers.fakes import LazyDevice, PoisonedDevice
+from helpers.mixture_cases import MIXTURES, limit_as_configured
 
 from flexgen_h2o.storage.tiers import Device
 
@@ -164,11 +165,30 @@ def make_tiny(key: str, folder: Path) -> TinyModel:
     return TinyModel(folder, model, model.config)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true",
+                     help="run every case of every test, with every instruction set")
+
+
+def pytest_configure(config):
+    selection.every_case = config.getoption("--all")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not selection.every_case:
+        kept = selection.selected(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+
 def pytest_generate_tests(metafunc):
-    """A test with the fixture `isa` runs with each instruction set that can be forced here, one
-    marked with a source of the kernels with each that this source is compiled for."""
+    """Run a test with the fixture `isa` with the best instruction set of this CPU.
+
+    With ``--all``, run it with each set that can be forced here. For a test that is marked with a
+    source of the kernels, only the sets that the source is compiled for count.
+    """
     if "isa" in metafunc.fixturenames:
-        from kernel_cases import SETS, sets_of
+        from helpers.kernel_cases import SETS, sets_of
 
         marker = metafunc.definition.get_closest_marker("source")
         sets = sets_of(*marker.args) if marker else SETS
@@ -178,7 +198,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def isa(request):
     """An instruction set's kernels and choices; None where no kernels were built."""
-    from kernel_cases import using
+    from helpers.kernel_cases import using
 
     with using(request.param):
         yield request.param
@@ -206,7 +226,7 @@ def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
 def on_cpu(monkeypatch) -> None:
     """Each `LLM` computes on the CPU, beside a GPU too: for what is done there alone."""
 
-    import internals  # only now: it loads the engine
+    from helpers import internals  # only now: it loads the engine
     internals.open_devices(monkeypatch, Device)
 
 
@@ -215,7 +235,7 @@ def device(request, monkeypatch) -> str:
     """Each of two devices in place of the machine's, whose fresh memory is full of NaN."""
 
     kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
-    import internals  # only now: it loads the engine
+    from helpers import internals  # only now: it loads the engine
     internals.open_devices(monkeypatch, kind)
     return request.param
 

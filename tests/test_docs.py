@@ -12,7 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from programs import ROOT, program
+from helpers.programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o.cli import commands, parser

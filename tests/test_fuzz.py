@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fuzz_cases
 import pytest
+from helpers import fuzz_cases
+from helpers.programs import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from programs import ROOT
 
 from flexgen_h2o.errors import UserError
 

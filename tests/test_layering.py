@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from subprocesses import environment
+from helpers.subprocesses import environment
 
 import flexgen_h2o
 

@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from programs import ROOT, program
+from helpers.programs import ROOT, program
 
 import flexgen_h2o
 from flexgen_h2o.cli import parser

@@ -14,7 +14,7 @@ import pytest
 import torch
 from attention_report import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN, mean_by, summary, table
 from attention_survey import KINDS
-from read_back import read_csv
+from helpers.read_back import read_csv
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError

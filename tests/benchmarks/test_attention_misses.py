@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import DIM, KV_HEADS, cases, matrix, qkv
 from attention_stats import (
     EVICTING,
     POLICIES,
@@ -16,6 +15,7 @@ from attention_stats import (
     sizes,
 )
 from attention_survey import KINDS, Without, attend_without, chosen_keys
+from helpers.attention_cases import DIM, KV_HEADS, cases, matrix, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode

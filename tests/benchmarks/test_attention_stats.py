@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from attention_cases import GROUP, KV_HEADS, cases, matrix, qkv
 from attention_stats import (
     ROWS,
     at_ranks,
@@ -21,6 +20,7 @@ from attention_stats import (
     power_law,
     share_of,
 )
+from helpers.attention_cases import GROUP, KV_HEADS, cases, matrix, qkv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

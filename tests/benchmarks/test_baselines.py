@@ -11,12 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-import planning_cases
 import pytest
 import torch
+from helpers import planning_cases
+from helpers.programs import ROOT, benchmark_modules
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.model_config import ModelConfig

@@ -6,8 +6,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from programs import BENCHMARKS, program
-from read_back import read_csv
+from helpers.programs import BENCHMARKS, program
+from helpers.read_back import read_csv
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli.command import exit_status

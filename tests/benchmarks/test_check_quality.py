@@ -9,9 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from programs import benchmark_modules
-from read_back import read_csv
-from tiny_tokenizers import with_words
+from helpers.programs import benchmark_modules
+from helpers.read_back import read_csv
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

@@ -6,7 +6,7 @@ import csv
 import json
 
 import pytest
-from programs import BENCHMARKS, program
+from helpers.programs import BENCHMARKS, program
 
 from flexgen_h2o.errors import UserError
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.programs import ROOT, benchmark_modules
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

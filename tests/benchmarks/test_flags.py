@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import BENCHMARKS, program
+from helpers.programs import BENCHMARKS, program
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

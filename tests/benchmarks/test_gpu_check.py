@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import benchmark_modules
+from helpers.programs import benchmark_modules
 
 from flexgen_h2o.errors import UserError
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from helpers.programs import ROOT, benchmark_modules
+from helpers.subprocesses import environment
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT, benchmark_modules
-from subprocesses import environment
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_static.csv"
 pytest.importorskip("triton")

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from programs import benchmark_modules, program
+from helpers.programs import benchmark_modules, program
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from error_cases import command_refused
-from programs import benchmark_modules
+from helpers.error_cases import command_refused
+from helpers.programs import benchmark_modules
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from programs import benchmark_modules
+from helpers.programs import benchmark_modules
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM

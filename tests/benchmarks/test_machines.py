@@ -6,7 +6,7 @@ import csv
 from dataclasses import replace
 
 import pytest
-from programs import program
+from helpers.programs import program
 
 from flexgen_h2o.planning.pipeline import Network
 

@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
-from error_cases import error_line
+from helpers.error_cases import error_line
+from helpers.internals import count_from
+from helpers.programs import ROOT, benchmark_modules
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import count_from
-from programs import ROOT, benchmark_modules
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.results import CSV_COLUMNS

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from helpers.programs import BENCHMARKS, program
 from llm.test_llm import make_prompts
-from programs import BENCHMARKS, program
 
 from flexgen_h2o import LLM, H2OConfig
 

@@ -13,8 +13,8 @@ import pytest
 import quality
 import quality as quality_plot
 import quality_study as measures
-from error_cases import command_refused
-from fake_llm import FakeLLM
+from helpers.error_cases import command_refused
+from helpers.fake_llm import FakeLLM
 from quality_study import GROUPS, Configuration, configurations
 
 from flexgen_h2o import LLM, Policy

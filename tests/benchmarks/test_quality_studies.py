@@ -8,9 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from programs import program
-from read_back import read_csv
-from tiny_tokenizers import with_words
+from helpers.programs import program
+from helpers.read_back import read_csv
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.errors import UserError

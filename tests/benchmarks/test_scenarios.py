@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from programs import ROOT, benchmark_modules
-from subprocesses import environment
+from helpers.programs import ROOT, benchmark_modules
+from helpers.subprocesses import environment
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.registry import from_transformers

@@ -13,8 +13,8 @@ import pytest
 import stream_quality
 import stream_segments as segments
 import stream_segments as stream_plot
-from error_cases import command_refused
-from fake_llm import FakeLLM
+from helpers.error_cases import command_refused
+from helpers.fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 from stream_segments import Streamed

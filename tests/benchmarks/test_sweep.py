@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.programs import ROOT, benchmark_modules
+from helpers.read_back import read_csv
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT, benchmark_modules
-from read_back import read_csv
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import parse_args

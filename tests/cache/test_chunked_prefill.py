@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
+from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from llm.test_llm import in_turn
 
 from flexgen_h2o import LLM, H2OConfig, Policy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fakes import LazyDevice
 from h2o.test_h2o import prompts_of, run, tokens
-from internals import cache_of, open_devices
+from helpers.fakes import LazyDevice
+from helpers.internals import cache_of, open_devices
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

@@ -23,12 +23,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from error_cases import command_refused, error_line
-from internals import before_logits
-from read_back import read_csv
+from helpers.error_cases import command_refused, error_line
+from helpers.internals import before_logits
+from helpers.read_back import read_csv
+from helpers.subprocesses import environment
+from helpers.tiny_tokenizers import with_words
 from safetensors.torch import load_file, save_file
-from subprocesses import environment
-from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import launch, parser

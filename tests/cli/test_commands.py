@@ -12,8 +12,8 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from error_cases import command_refused
-from programs import ROOT
+from helpers.error_cases import command_refused
+from helpers.programs import ROOT
 
 import flexgen_h2o
 from flexgen_h2o import flex_opt

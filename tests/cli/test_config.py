@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import yaml
-from error_cases import refused
+from helpers.error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 

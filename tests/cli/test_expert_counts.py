@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from error_cases import command_refused
+from helpers.error_cases import command_refused
 
 from flexgen_h2o.cli.run_config import read_expert_counts
 from flexgen_h2o.commands import bench, generate
@@ -49,7 +49,7 @@ def test_counts_of_one_run_are_what_the_next_goes_by(tiny_model, capfd):
 
 def write_machine() -> str:
     """A file of a machine, of round figures."""
-    from planning_cases import CPU
+    from helpers.planning_cases import CPU
 
     from flexgen_h2o.planning.hardware import save_hardware
 

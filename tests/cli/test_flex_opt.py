@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from error_cases import command_refused
+from helpers.error_cases import command_refused
 
 from flexgen_h2o.cli import launch, parser, results
 from flexgen_h2o.cli.results import CSV_COLUMNS

@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from programs import benchmark_modules
+from helpers.programs import benchmark_modules
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Policy

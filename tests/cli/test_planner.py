@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
+from helpers.subprocesses import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from models.test_sources import write_gguf
-from planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
-from subprocesses import environment
 
 import flexgen_h2o
 from flexgen_h2o.cli import parser, planner

@@ -14,12 +14,12 @@ import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
-import planning_cases
 import pytest
-from error_cases import command_refused, refused
-from read_back import read_csv, read_jsonl
-from subprocesses import environment
-from tiny_tokenizers import with_words
+from helpers import planning_cases
+from helpers.error_cases import command_refused, refused
+from helpers.read_back import read_csv, read_jsonl
+from helpers.subprocesses import environment
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands

@@ -9,8 +9,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from error_cases import refused
-from read_back import read_jsonl
+from helpers.error_cases import refused
+from helpers.read_back import read_jsonl
 
 from flexgen_h2o.commands.batch import input as job_input
 from flexgen_h2o.commands.batch import results as job_results

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
-from error_cases import error_line, refused
-from read_back import read_jsonl
-from subprocesses import environment
-from tiny_tokenizers import with_words
+from helpers.error_cases import error_line, refused
+from helpers.read_back import read_jsonl
+from helpers.subprocesses import environment
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
 from flexgen_h2o.config.parallel import TorchrunEnv, check_world_size, torchrun_env

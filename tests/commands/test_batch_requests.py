@@ -6,10 +6,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from error_cases import refused
+from helpers.error_cases import refused
+from helpers.tiny_tokenizers import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o.commands.batch import requests
 from flexgen_h2o.commands.batch.flags import parse_args

@@ -6,8 +6,8 @@ import csv
 from dataclasses import replace
 
 import pytest
-from error_cases import command_refused
-from planning_cases import CPU
+from helpers.error_cases import command_refused
+from helpers.planning_cases import CPU
 
 from flexgen_h2o.cli import parser, planner
 from flexgen_h2o.cli.results import CSV_COLUMNS

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from error_cases import command_refused, error_line, refused
+from helpers.error_cases import command_refused, error_line, refused
+from helpers.programs import ROOT
+from helpers.read_back import read_jsonl
+from helpers.tiny_tokenizers import with_words
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import ROOT
-from read_back import read_jsonl
-from tiny_tokenizers import with_words
 
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch.results import ResultsFile

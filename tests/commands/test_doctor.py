@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.kernel_internals import load_library
+from helpers.planning_cases import CPU
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_internals import load_library
-from planning_cases import CPU
 
 from flexgen_h2o.commands import doctor
 from flexgen_h2o.commands.doctor import facts

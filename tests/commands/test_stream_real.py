@@ -10,7 +10,7 @@ import shutil
 import pytest
 import stream_quality
 import stream_segments as segments
-from read_back import read_jsonl
+from helpers.read_back import read_jsonl
 from stream_segments import Streamed
 
 from flexgen_h2o import LLM

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from error_cases import error_line
-from fake_llm import FakeLLM
+from helpers.error_cases import error_line
+from helpers.fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 

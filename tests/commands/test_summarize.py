@@ -12,12 +12,12 @@ import types
 
 import pytest
 import yaml
-from error_cases import command_refused
-from fake_llm import FakeLLM
+from helpers.error_cases import command_refused
+from helpers.fake_llm import FakeLLM
+from helpers.read_back import read_jsonl
+from helpers.tiny_tokenizers import WORDS, with_words
 from hypothesis import given
 from hypothesis import strategies as st
-from read_back import read_jsonl
-from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.launch import llm_arguments

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TINY
-from kernel_cases import BUILT
+from helpers.kernel_cases import BUILT
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams

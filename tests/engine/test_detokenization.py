@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from helpers.tiny_tokenizers import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer
 

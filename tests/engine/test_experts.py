@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from internals import (
+from helpers.internals import (
     before,
     before_reads,
     hold_first_expert,
@@ -17,8 +17,8 @@ from internals import (
     weight_sizes,
     weights_of,
 )
-from mixture_cases import MIXTURES
-from planning_cases import machine
+from helpers.mixture_cases import MIXTURES
+from helpers.planning_cases import machine
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

@@ -7,16 +7,16 @@ import math
 import threading
 
 import pytest
-from fakes import LazyDevice, PoisonedDevice
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from internals import (
+from helpers.fakes import LazyDevice, PoisonedDevice
+from helpers.internals import (
     before_early_attention,
     before_token_layers,
     open_devices,
     staging_bytes,
     weights_of,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llm.test_llm import make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

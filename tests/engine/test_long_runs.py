@@ -29,11 +29,11 @@ from unittest import mock
 
 import pytest
 import torch
-from error_cases import error_line
-from fakes import LazyDevice
-from internals import READ, WRITE, open_devices
+from helpers.error_cases import error_line
+from helpers.fakes import LazyDevice
+from helpers.internals import READ, WRITE, open_devices
+from helpers.subprocesses import environment
 from planning.test_memory import LINUX, TINY, write_model
-from subprocesses import environment
 
 import flexgen_h2o
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -172,7 +172,6 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
     return {key: seen[300][key] - before for key, before in seen[100].items()}
 
 
-@pytest.mark.slow
 def test_a_long_decode_takes_no_more_and_more(tmp_path, model):
     """300 steps of the full cache and of H2O, with weights and cache in memory and on disk."""
     kinds = itertools.product((0, 100), (None, 0.25))
@@ -219,7 +218,6 @@ def in_child_calls(folder: str, model: str) -> dict:
     return {"bare": bare, "after": after, "closed": held(), "left": os.listdir(f"{folder}/offload")}
 
 
-@pytest.mark.slow
 def test_calls_with_weights_in_4_bits_leave_nothing_behind(tmp_path, model):
     """Not of mappings, buffers and objects either, nor when some of the calls fail."""
     [found] = forked("in_child_calls", {"calls": [str(tmp_path), str(model)]}).values()

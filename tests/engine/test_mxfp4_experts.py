@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from internals import weight_sizes, weights_of
-from mixture_cases import MIXTURES, limit_as_configured
+from helpers.internals import weight_sizes, weights_of
+from helpers.mixture_cases import MIXTURES, limit_as_configured
 from safetensors.torch import save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -45,7 +45,7 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path):
-    from models import packings
+    from helpers import packings
     from transformers import GptOssForCausalLM
 
     torch.default_generator.manual_seed(0)

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.internals import plan_with, stage_of, weights_of
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import plan_with, stage_of, weights_of
 from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 

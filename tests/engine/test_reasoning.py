@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tiny_tokenizers import tiny_tokenizer
+from helpers.tiny_tokenizers import tiny_tokenizer
 
 from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import TINY
+from helpers.internals import shards_out_of_order, staging_bytes, weights_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from internals import shards_out_of_order, staging_bytes, weights_of
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

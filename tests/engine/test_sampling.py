@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.internals import draw_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import draw_at
 
 from flexgen_h2o.config.sampling import SamplingParams, mix_seed
 from flexgen_h2o.engine.batch import BlockQueue, BlockSize, Request

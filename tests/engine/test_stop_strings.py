@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from helpers.tiny_tokenizers import with_words
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.config.sampling import SamplingParams

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from error_cases import refused
-from tiny_tokenizers import with_words
+from helpers.error_cases import refused
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.engine.tokenizer import load_tokenizer

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
-from error_cases import command_refused, refused
-from internals import before_logits, extents_of
+from helpers.error_cases import command_refused, refused
+from helpers.internals import before_logits, extents_of
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.cli.run_config import RunConfig

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 import torch
-from fakes import LazyDevice, PoisonedDevice
-from internals import open_devices, weights_of
+from helpers.fakes import LazyDevice, PoisonedDevice
+from helpers.internals import open_devices, weights_of
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.engine.weight_files import ALIGN, WeightBuffer

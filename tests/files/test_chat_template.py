@@ -8,9 +8,9 @@ import sys
 import time
 
 import pytest
-from error_cases import refused
-from internals import render_with
-from tiny_tokenizers import with_words
+from helpers.error_cases import refused
+from helpers.internals import render_with
+from helpers.tiny_tokenizers import with_words
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from flexgen_h2o.files.chat_template import ChatRenderer, check_arguments, render_chats

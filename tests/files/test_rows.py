@@ -10,7 +10,7 @@ import resource
 from contextlib import contextmanager
 
 import pytest
-from error_cases import refused
+from helpers.error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 

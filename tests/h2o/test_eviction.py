@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from definition import Definition, by_hand
+from helpers.definition import Definition, by_hand
 from hypothesis import example, given
 from hypothesis import strategies as st
 

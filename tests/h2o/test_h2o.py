@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import LazyDevice
+from helpers.fakes import LazyDevice
+from helpers.internals import buffer_bytes, cache_of, open_devices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import buffer_bytes, cache_of, open_devices
 from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

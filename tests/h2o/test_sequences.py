@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from definition import Definition, by_hand
-from kernel_cases import MIXED, of_form
+from helpers.definition import Definition, by_hand
+from helpers.kernel_cases import MIXED, of_form
 
 from flexgen_h2o.config.h2o import KERNELS, H2OConfig
 from flexgen_h2o.h2o.budget import budget, slots

@@ -16,14 +16,14 @@ import huggingface_hub
 import lm_eval
 import pytest
 import torch
+from helpers.internals import plan_with
+from helpers.programs import program
+from helpers.tiny_tokenizers import WORDS, with_words
 from huggingface_hub import errors as hub_errors
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import plan_with
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
-from programs import program
-from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError

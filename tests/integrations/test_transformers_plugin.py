@@ -15,11 +15,11 @@ import pytest
 import torch
 import transformers
 from h2o.test_h2o import bits_of
+from helpers.internals import slots_of
+from helpers.programs import program
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import slots_of
 from llm.test_llm import make_prompts, transformers_tokens
-from programs import program
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache, TextStreamer
 
 from flexgen_h2o import LLM, H2OConfig

@@ -6,9 +6,16 @@ import itertools
 
 import pytest
 import torch
+from helpers.kernel_cases import (
+    FORMS,
+    MIXED,
+    check_decode,
+    check_prefill,
+    decode_case,
+    prefill_case,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import FORMS, MIXED, check_decode, check_prefill, decode_case, prefill_case
 
 from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError

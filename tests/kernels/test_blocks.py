@@ -8,8 +8,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as reference
-from gguf_cases import SCALE_PLACES, random_blocks
-from kernel_cases import SETS
+from helpers.gguf_cases import SCALE_PLACES, random_blocks
+from helpers.kernel_cases import SETS
 
 from flexgen_h2o.config.weight_layout import BLOCK_TYPES, UNSUPPORTED_TYPES, MatrixLayout
 from flexgen_h2o.kernels import ops

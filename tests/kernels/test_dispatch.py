@@ -2,12 +2,12 @@
 
 import math
 
-import kernel_internals
 import pytest
 import torch
+from helpers import kernel_internals
+from helpers.kernel_cases import BUILT, SETS, prefill_case, using
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import BUILT, SETS, prefill_case, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch, ops, torch_ops

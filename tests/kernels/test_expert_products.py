@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import abi, ops

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import internals
 import pytest
 import torch
-from fakes import A100, T4
+from helpers import internals
+from helpers.fakes import A100, T4
 from kernels.test_triton import (  # noqa: F401 (_mended_interpreter is a fixture)
     _mended_interpreter,
     check_decode,

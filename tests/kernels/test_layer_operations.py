@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT, SETS, threads, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUILT, SETS, threads, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.h2o.key_smoothing import BasisChange, block_size

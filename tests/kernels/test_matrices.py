@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUILT, SETS, poisoned_memory, using
 
 from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.config.weight_layout import MatrixLayout

@@ -9,12 +9,10 @@ import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
-import kernel_internals
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import (
+from helpers import kernel_internals
+from helpers.kernel_cases import (
     BOUND,
     BUILT,
     FORMS,
@@ -33,6 +31,8 @@ from kernel_cases import (
     tied,
     using,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexgen_h2o.config.cache_layout import CacheLayout, GroupLayout
 from flexgen_h2o.config.weight_layout import MatrixLayout
@@ -425,7 +425,6 @@ def address_space(more: int):
 
 
 @BUILT
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_prompt_takes_little_memory(dtype):
     """All weights of one of its heads would be 256 MB; it takes no more than 64."""

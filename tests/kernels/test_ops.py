@@ -3,12 +3,10 @@
 from dataclasses import replace
 from functools import partial
 
-import kernel_internals
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_cases import (
+from helpers import kernel_internals
+from helpers.kernel_cases import (
     BOUND,
     BUILT,
     FORMS,
@@ -23,6 +21,8 @@ from kernel_cases import (
     select_case,
     tied,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexgen_h2o.config.cache_layout import GroupLayout

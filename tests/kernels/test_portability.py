@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import kernel_internals
 import pytest
 import torch
-from kernel_cases import (
+from helpers import kernel_internals
+from helpers.kernel_cases import (
     BUILT,
     FORMS,
     MIXED,
@@ -365,7 +365,7 @@ def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, 
     make_recall_calls()
     assert {call.name for call in calls} == OPERATIONS
     assert all(call.before != call.after for call in calls)
-    run(f"{ARM}-g++", "-std=c++17", "-O1", ROOT / "tests" / "replay_kernels.cpp", "-o",
+    run(f"{ARM}-g++", "-std=c++17", "-O1", ROOT / "tests" / "helpers" / "replay_kernels.cpp", "-o",
         tmp_path / "replay", "-ldl")
     (tmp_path / "calls").write_bytes(
         struct.pack("<q", len(calls)) + b"".join(call.packed() for call in calls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
+from helpers.kernel_cases import BUILT, FORMS, MIXED, of_form, same, threads, using
 
 from flexgen_h2o.config.cache_layout import GroupLayout, IndexLayout, split_slots
 from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import BOUND, rotated, same
+from helpers.kernel_cases import BOUND, rotated, same
 
 from flexgen_h2o.kernels import ops, rotary, torch_ops
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import BUILT, SETS, poisoned_memory, threads, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import ops

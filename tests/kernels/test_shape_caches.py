@@ -4,8 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
-
 from flexgen_h2o.kernels.torch_ops import PRODUCTS, SETTINGS, limit_shape_caches
 
 # 500 numbers of rows. Unbounded, they take some 250 MB with oneDNN; 64 of them are 32.
@@ -25,7 +23,6 @@ print(resident_bytes() - before)
 """
 
 
-@pytest.mark.slow
 def test_prompts_of_ever_new_lengths_take_no_more_memory(monkeypatch):
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -1,9 +1,9 @@
 """linear_skinny and linear_float32 against float64: 16-bit weights, on each instruction set."""
 
-import kernel_internals
 import pytest
 import torch
-from kernel_cases import BUILT, SETS, check_linear, linear_case, using
+from helpers import kernel_internals
+from helpers.kernel_cases import BUILT, SETS, check_linear, linear_case, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import ops

@@ -7,11 +7,11 @@ from itertools import accumulate
 import numpy as np
 import pytest
 import torch
-from fakes import LazyDevice
+from helpers.fakes import LazyDevice
+from helpers.internals import open_devices, own_attention, sparse_attention
+from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import open_devices, own_attention, sparse_attention
-from kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
 from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

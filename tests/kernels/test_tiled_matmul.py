@@ -1,9 +1,9 @@
 """linear_tiled against float64: many rows by 16-bit weights, in AMX tiles and their twin."""
 
-import kernel_internals
 import pytest
 import torch
-from kernel_cases import SETS, check_linear, linear_case, threads, using
+from helpers import kernel_internals
+from helpers.kernel_cases import SETS, check_linear, linear_case, threads, using
 
 from flexgen_h2o.config.limits import TILED_INPUTS, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.kernels.cpu import native

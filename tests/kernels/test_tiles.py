@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_cases import SETS, packaging
+from helpers.kernel_cases import SETS, packaging
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -16,13 +16,13 @@ SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16,
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """tests/tile_products.cpp by instruction set, of those that this machine runs."""
+    """tests/helpers/tile_products.cpp by instruction set, of those that this machine runs."""
     folder, made = tmp_path_factory.mktemp("tiles"), {}
     for isa in set(SETS) & {"amx", "amx_emulated"}:
         made[isa] = folder / isa
         subprocess.run(["g++", *packaging()["FLAGS"], *packaging()["INSTRUCTION_SETS"][isa],
                         f"-DISA={isa}", f"-I{ROOT / packaging()['KERNELS']}",
-                        ROOT / "tests" / "tile_products.cpp", "-o", made[isa]], check=True)
+                        ROOT / "tests/helpers/tile_products.cpp", "-o", made[isa]], check=True)
     return made or pytest.skip("needs a CPU with AVX2")
 
 

@@ -19,8 +19,8 @@ if (sys.platform, platform.machine()) != ("linux", "x86_64"):
     pytest.importorskip("triton", reason="Triton has no wheel for this machine")
 
 import triton.language as tl  # noqa: E402
-from fakes import T4  # noqa: E402
-from kernel_cases import MIXED, of_form  # noqa: E402
+from helpers.fakes import T4  # noqa: E402
+from helpers.kernel_cases import MIXED, of_form  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from flexgen_h2o.config.cache_layout import GroupLayout  # noqa: E402

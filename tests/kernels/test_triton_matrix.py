@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import A100, T4
+from helpers.fakes import A100, T4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)

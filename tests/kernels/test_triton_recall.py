@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 import torch
-from fakes import T4
-from kernel_cases import MIXED, same
+from helpers.fakes import T4
+from helpers.kernel_cases import MIXED, same
 from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice, key_records
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 

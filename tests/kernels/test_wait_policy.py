@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kernel_cases import threads
-from kernel_internals import is_asleep, is_running
+from helpers.kernel_cases import threads
+from helpers.kernel_internals import is_asleep, is_running
 
 from flexgen_h2o import LLM
 from flexgen_h2o.kernels.cpu import library as cpu_library

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.internals import before_continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import before_continued
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o.test_h2o import MODES, bits_of
+from helpers.internals import buffer_bytes, cache_of, scratch_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import buffer_bytes, cache_of, scratch_bytes
 from llm.test_llm import PLACES, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

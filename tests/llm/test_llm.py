@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from internals import before_logits, before_reads
-from tiny_tokenizers import with_words
+from helpers.internals import before_logits, before_reads
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
 from flexgen_h2o.config.policy import Workload

@@ -10,9 +10,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from error_cases import refused
-from subprocesses import environment
-from tiny_tokenizers import with_words
+from helpers.error_cases import refused
+from helpers.subprocesses import environment
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.imports import retry_imports

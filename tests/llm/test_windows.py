@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
+from helpers.internals import attend_with, cache_of, change_configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import attend_with, cache_of, change_configs
 from llm.test_continued import CACHES, Case
 from llm.test_conversation import answers, hold_turns_to_one_text, open_llm
 from llm.test_llm import PLACES, make_prompts, transformers_tokens

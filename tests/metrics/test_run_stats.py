@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from helpers.internals import kept_intervals
+from helpers.read_back import read_csv
 from hypothesis import given
 from hypothesis import strategies as st
-from internals import kept_intervals
-from read_back import read_csv
 
 from flexgen_h2o.cli.results import CSV_COLUMNS, append_csv
 from flexgen_h2o.cli.run_config import RunConfig

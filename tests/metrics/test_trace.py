@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from internals import before_blocks, origin_of
+from helpers.internals import before_blocks, origin_of
 
 from flexgen_h2o import LLM
 from flexgen_h2o.errors import UserError

@@ -9,9 +9,9 @@ from collections import defaultdict
 
 import pytest
 import torch
-from internals import source_of
+from helpers.internals import source_of
+from helpers.tiny_tokenizers import WORDS, with_words
 from safetensors.torch import load_file, save_file
-from tiny_tokenizers import WORDS, with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.config.weight_layout import WeightOptions

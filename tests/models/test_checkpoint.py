@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from error_cases import refused
+from helpers.error_cases import refused
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o.models import checkpoint_files, dummy

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import packings
 from hypothesis import given
 from hypothesis import strategies as st
 from llm.test_llm import make_prompts, transformers_tokens
-from models import packings
 from models.test_checkpoint import read
 from safetensors.torch import save_file
 from torch import Tensor

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from error_cases import refused
-from models import packings
+from helpers import packings
+from helpers.error_cases import refused
 from models.test_checkpoint import read
 from models.test_checkpoint_formats import FORMATS, MXFP4, PACK, ct, save
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_cases import refused
+from helpers.error_cases import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from models.test_checkpoint import read

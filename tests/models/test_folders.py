@@ -7,9 +7,9 @@ import logging
 import shutil
 
 import pytest
-from error_cases import refused
-from gguf_cases import make
-from tiny_tokenizers import with_words
+from helpers.error_cases import refused
+from helpers.gguf_cases import make
+from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli.run_config import RunConfig

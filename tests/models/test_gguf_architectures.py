@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from error_cases import refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from gguf_cases import CASES, add_tokenizer, make
+from helpers.error_cases import refused
+from helpers.gguf_cases import CASES, add_tokenizer, make
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
@@ -132,7 +132,8 @@ def test_tokens_are_those_of_transformers(tmp_path, name):
 def tokenizer_of(tmp_path, monkeypatch, split: str):
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr("gguf_cases.add_tokenizer", lambda writer: add_tokenizer(writer, split))
+    monkeypatch.setattr("helpers.gguf_cases.add_tokenizer",
+                        lambda writer: add_tokenizer(writer, split))
     _, source = make("granite", tmp_path)
     return AutoTokenizer.from_pretrained(checkpoint_folder(str(source)))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from error_cases import refused
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from gguf_cases import make
-from internals import before_conversions
+from helpers.error_cases import refused
+from helpers.gguf_cases import make
+from helpers.internals import before_conversions
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf import GGUFWriter
-from gguf_cases import make
+from helpers.gguf_cases import make
 
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.gguf.conversion import describe_gguf, save_tokenizer
@@ -89,7 +89,7 @@ def test_ends_and_suppressed_tokens_are_defaults_of_the_model(tmp_path, monkeypa
         writer.add_eos_token_id(1)
         writer.add_array("tokenizer.ggml.suppress_tokens", [5, 9])
 
-    monkeypatch.setattr("gguf_cases.add_tokenizer", add)
+    monkeypatch.setattr("helpers.gguf_cases.add_tokenizer", add)
     _, source = make("granite", tmp_path)
     given = json.loads((describe_gguf(read_header(source)) / "generation_config.json").read_text())
     assert given == {"eos_token_id": [1, 2], "suppress_tokens": [5, 9]}

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from error_cases import command_refused, error_line, refused
+from helpers.error_cases import command_refused, error_line, refused
+from helpers.tiny_tokenizers import with_words
 from models.test_sources import write_gguf
-from tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate

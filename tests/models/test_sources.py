@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from error_cases import refused
-from internals import LLAMA3_ROPE, before_conversions
+from helpers.error_cases import refused
+from helpers.internals import LLAMA3_ROPE, before_conversions
+from helpers.subprocesses import environment
 from safetensors.torch import load_file, save_file
-from subprocesses import environment
 
 from flexgen_h2o.models import convert
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint

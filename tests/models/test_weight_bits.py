@@ -15,7 +15,7 @@ import sys
 import pytest
 import torch
 from conftest import TINY
-from internals import quantize_in_a_new_way, weight_sizes, weights_of
+from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

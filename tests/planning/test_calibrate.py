@@ -4,10 +4,10 @@ import logging
 import math
 from dataclasses import fields, replace
 
-import kernel_internals
 import pytest
 import torch
-from fakes import LazyDevice
+from helpers import kernel_internals
+from helpers.fakes import LazyDevice
 
 from flexgen_h2o.config.weight_layout import WEIGHT_BITS
 from flexgen_h2o.kernels import dispatch

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import LazyDevice, PoisonedDevice
-from hypothesis import given
-from hypothesis import strategies as st
-from internals import open_devices
-from planning_cases import (
+from helpers.fakes import LazyDevice, PoisonedDevice
+from helpers.internals import open_devices
+from helpers.planning_cases import (
     ALL_HERE,
     FREE,
     ON_DISK,
@@ -20,6 +18,8 @@ from planning_cases import (
     machine,
     planned,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig

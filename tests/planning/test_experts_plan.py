@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning_cases import CPU, FREE, GPU, machine, planned
+from helpers.planning_cases import CPU, FREE, GPU, machine, planned
 
 from flexgen_h2o.cli.plan_text import policy_flags
 from flexgen_h2o.config.layers import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from subprocesses import environment
+from helpers.subprocesses import environment
 
 from flexgen_h2o.models import family
 from flexgen_h2o.models.convert import natural_key
@@ -25,7 +25,7 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 MB = 10**6
 BATCH, PROMPT, NEW = 4, 48, 6
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
-pytestmark = [LINUX, pytest.mark.slow]
+pytestmark = LINUX
 
 
 def llama(**sizes) -> dict:

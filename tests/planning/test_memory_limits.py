@@ -7,8 +7,8 @@ import types
 
 import pytest
 import torch
-from fakes import LazyDevice
-from internals import open_devices
+from helpers.fakes import LazyDevice
+from helpers.internals import open_devices
 
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload

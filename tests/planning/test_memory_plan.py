@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch
 from conftest import TINY
+from helpers.internals import own_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import own_attention
 
 from flexgen_h2o.config.cache_layout import CacheOptions, GroupLayout
 from flexgen_h2o.config.h2o import H2OConfig

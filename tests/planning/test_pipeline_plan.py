@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import planning_cases
 import pytest
-from error_cases import refused
+from helpers import planning_cases
+from helpers.error_cases import refused
 
 from flexgen_h2o.commands import generate
 from flexgen_h2o.config.parallel import balance_layers

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.planning_cases import FREE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_cases import FREE
 
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout
 from flexgen_h2o.kernels.reference.recall import runs_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.planning_cases import BITS, CPU, GPU, ON_DISK, OPT, machine, planned, roofline
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import BITS, CPU, GPU, ON_DISK, OPT, machine, planned, roofline
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.planning.cost import interpolate

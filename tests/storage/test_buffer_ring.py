@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from fakes import LazyComputeDevice, LazyPool
+from helpers.fakes import LazyComputeDevice, LazyPool
+from helpers.internals import flush, keep_latest_in, lanes_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import flush, keep_latest_in, lanes_with
 
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.storage.buffer_ring import BackingStore, BufferRing, StagingBuffer

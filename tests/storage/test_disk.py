@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.internals import keep_latest_in, under_lock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from internals import keep_latest_in, under_lock
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import LinkStats, Trace

@@ -305,7 +305,7 @@ def _yaml_case(rng: random.Random, good: dict[str, Any]) -> bytes:
 
 def _hardware(folder: Path) -> Target:
     path = folder / "hardware.yaml"
-    known = sorted((Path(__file__).parent.parent / "configs").glob("hardware/*.yaml"))
+    known = sorted((Path(__file__).parents[2] / "configs").glob("hardware/*.yaml"))
     raw = known[0].read_bytes()
     good = yaml.safe_load(raw)
 

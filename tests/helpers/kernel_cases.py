@@ -25,6 +25,7 @@ from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, EvictionState
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.reference import attention as reference
+from helpers import selection
 
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of prefill's outputs: weights may be rounded before they meet the values. Decode's are not."""
@@ -38,8 +39,17 @@ numbers."""
 
 BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
                            reason="the C++ kernels were not built")
-SETS = () if cpu_library.missing() else cpu_library.available_sets()
+AVAILABLE = () if cpu_library.missing() else cpu_library.available_sets()
 """Instruction sets that this machine can run, or can be made to choose as."""
+
+
+def tested_sets(sets: Sequence[str]) -> tuple[str, ...]:
+    """Return `sets` with --all, else the best of them that this CPU really has."""
+    real = [name for name in sets if name != cpu_library.EMULATED]
+    return tuple(sets if selection.every_case else real[-1:])
+
+
+SETS = tested_sets(AVAILABLE)
 
 
 @functools.cache
@@ -47,14 +57,15 @@ def packaging() -> dict[str, Any]:
     """What setup.py defines; `--name` has it build nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["setup.py", "-q", "--name"])
-        patch.chdir(Path(__file__).parents[1])
+        patch.chdir(Path(__file__).parents[2])
         return runpy.run_path("setup.py")
 
 
-def sets_of(source: str) -> list[str]:
-    """Those of `SETS` that a source of the kernels (its name without .cpp) is compiled for."""
-    return [name for name in SETS
-            if name in packaging()["SOURCES"].get(source, packaging()["VECTORS"])]
+def sets_of(source: str) -> tuple[str, ...]:
+    """Return the tested sets that a source of the kernels (its name without .cpp) is compiled for.
+    """
+    compiled = packaging()["SOURCES"].get(source, packaging()["VECTORS"])
+    return tested_sets([name for name in AVAILABLE if name in compiled])
 
 
 @contextmanager
