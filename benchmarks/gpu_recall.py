@@ -85,10 +85,11 @@ def metadata_of(tokens: int, count: int, sequences: int) -> Tensor:
 
 def step(cache: Recalled, metadata: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Return the selected tokens and the attention output."""
-    chosen = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
-                             layout=cache.layout, most=most)
-    return chosen, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots, chosen=chosen,
-                                       metadata=metadata, layout=cache.records)[0]
+    selected = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
+                               layout=cache.layout, top_k=most)
+    return selected, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots,
+                                         selected=selected,
+                                         metadata=metadata, layout=cache.records)[0]
 
 
 def check_recall(rows, case: RecallCase) -> None:
@@ -105,11 +106,11 @@ def check_recall(rows, case: RecallCase) -> None:
              "differences", limit=0)
     count = case.tokens // 5
     metadata = metadata_of(case.tokens, count, 2)
-    chosen, out = step(cache, metadata, count + 3)
+    selected, out = step(cache, metadata, count + 3)
     wanted, _ = reference_recall.attend_recalled(
-        cache.q, cache.k, cache.v, slots=before, chosen=chosen, metadata=metadata,
+        cache.q, cache.k, cache.v, slots=before, selected=selected, metadata=metadata,
         layout=cache.records)
-    same = torch.equal(before, cache.slots.to(GPU)) and bool((chosen[..., count:] == -1).all())
+    same = torch.equal(before, cache.slots.to(GPU)) and bool((selected[..., count:] == -1).all())
     rows.add("check", "recall", shape, case.dtype,
              error(out, wanted) if same else float("nan"), "error", limit=BOUND[case.dtype])
     weights = index_weights(
@@ -118,7 +119,7 @@ def check_recall(rows, case: RecallCase) -> None:
         layout=cache.layout, form=DEFAULT_FORM,
         hidden=torch.zeros(case.tokens, dtype=torch.bool, device=GPU), sinks=None)
     best = select_tokens(weights, metadata[1], cached=metadata[0])
-    mine = torch.zeros_like(best).scatter_(-1, chosen[..., :count].long(), True)
+    mine = torch.zeros_like(best).scatter_(-1, selected[..., :count].long(), True)
     lost = 1 - weights.where(mine, 0).sum() / weights.where(best, 0).sum()
     rows.add("check", "choice", shape, case.dtype, lost.item(), "weight lost", limit=1e-5)
 
@@ -140,16 +141,16 @@ def check_claims(rows) -> None:
         wrong = 0
         for step in range(4):
             weights = torch.randint(50 if step % 2 else 2**30, (6, tokens)).int()  # with ties
-            chosen = torch.rand(6, tokens).argsort(-1)[:, :most].sort(-1).values.int()
-            chosen = chosen.view(2, 3, most)
+            selected = torch.rand(6, tokens).argsort(-1)[:, :most].sort(-1).values.int()
+            selected = selected.view(2, 3, most)
             ours["log_weights"].copy_(weights)
             theirs["log_weights"].copy_(weights)
-            taken, moves, counts = ops.claim_slots(chosen.to(GPU), **ours)
-            right, _, many = reference_recall.claim_slots(chosen, **theirs)
+            taken, moves, counts = ops.claim_slots(selected.to(GPU), **ours)
+            right, _, many = reference_recall.claim_slots(selected, **theirs)
             ops.copy_tokens(held, fast, moves, counts)
             wrong += (taken.cpu() != right).sum().item() + (counts.cpu() != many).sum().item()
             place = taken.long()[None, ..., None].expand(2, -1, -1, -1, 128)
-            origin = chosen.long()[None, ..., None].expand(2, -1, -1, -1, 128)
+            origin = selected.long()[None, ..., None].expand(2, -1, -1, -1, 128)
             wrong += (fast.gather(3, place).cpu() != held.gather(3, origin)).sum().item()
         wrong += sum((x.cpu() != theirs[name]).sum().item() for name, x in ours.items())
         rows.add("check", "fast set", f"{most} of {tokens} tokens, {slots} slots", HALF, wrong,
@@ -177,11 +178,11 @@ class FastSteps:
         self._query = 0.97 * self._query + 0.243 * torch.randn_like(self._query)
         q = self._query.half()
         log_weights = self._set["log_weights"].view(*cache.k.shape[:2], -1)
-        chosen = ops.choose_keys(q, cache.k, index=cache.index, metadata=self._metadata,
-                                 layout=cache.layout, most=self._count, log_weights=log_weights)
-        taken, moves, counts = ops.claim_slots(chosen, **self._set)
+        selected = ops.choose_keys(q, cache.k, index=cache.index, metadata=self._metadata,
+                                   layout=cache.layout, top_k=self._count, log_weights=log_weights)
+        taken, moves, counts = ops.claim_slots(selected, **self._set)
         ops.copy_tokens(cache.slots, self._fast, moves, counts)
-        ops.attend_recalled(q, cache.k, cache.v, slots=self._fast, chosen=taken,
+        ops.attend_recalled(q, cache.k, cache.v, slots=self._fast, selected=taken,
                             metadata=self._places)
         self.loads.append(counts.sum())
 
@@ -217,9 +218,9 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
                  roofline_ms=there)
         for share in (0.2, 0.05):
             count = round(share * LENGTH)
-            chosen = metadata_of(LENGTH, count, SEQUENCES)
+            selected = metadata_of(LENGTH, count, SEQUENCES)
             rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", HALF,
-                     timed([partial(step, cache, chosen, count) for cache in of_place], 15),
+                     timed([partial(step, cache, selected, count) for cache in of_place], 15),
                      "ms", roofline_ms=some.index.nbytes / rate * 1e3 + share * there)
             if place == "host":
                 steps = FastSteps(of_place[0], count, 2 * count)

@@ -291,9 +291,9 @@ def reference_step(step: dict, *, share: float, bits: int) -> torch.Tensor:
     layout, tokens = IndexLayout(DIM, bits), step_metadata(step, share)
     metadata = tokens["metadata"]
     reference_recall.index_keys(slots[0], index, tokens["spans"], layout=layout)
-    chosen = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                          most=int(metadata[1].max()))
-    return reference_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen,
+    selected = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                            top_k=int(metadata[1].max()))
+    return reference_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
                                             metadata=metadata)[0]
 
 
@@ -306,9 +306,10 @@ def captured_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCal
     metadata = tokens["metadata"]
     native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
                              capture=program)
-    chosen = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
-                                       most=int(metadata[1].max()), capture=program)
-    return program, native_recall.attend_recalled(q, k, v, slots=slots, chosen=chosen, layout=None,
+    selected = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+                                         top_k=int(metadata[1].max()), capture=program)
+    return program, native_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
+                                                  layout=None,
                                                   metadata=metadata, capture=program)[0]
 
 

@@ -165,7 +165,7 @@ class SparseAttention:
             The slot of each new token.
         """
         cache, layout = part.get(*where), self._shape.layout
-        index, weights = ops.choose_values(q, k, keys=cache[0, :, :, :max_cached],
+        index, weights = ops.select_values(q, k, keys=cache[0, :, :, :max_cached],
                                            metadata=metadata, layout=layout,
                                            sparsity=self._shape.attn_sparsity, **attention)
         if part.gathers_values:
@@ -174,7 +174,7 @@ class SparseAttention:
                                 H2D)
         else:
             values = gather_slots(cache[1], index)
-        return ops.attend_chosen(k, v, slots=cache, values=values, weights=weights,
+        return ops.attend_selected(k, v, slots=cache, values=values, weights=weights,
                                  metadata=metadata, layout=layout)
 
     def _copy(self, x: Tensor, device, link: str) -> Tensor:

@@ -37,7 +37,7 @@ class RecallStep:
         Tokens of each sequence, the new one included.
     metadata : int32 Tensor [2, sequences]
         Tokens before the new one, and how many of them it attends to.
-    max_selected : int
+    top_k : int
         The largest number of tokens that a sequence attends to.
     spans : int32 Tensor [3, sequences], on the host
         The span of the new token's key, as of `ops.index_keys`.
@@ -45,7 +45,7 @@ class RecallStep:
 
     tokens: list[int]
     metadata: Tensor
-    max_selected: int
+    top_k: int
     spans: Tensor
 
     def narrow(self, rows: slice) -> RecallStep:
@@ -59,7 +59,7 @@ class RecallStep:
             return self
         cached, selected = self.metadata
         wide = torch.maximum(torch.tensor(counts).to(selected), selected).minimum(cached)
-        return replace(self, metadata=torch.stack((cached, wide)), max_selected=int(wide.max()))
+        return replace(self, metadata=torch.stack((cached, wide)), top_k=int(wide.max()))
 
 
 class Recall:
@@ -187,7 +187,7 @@ class Recall:
                ) -> SelectedTokens:
         """Return the tokens that new tokens attend to, by their queries and keys; see `attend`."""
         slots = ops.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
-                                most=step.max_selected, **options)
+                                top_k=step.top_k, **options)
         return SelectedTokens(slots, step.metadata, step.spans)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, part: CachePart, where: tuple[int, int],
@@ -228,7 +228,7 @@ class Recall:
         for rows, selected in zip(groups, fetches, strict=True):
             entries = part.selected_entries(*where, rows)
             results.append(ops.attend_recalled(
-                q[rows], k[rows], v[rows], slots=entries, chosen=selected.slots,
+                q[rows], k[rows], v[rows], slots=entries, selected=selected.slots,
                 metadata=selected.metadata, layout=self._shape.layout, **narrowed_options(rows)))
             ops.index_keys(self._keys(entries), index[rows], selected.spans, layout=self._layout,
                            records=self._key_groups)
@@ -246,15 +246,15 @@ class Recall:
         layer, batch = where
         index, step = self.index(*where, part), self._steps[self._step_key(layer, batch, part)]
         slots = part.get(*where)
-        max_selected = max(self._num_selected(layer, length, length + new)
+        top_k = max(self._num_selected(layer, length, length + new)
                            for length, new in self._batch_layouts[batch].sizes)
         # One buffer for all layers: it is free after attention.
         selected = self._selected.setdefault(
-            (len(q), max_selected),
-            step.metadata.new_empty((len(q), self._shape.kv_heads, max_selected)))
+            (len(q), top_k),
+            step.metadata.new_empty((len(q), self._shape.kv_heads, top_k)))
         native_recall.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
-                                  most=max_selected, form=form, out=selected, capture=capture)
-        native_recall.attend_recalled(q, k, v, slots=slots, chosen=selected,
+                                  top_k=top_k, form=form, out=selected, capture=capture)
+        native_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
                                       metadata=step.metadata, layout=self._shape.layout,
                                       form=form, out=out, capture=capture)
         native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,

@@ -62,7 +62,7 @@ class SelectedTokens:
 
     Attributes
     ----------
-    slots : int32 Tensor [sequences, kv_heads, max_selected]
+    slots : int32 Tensor [sequences, kv_heads, top_k]
         Slots that the new token of each sequence attends to, padded with -1.
     metadata : int32 Tensor [2, sequences]
         The slot that the new token takes, and the number of slots that it attends to.

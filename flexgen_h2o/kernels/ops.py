@@ -194,8 +194,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
                   form=FormArguments.of(form, sinks, offsets))
 
 
-choose_values = reference_sparse.choose_values
-attend_chosen = reference_sparse.attend_chosen
+select_values = reference_sparse.select_values
+attend_selected = reference_sparse.attend_selected
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
@@ -209,13 +209,13 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                most: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
+                top_k: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
                 sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Choose the tokens that queries attend to: `reference.recall.choose_keys`.
+    """Select the tokens that queries attend to: `reference.recall.choose_keys`.
 
     The kernels do not sort, and do not write out dequantized keys.
     """
-    options = {"index": index, "metadata": metadata, "layout": layout, "most": most,
+    options = {"index": index, "metadata": metadata, "layout": layout, "top_k": top_k,
                "log_weights": log_weights}
     kernel = _kernel("choose_keys", q)
     if kernel is None:
@@ -224,15 +224,15 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     return kernel(q, k, **options, form=FormArguments.of(form, sinks, offsets))
 
 
-def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
                     metadata: Tensor, layout: CacheLayout | None = None,
                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
                     offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attend to chosen tokens: `reference.recall.attend_recalled`.
+    """Attend to selected tokens: `reference.recall.attend_recalled`.
 
     The kernels read no other slots. With queries on a GPU, slots may be in page-locked host memory.
     """
-    options = {"slots": slots, "chosen": chosen, "metadata": metadata, "layout": layout}
+    options = {"slots": slots, "selected": selected, "metadata": metadata, "layout": layout}
     kernel = _kernel("attend_recalled", q)
     if kernel is None:
         return reference_recall.attend_recalled(q, k, v, **options, form=form, sinks=sinks,
@@ -240,19 +240,19 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     return kernel(q, k, v, **options, form=FormArguments.of(form, sinks, offsets))
 
 
-def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
+def take_slots(selected: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """Assign slots of the hot set, on a CPU: `reference.recall.take_slots`."""
-    kernel = _kernel("take_slots", chosen) or reference_recall.take_slots
-    return kernel(chosen, firsts, slot_of=slot_of, token_of=token_of, log_weights=log_weights,
+    kernel = _kernel("take_slots", selected) or reference_recall.take_slots
+    return kernel(selected, firsts, slot_of=slot_of, token_of=token_of, log_weights=log_weights,
                   newest=newest)
 
 
-def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
+def claim_slots(selected: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """Assign slots of the hot set, on a GPU: `reference.recall.claim_slots`."""
-    claim = (_hot_set if chosen.is_cuda else reference_recall).claim_slots
-    return claim(chosen, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
+    claim = (_hot_set if selected.is_cuda else reference_recall).claim_slots
+    return claim(selected, slot_of=slot_of, token_of=token_of, log_weights=log_weights)
 
 
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:

@@ -36,7 +36,7 @@ class RecalledTokens:
 
     Attributes
     ----------
-    chosen : float
+    selected : float
         Tokens that a new token attends to.
     cached : float
         Tokens that they are selected from.
@@ -47,7 +47,7 @@ class RecalledTokens:
         Tokens per KV head in the hot set, for a cache on a slower tier.
     """
 
-    chosen: float
+    selected: float
     cached: float
     kv_heads: int
     record: float
@@ -69,10 +69,10 @@ def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates
     """
     heads, rate = tokens.kv_heads, rates.decode_attention[16]
     scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
-    chosen = tokens.chosen * tokens.record
+    selected = tokens.selected * tokens.record
     return (recall.calls * heads * rates.head_seconds
-            + (scanned + (recall.apart - 1) * chosen) / rate
-            + chosen * seconds_per_byte(rates, cache))
+            + (scanned + (recall.apart - 1) * selected) / rate
+            + selected * seconds_per_byte(rates, cache))
 
 
 def seconds_per_byte(rates: ComputeRates | HostAttentionRates, cache: CacheOptions) -> float:
@@ -102,9 +102,10 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
     """
     (short, first), (long, second), (most, third) = times
     rate = rates.decode_attention[16]
-    apart = max(MIN_RATIO, (third - second) * rate / ((most.chosen - long.chosen) * most.record))
+    apart = max(MIN_RATIO,
+                (third - second) * rate / ((most.selected - long.selected) * most.record))
     scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
-    scan = (second - first) * rate - apart * (long.chosen - short.chosen) * long.record
+    scan = (second - first) * rate - apart * (long.selected - short.selected) * long.record
     found = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
     rest = first - recall_seconds(rates, found, short, index=index, cache=CacheOptions())
     return replace(found, calls=max(MIN_RATIO, rest / (short.kv_heads * rates.head_seconds)))
@@ -126,7 +127,7 @@ def missing_tokens(recall: RecallRates, tokens: RecalledTokens) -> float:
     set, and are 0 where it holds all.
     """
     share = min(max(tokens.held, 1) / tokens.cached, 1)
-    return recall.missed * tokens.chosen * (1 - share) ** 1.5 / math.sqrt(share)
+    return recall.missed * tokens.selected * (1 - share) ** 1.5 / math.sqrt(share)
 
 
 def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, float]:
@@ -312,7 +313,7 @@ class CacheCosts:
             if run.recalls_from_disk:
                 read = whole * disk_read_ratio(self._hardware.recall, tokens)
             else:
-                read = tokens.chosen * self._record
+                read = tokens.selected * self._record
                 if run.has_hot_set:
                     missing = missing_tokens(self._hardware.recall, tokens)
                     read = min(read, missing * self._record)
@@ -325,11 +326,11 @@ class CacheCosts:
         if run.cache.simulated:
             return None
         load, attended = run.workload, self._attended(layer)
-        chosen = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
+        selected = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
         held = hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
                          run.policy.fast_set)
-        return None if chosen is None else RecalledTokens(
-            min(chosen, attended), attended, run.model.num_kv_heads, self._record, held)
+        return None if selected is None else RecalledTokens(
+            min(selected, attended), attended, run.model.num_kv_heads, self._record, held)
 
     def _attended(self, layer: int) -> float:
         """Return the tokens that a new token attends to, including itself."""

@@ -309,16 +309,16 @@ class _RandomCache:
                                  records=None)
         return cls(slots, index)
 
-    def capture(self, cached: int, chosen: int) -> CapturedCalls:
-        """Capture a decode step that selects `chosen` of the first `cached` tokens."""
+    def capture(self, cached: int, selected: int) -> CapturedCalls:
+        """Capture a decode step that selects `selected` of the first `cached` tokens."""
         _, sequences, kv_heads, _, head_dim = self.slots.shape
         layout, calls = IndexLayout(head_dim, INDEX_BITS), CapturedCalls()
         q, k, v = (torch.randn(sequences, heads, head_dim, dtype=self.slots.dtype)
                    for heads in (GROUP * kv_heads, kv_heads, kv_heads))
-        metadata = torch.tensor([[cached], [chosen]], dtype=torch.int32).repeat(1, sequences)
+        metadata = torch.tensor([[cached], [selected]], dtype=torch.int32).repeat(1, sequences)
         slots = native_recall.choose_keys(q, k, index=self.index, metadata=metadata, layout=layout,
-                                          most=chosen, capture=calls)
-        native_recall.attend_recalled(q, k, v, slots=self.slots, chosen=slots, metadata=metadata,
+                                          top_k=selected, capture=calls)
+        native_recall.attend_recalled(q, k, v, slots=self.slots, selected=slots, metadata=metadata,
                                       layout=None, capture=calls)
         native_recall.index_keys(self.slots[0], self.index, _spans(sequences, cached, 1),
                                  layout=layout, records=None, capture=calls)
@@ -361,9 +361,9 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
     heads = sizes.sequences * kv_heads
     record = block[:, 0, 0, 0].nbytes
     times = []
-    for cached, chosen in ((few, few // 4), (many, few // 4), (many, many // 4)):
-        steps = itertools.cycle([cache.capture(cached, chosen) for cache in caches])
-        tokens = RecalledTokens(chosen, cached, heads, heads * record)
+    for cached, selected in ((few, few // 4), (many, few // 4), (many, many // 4)):
+        steps = itertools.cycle([cache.capture(cached, selected) for cache in caches])
+        tokens = RecalledTokens(selected, cached, heads, heads * record)
         times.append((tokens, timer.seconds(partial(_replay_next, steps))))
     return fit_recall_rates(rates, times, index=IndexLayout(sizes.head_dim, INDEX_BITS))
 

@@ -349,10 +349,11 @@ def make_recall_calls() -> None:
         ops.index_keys(split_slots(slots, records)[0], index, spans, layout=layout,
                        records=None if records is None else records.keys)
         log_weights = torch.zeros(2, 2, tokens, dtype=torch.int32)
-        chosen = ops.choose_keys(q, k, index=index, metadata=metadata, layout=layout, most=10,
-                                 log_weights=log_weights)
-        ops.attend_recalled(q, k, v, slots=slots, chosen=chosen, metadata=metadata, layout=records)
-        ops.take_slots(chosen, metadata[0] - 3, slot_of=torch.full((4, tokens), -1).int(),
+        selected = ops.choose_keys(q, k, index=index, metadata=metadata, layout=layout, top_k=10,
+                                   log_weights=log_weights)
+        ops.attend_recalled(q, k, v, slots=slots, selected=selected, metadata=metadata,
+                            layout=records)
+        ops.take_slots(selected, metadata[0] - 3, slot_of=torch.full((4, tokens), -1).int(),
                        token_of=torch.full((4, 20), -1).int(),
                        log_weights=log_weights.flatten(0, 1), newest=8)
 

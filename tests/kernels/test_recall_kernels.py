@@ -75,14 +75,14 @@ def weights_of(some):
         offsets=None if offsets is None else offsets.view(len(offsets), kv_heads, -1, 1))
 
 
-def check_choice(some, chosen):
+def check_choice(some, selected):
     """Tokens are ascending, and none weighs less than one that was left out."""
     cached, counts = some["metadata"].long()
     weights = weights_of(some)
     mask = select_tokens(weights, counts, cached=cached)
     for sequence, count in enumerate(counts.tolist()):
-        assert (chosen[sequence, :, count:] == -1).all()
-        mine = chosen[sequence, :, :count].long()
+        assert (selected[sequence, :, count:] == -1).all()
+        mine = selected[sequence, :, :count].long()
         assert (mine.diff(dim=-1) > 0).all() and (mine >= 0).all()
         least = weights[sequence].where(mask[sequence], torch.inf).amin(-1, keepdim=True)
         # Sums of another order may swap weights that are nearly equal.
@@ -109,15 +109,15 @@ def test_kernels_do_what_the_reference_does(isa):
                                records=key_records(some))
             assert same(some["index"], expected)
             most = int(counts.max()) + 2
-            chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=most,
+            selected = ops.choose_keys(some["q"], some["k"], index=some["index"], top_k=most,
                                      metadata=some["metadata"], layout=some["layout"],
                                      **some["options"])
-        check_choice(some, chosen)
+        check_choice(some, selected)
         outs = []
         for attend in (ops.attend_recalled, reference_recall.attend_recalled):
             slots = some["slots"].clone()
             with using(isa):
-                out, taken = attend(some["q"], some["k"], some["v"], slots=slots, chosen=chosen,
+                out, taken = attend(some["q"], some["k"], some["v"], slots=slots, selected=selected,
                                     metadata=some["metadata"], layout=some["records"],
                                     **some["options"])
             outs.append((out, taken, slots))
@@ -134,10 +134,10 @@ def recall(some, *, capture=None):
     told = {"metadata": some["metadata"], "form": form}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              records=key_records(some), **noted)
-    chosen = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
-                                       layout=some["layout"], most=99, **told, **noted)
-    return chosen, *native_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen,
+    selected = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
+                                       layout=some["layout"], top_k=99, **told, **noted)
+    return selected, *native_recall.attend_recalled(
+        some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
         layout=some["records"], **told, **noted)
 
 
@@ -177,7 +177,7 @@ def test_means_of_logarithms_follow_the_weights(isa):
         for choose_keys in (ops.choose_keys, reference_recall.choose_keys):
             log_weights = before.clone()
             with using(isa):
-                choose_keys(some["q"], some["k"], index=some["index"], most=99,
+                choose_keys(some["q"], some["k"], index=some["index"], top_k=99,
                             layout=some["layout"], metadata=some["metadata"],
                             log_weights=log_weights, **some["options"])
             apart = (log_weights - expected)[cached.expand_as(expected)].abs() / 2**23
@@ -196,7 +196,7 @@ def test_of_equal_weights_the_newer_are_chosen():
     for count, wanted in ((3, [34, 36, 38]), (22, [*range(0, 36, 2), 36, 37, 38, 39]), (40, None)):
         metadata = torch.tensor([[40], [count]]).int()
         found, = ops.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
-                                 most=count).tolist()[0]
+                                 top_k=count).tolist()[0]
         assert found == sorted(wanted or range(40))
 
 
@@ -212,14 +212,14 @@ def test_the_largest_sums_of_whole_numbers_fit(isa, dim, bits):
     keys = keys[torch.randperm(40, generator=torch.Generator().manual_seed(0))][None, None]
     index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
     told = {"index": index, "metadata": torch.tensor([[40], [11]]).int(), "layout": layout,
-            "most": 11, "form": AttentionForm(scale=0.01)}
+            "top_k": 11, "form": AttentionForm(scale=0.01)}
     with using(isa):
         ops.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
         last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
         for sign in (1, -1):
             q = torch.full((1, 3, dim), float(sign))
-            chosen = ops.choose_keys(q, 0 * q[:, :1], **told)[0, 0].long()
-            assert same(last[chosen].sort().values, (sign * last).topk(11).values.mul(sign)
+            selected = ops.choose_keys(q, 0 * q[:, :1], **told)[0, 0].long()
+            assert same(last[selected].sort().values, (sign * last).topk(11).values.mul(sign)
                         .sort().values)
 
 
@@ -230,10 +230,10 @@ def test_threads_change_nothing():
     for count in (1, 2):
         with threads(count):
             ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
-            chosen = ops.choose_keys(some["q"], some["k"], index=some["index"], most=60,
+            selected = ops.choose_keys(some["q"], some["k"], index=some["index"], top_k=60,
                                      metadata=some["metadata"], layout=some["layout"])
-            found.append((chosen, ops.attend_recalled(
-                some["q"], some["k"], some["v"], slots=some["slots"].clone(), chosen=chosen,
+            found.append((selected, ops.attend_recalled(
+                some["q"], some["k"], some["v"], slots=some["slots"].clone(), selected=selected,
                 metadata=some["metadata"])[0]))
     assert all(map(same, *found))
 
@@ -255,16 +255,16 @@ def test_bad_arguments_are_refused_and_nothing_is_written():
     many = some["metadata"].clone()
     many[1] = many[0] + 1
     with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
-        ops.choose_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, most=99)
+        ops.choose_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, top_k=99)
     few = torch.zeros(3, 2, 76, dtype=torch.int32)
     with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
         ops.choose_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
-                        layout=layout, most=99, log_weights=few)
+                        layout=layout, top_k=99, log_weights=few)
     assert not few.any()
-    chosen = torch.full((3, 2, 30), 500, dtype=torch.int32)
+    selected = torch.full((3, 2, 30), 500, dtype=torch.int32)
     with pytest.raises(ValueError, match="attend_recalled: a tensor of indices"):
-        ops.attend_recalled(some["q"], some["k"], some["v"], slots=some["slots"], chosen=chosen,
+        ops.attend_recalled(some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
                             metadata=some["metadata"])
     with pytest.raises(ValueError, match="index must be"):
-        native_recall.choose_keys(some["q"], some["k"], index=index[:1], layout=layout, most=9,
+        native_recall.choose_keys(some["q"], some["k"], index=index[:1], layout=layout, top_k=9,
                                   metadata=some["metadata"])

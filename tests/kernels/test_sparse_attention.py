@@ -40,11 +40,11 @@ def chosen_by_hand(weights: np.ndarray, sparsity: float) -> list[int]:
 
 
 def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
-    """Output [sequences, heads, head_dim], and by sequence and KV head the chosen tokens."""
+    """Output [sequences, heads, head_dim], and by sequence and KV head the selected tokens."""
     q, k, v = (floats(case[name]) for name in "qkv")
     keys, values = floats(case["slots"], case["layout"])
     group = q.shape[1] // k.shape[1]
-    out, chosen = np.zeros_like(q), {}
+    out, selected = np.zeros_like(q), {}
     for s, cached in enumerate(case["metadata"][0].tolist()):
         for head in range(k.shape[1]):
             mine = slice(head * group, (head + 1) * group)
@@ -52,31 +52,31 @@ def by_hand(case, sparsity: float) -> tuple[np.ndarray, dict]:
             logits = q[s, mine] @ every.T / np.sqrt(np.float32(q.shape[-1]))
             weights = np.exp(logits - logits.max(1, keepdims=True))
             weights /= weights.sum(1, keepdims=True)
-            index = chosen[s, head] = chosen_by_hand(weights[:, :-1], sparsity)
+            index = selected[s, head] = chosen_by_hand(weights[:, :-1], sparsity)
             out[s, mine] = weights[:, index] @ values[s, head, index]
             out[s, mine] += weights[:, -1:] * v[s, head]
-    return out, chosen
+    return out, selected
 
 
 def attend(case, sparsity: float):
     """Both steps, on a copy of the case: what came out, and the copy."""
     mine = {name: copied(x) for name, x in case.items()}
     slots, metadata, layout = mine["slots"], mine["metadata"], mine["layout"]
-    index, weights = ops.choose_values(mine["q"], mine["k"], keys=slots[0], metadata=metadata,
+    index, weights = ops.select_values(mine["q"], mine["k"], keys=slots[0], metadata=metadata,
                                        sparsity=sparsity, layout=layout)
     values = gather_slots(slots[1].contiguous(), index)
-    out, taken = ops.attend_chosen(mine["k"], mine["v"], slots=slots, values=values,
+    out, taken = ops.attend_selected(mine["k"], mine["v"], slots=slots, values=values,
                                    weights=weights, metadata=metadata, layout=layout)
     return index, weights, out, taken, mine
 
 
 def hold_to_definition(case, sparsity: float) -> None:
-    expected, chosen = by_hand(case, sparsity)
+    expected, selected = by_hand(case, sparsity)
     index, weights, out, taken, after = attend(case, sparsity)
     sequences, kv_heads, n = case["slots"].shape[1:4]
     assert index.shape == (sequences, kv_heads, max(1, int(sparsity * n)))
     assert index.dtype == torch.int32 and weights.dtype == torch.float32
-    for (s, head), tokens in chosen.items():
+    for (s, head), tokens in selected.items():
         count, group = len(tokens), case["q"].shape[1] // kv_heads
         assert sorted(index[s, head, :count].tolist()) == sorted(tokens)
         assert (index[s, head, count:] == 0).all()
@@ -150,9 +150,9 @@ def test_the_memory_plan_covers_the_temporaries(form, sparsity):
 
     def step():
         slots, metadata, layout = case["slots"], case["metadata"], case["layout"]
-        index, weights = ops.choose_values(case["q"], case["k"], keys=slots[0, :, :, :300],
+        index, weights = ops.select_values(case["q"], case["k"], keys=slots[0, :, :, :300],
                                            metadata=metadata, sparsity=sparsity, layout=layout)
-        ops.attend_chosen(case["k"], case["v"], slots=slots, values=gather_slots(slots[1], index),
+        ops.attend_selected(case["k"], case["v"], slots=slots, values=gather_slots(slots[1], index),
                           weights=weights, metadata=metadata, layout=layout)
 
     case["slots"] = case["slots"].contiguous()
@@ -210,7 +210,7 @@ def test_all_values_are_the_full_cache(tiny_model, monkeypatch):
     with LLM(str(tiny.folder), dtype="float32") as llm:
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
     full = [out.token_ids for out in outputs]
-    for name in ("choose_values", "attend_chosen"):
+    for name in ("select_values", "attend_selected"):
         monkeypatch.setattr(ops, name, None)
     assert run(tiny.folder, prompts, attn_sparsity=1)[0] == full
 
@@ -228,10 +228,10 @@ def test_only_chosen_values_travel(tiny_model, monkeypatch, bits):
         moved[share] = [links[link][0] for link in (H2D, D2H)]
     record = 4 * dim if bits == 16 else GroupLayout(dim, bits).nbytes
     vectors = len(lengths) * layers * heads
-    chosen = vectors * sum(int(0.25 * (40 + token)) for token in range(NEW - 1))
+    selected = vectors * sum(int(0.25 * (40 + token)) for token in range(NEW - 1))
     slots = vectors * (NEW - 1) * (40 + NEW - 1)
-    assert moved[1.0][0] - moved[0.25][0] == record * (slots - chosen)
-    assert moved[0.25][1] - moved[1.0][1] == 4 * chosen, "an index for each value"
+    assert moved[1.0][0] - moved[0.25][0] == record * (slots - selected)
+    assert moved[0.25][1] - moved[1.0][1] == 4 * selected, "an index for each value"
 
 
 def test_continuations_are_scored_as_they_would_be_generated(tiny_model):

@@ -1,4 +1,4 @@
-"""Slots of fast memory for chosen tokens: the kernel beside its reference."""
+"""Slots of fast memory for selected tokens: the kernel beside its reference."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_kernel_and_reference_take_the_same_slots(isa):
     for highest in (1, 2, 300, 70_000, 1 << 24, 2**31 - 1, 2**31 - 1):
         weights = torch.randint(highest, (sequences * kv_heads, tokens), dtype=torch.int32)
         one["log_weights"], other["log_weights"] = weights, weights.clone()
-        chosen = torch.stack([torch.randperm(tokens)[:most]
-                              for _ in range(sequences * kv_heads)]).int()
-        chosen[1, 150:] = -1
-        told = {"chosen": chosen.view(sequences, kv_heads, most), "newest": 32,
+        selected = torch.stack([torch.randperm(tokens)[:most]
+                                for _ in range(sequences * kv_heads)]).int()
+        selected[1, 150:] = -1
+        told = {"selected": selected.view(sequences, kv_heads, most), "newest": 32,
                 "firsts": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
         found = native_recall.take_slots(**told, **one)
         expected = reference_recall.take_slots(**told, **other)
@@ -43,11 +43,11 @@ def test_kernel_and_reference_take_the_same_slots(isa):
 
 @pytest.mark.parametrize("take", [
     reference_recall.take_slots, pytest.param(native_recall.take_slots, marks=BUILT)])
-@pytest.mark.parametrize("chosen", [[0, 1, 2], [0, 20]])
-def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, chosen):
+@pytest.mark.parametrize("selected", [[0, 1, 2], [0, 20]])
+def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, selected):
     some = state(1, 2, 20)
     before = {name: tensor.clone() for name, tensor in some.items()}
     with pytest.raises(ValueError, match="take_slots: a tensor of indices"):
-        take(torch.tensor([[chosen]], dtype=torch.int32),
+        take(torch.tensor([[selected]], dtype=torch.int32),
              torch.tensor([20], dtype=torch.int32), newest=3, **some)
     assert all(torch.equal(some[name], before[name]) for name in some)

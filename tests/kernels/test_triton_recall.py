@@ -31,7 +31,7 @@ SHORTER = [{"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 
 def choice(some, *, most, log_weights=None):
     return triton_recall.choose_keys(
         some["q"], some["k"], index=some["index"], metadata=some["metadata"],
-        layout=some["layout"], most=most, log_weights=log_weights,
+        layout=some["layout"], top_k=most, log_weights=log_weights,
         form=FormArguments.of(**some["options"]))
 
 
@@ -57,14 +57,14 @@ def test_what_weighs_most_is_chosen_and_attended_to(options):
     counts = some["metadata"][1]
     reference_recall.index_keys(some["keys"], some["index"], some["spans"],
                                 layout=some["layout"], records=key_records(some))
-    chosen = choice(some, most=int(counts.max()) + 2)
-    check_choice(some, chosen)
+    selected = choice(some, most=int(counts.max()) + 2)
+    check_choice(some, selected)
     ours, theirs = some["slots"].clone(), some["slots"].clone()
     out, taken = triton_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=ours, chosen=chosen, metadata=some["metadata"],
+        some["q"], some["k"], some["v"], slots=ours, selected=selected, metadata=some["metadata"],
         layout=some["records"], form=FormArguments.of(**some["options"]))
     wanted, places = reference_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=theirs, chosen=chosen, metadata=some["metadata"],
+        some["q"], some["k"], some["v"], slots=theirs, selected=selected, metadata=some["metadata"],
         layout=some["records"], **some["options"])
     bound = 2e-5 if out.dtype == torch.float32 else 3e-2
     torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
@@ -79,7 +79,7 @@ def test_means_of_logarithms_follow_the_weights():
     ours, theirs = before.clone(), before.clone()
     choice(some, most=30, log_weights=ours)
     reference_recall.choose_keys(
-        some["q"], some["k"], index=some["index"], metadata=some["metadata"], most=30,
+        some["q"], some["k"], index=some["index"], metadata=some["metadata"], top_k=30,
         layout=some["layout"], log_weights=theirs)
     assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
 
@@ -94,10 +94,10 @@ def test_of_equal_weights_the_newer_are_chosen():
     q = torch.ones(1, 2, 16)
     for count, wanted in ((3, [94, 96, 98]), (52, [*range(0, 96, 2), 96, 97, 98, 99]),
                           (100, list(range(100)))):
-        chosen = triton_recall.choose_keys(
+        selected = triton_recall.choose_keys(
             q, keys[:, :, 0], index=index, metadata=torch.tensor([[100], [count]]).int(),
-            layout=layout, most=count, log_weights=None, form=DEFAULT_ARGUMENTS)
-        assert chosen[0, 0].tolist() == wanted
+            layout=layout, top_k=count, log_weights=None, form=DEFAULT_ARGUMENTS)
+        assert selected[0, 0].tolist() == wanted
 
 
 def test_products_of_every_layout_add_up_within_16_bits():
@@ -118,24 +118,25 @@ def test_the_largest_sums_of_whole_numbers_fit():
     index = torch.zeros(1, 1, layout.tiles(36), layout.tile_bytes, dtype=torch.uint8)
     reference_recall.index_keys(keys, index, torch.tensor([[0], [0], [36]]).int(), layout=layout)
     told = {"index": index, "metadata": torch.tensor([[36], [11]]).int(), "layout": layout,
-            "most": 11}
+            "top_k": 11}
     for sign in (1, -1):
         q = torch.full((1, 2, 64), float(sign))
-        chosen = triton_recall.choose_keys(q, 0 * q[:, :1], log_weights=None,
+        selected = triton_recall.choose_keys(q, 0 * q[:, :1], log_weights=None,
                                            form=FormArguments.of(form, None), **told)
-        assert same(chosen, reference_recall.choose_keys(q, 0 * q[:, :1], form=form, **told))
+        assert same(selected, reference_recall.choose_keys(q, 0 * q[:, :1], form=form, **told))
 
 
 def test_new_tokens_take_the_slots_that_they_are_given():
     """Those of a hot set, anywhere; sequences that choose nothing attend to themselves."""
     slots = torch.randn(2, 2, 1, 9, 16)
     q, k, v = torch.randn(2, 4, 16), *torch.randn(2, 2, 1, 16)
-    chosen = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
+    selected = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
     metadata = torch.tensor([[5, 0], [3, 0]]).int()
     ours, theirs = slots.clone(), slots.clone()
     out, taken = triton_recall.attend_recalled(
-        q, k, v, slots=ours, chosen=chosen, metadata=metadata, layout=None, form=DEFAULT_ARGUMENTS)
-    wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, chosen=chosen,
+        q, k, v, slots=ours, selected=selected, metadata=metadata, layout=None,
+        form=DEFAULT_ARGUMENTS)
+    wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, selected=selected,
                                                  metadata=metadata)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(out[1], v[1].expand(4, 16), rtol=2e-5, atol=2e-5)
@@ -150,18 +151,18 @@ def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form
     for gpu, group in ((None, 1), (T4, 3)):
         some = case(group=group, dim=dim, form=bits, attention=form, sequences=2)
         most = int(some["metadata"][1].max())
-        chosen = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
+        selected = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
                               if cached >= most else torch.full((2, most), -1)
                               for cached in some["metadata"][0].tolist()]).int()
-        some["metadata"][1] *= chosen[:, 0, 0] >= 0
+        some["metadata"][1] *= selected[:, 0, 0] >= 0
         ours, theirs = some["slots"].clone(), some["slots"].clone()
         with assume_gpu(gpu):
             out, _ = triton_recall.attend_recalled(
-                some["q"], some["k"], some["v"], slots=ours, chosen=chosen,
+                some["q"], some["k"], some["v"], slots=ours, selected=selected,
                 metadata=some["metadata"], layout=some["records"],
                 form=FormArguments.of(**some["options"]))
         wanted, _ = reference_recall.attend_recalled(
-            some["q"], some["k"], some["v"], slots=theirs, chosen=chosen,
+            some["q"], some["k"], some["v"], slots=theirs, selected=selected,
             metadata=some["metadata"], layout=some["records"], **some["options"])
         torch.testing.assert_close(out, wanted, rtol=3e-2, atol=3e-2)
         assert same(ours, theirs)
@@ -170,20 +171,20 @@ def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form
 @pytest.mark.parametrize("tokens, slots, most", [(50, 12, 7), (90, 40, 40), (33, 33, 20),
                                                  (200, 70, 1)])
 def test_slots_are_claimed_as_the_reference_gives_them(tokens, slots, most):
-    """Step after step: some tokens go on being chosen, others take the slots of the lightest."""
+    """Step after step: some tokens go on being selected, others take the slots of the lightest."""
     sequences, kv_heads = 2, 2
     ours, theirs = ([torch.full((4, tokens), -1).int(), torch.full((4, slots), -1).int(),
                      torch.zeros(4, tokens).int()] for _ in range(2))
     for step in range(4):
         weights = torch.randint(9 if step % 2 else 2**30, (4, tokens)).int()  # with ties
-        chosen = torch.rand(4, tokens).argsort(-1)[:, :most].sort(-1).values.int()
-        chosen[0, most - most // 3 :] = -1
-        chosen = chosen.view(sequences, kv_heads, most)
+        selected = torch.rand(4, tokens).argsort(-1)[:, :most].sort(-1).values.int()
+        selected[0, most - most // 3 :] = -1
+        selected = selected.view(sequences, kv_heads, most)
         found = []
         for module, state in ((triton_hot_set, ours), (reference_recall, theirs)):
             state[2].copy_(weights)
             taken, moves, counts = module.claim_slots(
-                chosen, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
+                selected, **dict(zip(("slot_of", "token_of", "log_weights"), state, strict=True)))
             live = torch.arange(most) < counts[..., None]
             found.append((taken, moves.where(live, -1), counts))
         assert all(map(torch.equal, *found)) and all(map(torch.equal, ours, theirs))

@@ -68,12 +68,12 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                most: int, log_weights: Tensor | None = None,
+                top_k: int, log_weights: Tensor | None = None,
                 form: FormArguments = DEFAULT_ARGUMENTS, out: Tensor | None = None,
                 capture: CapturedCalls | None = None) -> Tensor:
     """Run `reference.recall.choose_keys`.
 
-    `out` is int32 [sequences, kv_heads, most], contiguous; it is allocated if None.
+    `out` is int32 [sequences, kv_heads, top_k], contiguous; it is allocated if None.
     """
     name = "choose_keys"
     dtype, sequences = check_attention(name, q, k, k), len(q)
@@ -87,25 +87,25 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         tokens = log_weights.shape[-1]
         check_tensors(name, torch.int32, log_weights=(log_weights, (sequences, k.shape[1], tokens)))
         check_contiguous(name, log_weights=log_weights)
-    shape = (sequences, k.shape[1], most)
-    chosen = metadata.new_empty(shape) if out is None else out
-    check_tensors(name, torch.int32, out=(chosen, shape))
-    check_contiguous(name, out=chosen)
+    shape = (sequences, k.shape[1], top_k)
+    selected = metadata.new_empty(shape) if out is None else out
+    check_tensors(name, torch.int32, out=(selected, shape))
+    check_contiguous(name, out=selected)
     if capture is not None:
         check_last_dim_contiguous(name, q=q, k=k)
     q, k = map(unit_stride, (q, k))
     call(name, "Choose", capture=capture,
-         tensors=(q, k, index, metadata, chosen, log_weights, form.sink_logits, form.offsets),
+         tensors=(q, k, index, metadata, selected, log_weights, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), index=index.data_ptr(), metadata=metadata.data_ptr(),
-         chosen=chosen.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
-         sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=most, tokens=tokens,
+         chosen=selected.data_ptr(), log_weights=address(log_weights), dtype=DTYPES[dtype],
+         sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], most=top_k, tokens=tokens,
          q_row=q.stride(0), q_head=q.stride(1),
          k_row=k.stride(0), k_head=k.stride(1), form=form_struct(form),
          **_index_fields(name, index, layout, (sequences, k.shape[1])))
-    return chosen
+    return selected
 
 
-def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
                     metadata: Tensor, layout: CacheLayout | None,
                     form: FormArguments = DEFAULT_ARGUMENTS,
                     out: Tensor | None = None, capture: CapturedCalls | None = None
@@ -119,45 +119,46 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: T
     check(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, layout)
     check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)),
-           chosen=(chosen, (sequences, k.shape[1], chosen.shape[-1])))
+           chosen=(selected, (sequences, k.shape[1], selected.shape[-1])))
     check_form(name, form, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
     check_tensors(name, dtype, out=(out, q.shape))
-    check_contiguous(name, metadata=metadata, chosen=chosen, out=out)
+    check_contiguous(name, metadata=metadata, chosen=selected, out=out)
     if capture is not None:
         check_last_dim_contiguous(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
     taken = q.new_empty(k.shape[:2], dtype=torch.int64)
     call(name, "Recalled", capture=capture,
-         tensors=(q, k, v, out, slots, chosen, metadata, taken, form.sink_logits, form.offsets),
+         tensors=(q, k, v, out, slots, selected, metadata, taken, form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
-         slots=slots.data_ptr(), chosen=chosen.data_ptr(), metadata=metadata.data_ptr(),
+         slots=slots.data_ptr(), chosen=selected.data_ptr(), metadata=metadata.data_ptr(),
          taken=address(taken), dtype=DTYPES[dtype], sequences=sequences, heads=q.shape[1],
-         kv_heads=k.shape[1], head_dim=q.shape[2], num_slots=slots.shape[3], most=chosen.shape[-1],
+         kv_heads=k.shape[1], head_dim=q.shape[2], num_slots=slots.shape[3],
+         most=selected.shape[-1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          form=form_struct(form))
     return out, taken
 
 
-def take_slots(chosen: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
+def take_slots(selected: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
                log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
     """Run `reference.recall.take_slots`."""
     name = "take_slots"
-    sequences, kv_heads, most = chosen.shape
+    sequences, kv_heads, top_k = selected.shape
     heads, (_, tokens), (_, num_slots) = sequences * kv_heads, slot_of.shape, token_of.shape
-    tensors = {"chosen": (chosen, (sequences, kv_heads, most)), "firsts": (firsts, (sequences,)),
+    tensors = {"chosen": (selected, (sequences, kv_heads, top_k)), "firsts": (firsts, (sequences,)),
             "slot_of": (slot_of, (heads, tokens)), "token_of": (token_of, (heads, num_slots)),
             "log_weights": (log_weights, (heads, tokens))}
     check_tensors(name, torch.int32, **tensors)
     check_contiguous(name, **{key: tensor for key, (tensor, _) in tensors.items()})
     check(newest > 0, name, f"{newest} newest tokens")
-    slots = torch.empty_like(chosen)
-    missing = chosen.new_empty((3, heads * most), dtype=torch.int64)
-    counts = chosen.new_empty(2, dtype=torch.int64)
+    slots = torch.empty_like(selected)
+    missing = selected.new_empty((3, heads * top_k), dtype=torch.int64)
+    counts = selected.new_empty(2, dtype=torch.int64)
     addresses: dict[str, Any] = {key: tensor.data_ptr() for key, (tensor, _) in tensors.items()}
     call(name, "TakeSlots", slots=slots.data_ptr(), missing=missing.data_ptr(),
          counts=counts.data_ptr(), **addresses,
-         sequences=sequences, kv_heads=kv_heads, most=most, tokens=tokens, num_slots=num_slots,
+         sequences=sequences, kv_heads=kv_heads, most=top_k, tokens=tokens, num_slots=num_slots,
          newest=newest)
     count, held = counts.tolist()
     return slots, missing[:, :count], held

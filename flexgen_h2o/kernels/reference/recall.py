@@ -1,6 +1,7 @@
 """Specification of recall (KV retrieval), in plain PyTorch: its key index, and its hot set.
 
-`h2o.recall` defines which tokens are chosen, `config.cache_layout` the memory layout of the index.
+`h2o.recall` defines which tokens are selected, `config.cache_layout` the memory layout of the
+index.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def indexed_keys(index, layout):
     return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
 
 
-def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=DEFAULT_FORM,
+def choose_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=DEFAULT_FORM,
                 sinks=None, offsets=None):
     """Return the cached tokens that new tokens attend to (`h2o.recall.select_tokens`).
 
@@ -82,7 +83,7 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
         Rows: the number of indexed tokens, which are the first ones; the number of tokens to
         choose, at most as many.
     layout : IndexLayout
-    most : int
+    top_k : int
         Maximum number of tokens to choose per sequence.
     log_weights : int32 Tensor [sequences, kv_heads, tokens], optional
         Running means of the logarithms of tokens' weights, updated in place (`update_log_weights`).
@@ -95,7 +96,7 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
 
     Returns
     -------
-    int32 Tensor [sequences, kv_heads, most]
+    int32 Tensor [sequences, kv_heads, top_k]
         Token numbers in ascending order, padded with -1.
     """
     cached, counts = metadata.long()
@@ -108,11 +109,11 @@ def choose_keys(q, k, *, index, metadata, layout, most, log_weights=None, form=D
         q.unflatten(1, (kv_heads, -1)), k, keys, layout=layout, hidden=~filled[:, :, None],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1),
         offsets=None if offsets is None else offsets.view(len(q), kv_heads, -1, 1))
-    chosen = select_tokens(weights, counts, cached=cached)
+    selected = select_tokens(weights, counts, cached=cached)
     if log_weights is not None:
         update_log_weights(weights, log_weights, cached)
-    order = place.where(chosen, keys.shape[2]).sort(dim=-1).values[..., :most]
-    order = torch.nn.functional.pad(order, (0, most - order.shape[-1]), value=keys.shape[2])
+    order = place.where(selected, keys.shape[2]).sort(dim=-1).values[..., :top_k]
+    order = torch.nn.functional.pad(order, (0, top_k - order.shape[-1]), value=keys.shape[2])
     return order.where(order < keys.shape[2], -1).int()
 
 
@@ -138,9 +139,9 @@ def update_log_weights(weights, log_weights, cached):
     log_weights.copy_(mean.where(there, log_weights))
 
 
-def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAULT_FORM,
+def attend_recalled(q, k, v, *, slots, selected, metadata, layout=None, form=DEFAULT_FORM,
                     sinks=None, offsets=None):
-    """Compute attention of one new token per sequence over chosen slots and itself, and cache it.
+    """Compute attention of one new token per sequence over selected slots and itself, and cache it.
 
     Parameters
     ----------
@@ -149,10 +150,10 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
         Of the new token.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
         See `attention.decode_attention`; one slot per head is written.
-    chosen : int32 Tensor [sequences, kv_heads, most]
+    selected : int32 Tensor [sequences, kv_heads, top_k]
         Slots to attend to; of each sequence only the first ones are used, see `metadata`.
     metadata : int32 Tensor [2, sequences]
-        Rows: the slot that the new token takes; the number of chosen slots.
+        Rows: the slot that the new token takes; the number of selected slots.
     layout : CacheLayout, optional
         Layout of quantized slots. None: slots hold plain vectors.
     form : AttentionForm
@@ -169,9 +170,9 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
         The slot of each new token.
     """
     place, counts = metadata.long()
-    kv_heads, most = chosen.shape[1:]
-    filled = (torch.arange(most, device=q.device) < counts[:, None])[:, None]
-    at = chosen.long().where(filled, 0)[None, ..., None].expand(
+    kv_heads, top_k = selected.shape[1:]
+    filled = (torch.arange(top_k, device=q.device) < counts[:, None])[:, None]
+    at = selected.long().where(filled, 0)[None, ..., None].expand(
         len(slots), -1, -1, -1, slots.shape[-1])
     held = unpack_slots(slots.gather(3, at), layout)
     keys, values = (
@@ -189,16 +190,16 @@ def attend_recalled(q, k, v, *, slots, chosen, metadata, layout=None, form=DEFAU
     return out, taken
 
 
-def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
-    """Return the slots of chosen tokens in the hot set, and assign slots to those without one.
+def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
+    """Return the slots of selected tokens in the hot set, and assign slots to those without one.
 
     `heads` counts every KV head of every sequence. Tokens without a slot replace those tokens that
-    are not chosen and have the lowest weights; of equal weights, the one in the first slot. Tokens
-    and replaced slots are matched in ascending order.
+    are not selected and have the lowest weights; of equal weights, the one in the first slot.
+    Tokens and replaced slots are matched in ascending order.
 
     Parameters
     ----------
-    chosen : int32 Tensor [sequences, kv_heads, n]
+    selected : int32 Tensor [sequences, kv_heads, n]
         Distinct tokens per head; -1 for padding.
     firsts : int32 Tensor [sequences]
         Tokens from this one on are the newest ones. They are kept behind the hot set, in slot
@@ -214,7 +215,7 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
 
     Returns
     -------
-    slots : int32 Tensor like chosen
+    slots : int32 Tensor like selected
         -1 for padding.
     missing : int64 Tensor [3, m]
         Rows: head, token and slot of tokens that had no slot. Their content has to be loaded.
@@ -224,10 +225,10 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
     Raises
     ------
     ValueError
-        More tokens than slots are chosen, or a token is out of range.
+        More tokens than slots are selected, or a token is out of range.
     """
-    heads, num_slots = chosen.flatten(0, 1), token_of.shape[1]
-    old = (heads >= 0) & (heads < firsts.repeat_interleave(chosen.shape[1])[:, None])
+    heads, num_slots = selected.flatten(0, 1), token_of.shape[1]
+    old = (heads >= 0) & (heads < firsts.repeat_interleave(selected.shape[1])[:, None])
     if (heads >= slot_of.shape[1]).any() or (old.sum(1) > num_slots).any():
         raise ValueError("take_slots: a tensor of indices points outside of what it indexes")
     slots = (num_slots + heads % newest).where(heads >= 0, -1)
@@ -246,22 +247,22 @@ def take_slots(chosen, firsts, *, slot_of, token_of, log_weights, newest):
         slots[head, mine] = slot_of[head, tokens]
         missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
     found = torch.cat(missing, 1)
-    return slots.view(chosen.shape), found, int(old.sum()) - found.shape[1]
+    return slots.view(selected.shape), found, int(old.sum()) - found.shape[1]
 
 
-def claim_slots(chosen, *, slot_of, token_of, log_weights):
+def claim_slots(selected, *, slot_of, token_of, log_weights):
     """Assign slots of the hot set as `take_slots` does, without synchronization with the host.
 
     Parameters
     ----------
-    chosen : int32 Tensor [sequences, kv_heads, n]
+    selected : int32 Tensor [sequences, kv_heads, n]
         Distinct tokens per head, at most the number of slots; -1 for padding.
     slot_of, token_of, log_weights : int32 Tensors [heads, tokens], [heads, slots], [heads, tokens]
         See `take_slots`; contiguous. The first two are updated in place.
 
     Returns
     -------
-    slots : int32 Tensor like chosen
+    slots : int32 Tensor like selected
         -1 for padding.
     moves : int32 Tensor [2, sequences, kv_heads, n]
         Tokens that had no slot, and their new slots; only the first `counts` of each head are
@@ -269,15 +270,15 @@ def claim_slots(chosen, *, slot_of, token_of, log_weights):
     counts : int32 Tensor [sequences, kv_heads]
     """
     slots, missing, _ = take_slots(
-        chosen, torch.full((len(chosen),), slot_of.shape[1]), slot_of=slot_of, token_of=token_of,
-        log_weights=log_weights, newest=1)
+        selected, torch.full((len(selected),), slot_of.shape[1]), slot_of=slot_of,
+        token_of=token_of, log_weights=log_weights, newest=1)
     heads, tokens, places = missing
     counts = torch.bincount(heads, minlength=len(token_of))
-    moves = chosen.new_zeros(2, len(token_of), chosen.shape[2])
+    moves = selected.new_zeros(2, len(token_of), selected.shape[2])
     number = torch.arange(len(heads)) - (counts.cumsum(0) - counts)[heads]
     moves[:, heads, number] = torch.stack((tokens, places)).int()
-    return (slots, moves.unflatten(1, chosen.shape[:2]),
-            counts.int().unflatten(0, chosen.shape[:2]))
+    return (slots, moves.unflatten(1, selected.shape[:2]),
+            counts.int().unflatten(0, selected.shape[:2]))
 
 
 def copy_tokens(source, target, moves, counts):

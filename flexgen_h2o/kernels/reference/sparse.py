@@ -15,7 +15,7 @@ from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups
 
 
-def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
+def select_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_FORM, sinks=None,
                   offsets=None):
     """Return the slots whose values one new token per sequence attends to, and their weights.
 
@@ -47,10 +47,10 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
 
     Returns
     -------
-    index : int32 Tensor [sequences, kv_heads, most]
-        Slots by descending weight; most is max(1, int(sparsity * slots)). Sequences that select
+    index : int32 Tensor [sequences, kv_heads, top_k]
+        Slots by descending weight; top_k is max(1, int(sparsity * slots)). Sequences that select
         fewer are padded with slot 0.
-    weights : float32 Tensor [sequences, heads, most + 1]
+    weights : float32 Tensor [sequences, heads, top_k + 1]
         Attention weights of these slots, 0 for padding, and last of the new token.
     """
     cached = metadata[0].long()
@@ -60,28 +60,28 @@ def choose_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
     query = q.float().unflatten(1, (kv_heads, -1))
     keys = keys if layout is None else dequantize_groups(keys, layout.keys)
     logits = torch.einsum("skgd,sktd->skgt", query, keys.float())
-    own = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
-    products = torch.cat([logits, own], dim=-1)
+    new_token = torch.einsum("skgd,skd->skg", query, k.float())[..., None]
+    products = torch.cat([logits, new_token], dim=-1)
     if offsets is not None:
         products = products + offsets.view(len(q), kv_heads, -1, 1)
     weights = attention_weights(
         products, F.pad(~filled, (0, 1))[:, :, None], dim=q.shape[-1],
         form=form, sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
-    weights, own = weights.split([slots, 1], dim=-1)
+    weights, new_token = weights.split([slots, 1], dim=-1)
     # Non-negative floats are ordered like their bits. Equal weights are ordered by slot.
     order = (weights.sum(2).view(torch.int32).long() << 32) + number
-    most = max(1, int(sparsity * slots))
-    index = order.masked_fill(~filled, -1).topk(most).indices
+    top_k = max(1, int(sparsity * slots))
+    index = order.masked_fill(~filled, -1).topk(top_k).indices
     count = (cached.double() * sparsity).long().clamp(min=1)
-    chosen = (torch.arange(most, device=q.device) < count[:, None])[:, None]
-    index = index.where(chosen, 0)
+    selected = (torch.arange(top_k, device=q.device) < count[:, None])[:, None]
+    index = index.where(selected, 0)
     weights = weights.gather(3, index[:, :, None].expand(-1, -1, weights.shape[2], -1))
-    weights = torch.cat([weights.where(chosen[:, :, None], 0), own], dim=-1)
+    weights = torch.cat([weights.where(selected[:, :, None], 0), new_token], dim=-1)
     return index.int(), weights.flatten(1, 2)
 
 
-def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
-    """Compute attention of one new token per sequence over chosen values, and cache the token.
+def attend_selected(k, v, *, slots, values, weights, metadata, layout=None):
+    """Compute attention of one new token per sequence over selected values, and cache the token.
 
     Parameters
     ----------
@@ -89,12 +89,12 @@ def attend_chosen(k, v, *, slots, values, weights, metadata, layout=None):
         Of the new token.
     slots : Tensor [2, sequences, kv_heads, slots, width]
         See `attention.decode_attention`; one slot per head is written, none is read.
-    values : Tensor [sequences, kv_heads, most, width]
-        Content of the value slots that `choose_values` returned.
-    weights : float32 Tensor [sequences, heads, most + 1]
-        From `choose_values`.
+    values : Tensor [sequences, kv_heads, top_k, width]
+        Content of the value slots that `select_values` returned.
+    weights : float32 Tensor [sequences, heads, top_k + 1]
+        From `select_values`.
     metadata : int32 Tensor [4, sequences]
-        See `choose_values`.
+        See `select_values`.
     layout : CacheLayout, optional
         Layout of quantized slots. None: plain vectors of v's dtype.
 

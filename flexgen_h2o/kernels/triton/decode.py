@@ -108,9 +108,9 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
 def _fitting(tuned, named_args, **constants):
     """Return the configs that do not spill, as benchmarks/results/gpu_static.csv checks.
 
-    Rotation needs registers for sines and partner elements, and chosen slots for their indices.
+    Rotation needs registers for sines and partner elements, and selected slots for their indices.
     """
-    if not constants["ROTARY"] and named_args["chosen"] is None:
+    if not constants["ROTARY"] and named_args["selected"] is None:
         return tuned
     of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
     return [one for one in tuned
@@ -124,7 +124,7 @@ def _fitting(tuned, named_args, **constants):
     prune_configs_by={"early_config_prune": _fitting}, cache_results=True)
 @triton.jit
 def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, ranks, b_row, b_head,
-          cos, sin, logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions,
+          cos, sin, logits, parts, stats, selected, kv_heads, n, split, scale, cap, positions,
           window, HEADS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
           SHARERS: tl.constexpr, TALL: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
           BITS: tl.constexpr, VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr,
@@ -133,7 +133,8 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
     """Write logits [sequence, head, slot], parts [.., head, split, LENGTH], stats [2, .., split].
 
     One program per split of the slots of one KV head, for HEADS query heads; SHARERS adjacent
-    programs cover its group. With `chosen`, [.., n] per KV head, slot i is chosen[i]. Strides of
+    programs cover its group. With `selected`, [..,
+                                                n] per KV head, slot i is selected[i]. Strides of
     slots are in UNITs. LONG is a key for the autotuner, which may run the kernel repeatedly since
     only scratch memory is written.
     """
@@ -161,8 +162,8 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
         slot = start + lane
         live = slot < last
         at = slot
-        if chosen is not None:
-            at = tl.load(chosen + pair.to(tl.int64) * n + slot, mask=live, other=0)
+        if selected is not None:
+            at = tl.load(selected + pair.to(tl.int64) * n + slot, mask=live, other=0)
         place = slots + at.to(tl.int64) * s_slot * UNIT
         places = slot
         if ROTARY > 0:
@@ -223,9 +224,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
 
 def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
                  layout: CacheLayout | None, form: FormArguments,
-                 eviction: EvictionArguments = NO_EVICTION, chosen: Tensor | None = None,
+                 eviction: EvictionArguments = NO_EVICTION, selected: Tensor | None = None,
                  places: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute attention over all cached slots or chosen ones, and cache the new tokens.
+    """Compute attention over all cached slots or selected ones, and cache the new tokens.
 
     Arguments beside those of `decode_attention`:
 
@@ -233,13 +234,13 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     ----------
     eviction : EvictionArguments
         Scores, positions and ranks have equal strides (`one_layout`).
-    chosen : int32 Tensor [sequences, kv_heads, most], optional
+    selected : int32 Tensor [sequences, kv_heads, most], optional
         Slots to attend to; the first row of `metadata` is their number.
     places : int32 Tensor [sequences], optional
         The slots of the new tokens. None: as `decode_attention` assigns them.
     """
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
-    n = slots.shape[3] if chosen is None else chosen.shape[2]
+    n = slots.shape[3] if selected is None else selected.shape[2]
     pairs, group = sequences * kv_heads, heads // kv_heads
     if not pairs:
         return torch.empty_like(q), q.new_empty((sequences, kv_heads), dtype=torch.int64)
@@ -267,13 +268,13 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     grid = (pairs * (group // heads), splits)
     if heads == 1 and reads_codes(slots, unit, length, layout, rotary):
         read_codes[grid](
-            q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, chosen,
+            q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, selected,
             kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
             **apart, WORDS=power_of_2(length // 8))
     else:
         _read[grid](
             q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
-            parts, stats, chosen, kv_heads, n, split, scale, form.softcap, positions,
+            parts, stats, selected, kv_heads, n, split, scale, form.softcap, positions,
             eviction.window, **shape, **apart, ROTARY=rotary, HEADS=heads,
             TALL=max(least, power_of_2(heads)),
             WIDTH=max(least, power_of_2(length // 2)))

@@ -121,7 +121,7 @@ def _query(query, word, scale, ELEMENT: tl.constexpr, HALF: tl.constexpr):
     key=["LENGTH", "BITS", "VALUE_BITS", "LONG"], cache_results=True)
 @triton.jit
 def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, b_row, b_head,
-               logits, parts, stats, chosen, kv_heads, n, split, scale, cap, positions, window,
+               logits, parts, stats, selected, kv_heads, n, split, scale, cap, positions, window,
                exact, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SHARERS: tl.constexpr,
                LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
                VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WORDS: tl.constexpr,
@@ -162,8 +162,8 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
         slot = start + lane
         live = slot < last
         at = slot
-        if chosen is not None:
-            at = tl.load(chosen + pair.to(tl.int64) * n + slot, mask=live, other=0)
+        if selected is not None:
+            at = tl.load(selected + pair.to(tl.int64) * n + slot, mask=live, other=0)
         keys = slots + at.to(tl.int64) * s_slot * UNIT
         values = keys + s_kind * UNIT
         k_low, k_high = _words(keys, word, live, HALF, BITS)

@@ -2,7 +2,7 @@
 
 The other tokens are in page-locked host memory, which the copy reads directly. Which tokens are
 missing is known on the device only, and there is no synchronization with the host. Missing tokens
-replace those of the lowest weight that are not chosen; the highest weight to replace is found by
+replace those of the lowest weight that are not selected; the highest weight to replace is found by
 bisection, as in `select`, without a sort.
 """
 
@@ -17,12 +17,12 @@ from flexgen_h2o.kernels.triton.common import ceil_div, interpreted, power_of_2
 
 
 @triton.jit
-def _note_missing(chosen, slot_of, marks, missing, most, CHUNK: tl.constexpr):
-    """Mark the slots of chosen tokens, list tokens without a slot, and return their number."""
+def _note_missing(selected, slot_of, marks, missing, top_k, CHUNK: tl.constexpr):
+    """Mark the slots of selected tokens, list tokens without a slot, and return their number."""
     count = 0
-    for start in range(0, most, CHUNK):
+    for start in range(0, top_k, CHUNK):
         number = start + tl.arange(0, CHUNK)
-        token = tl.load(chosen + number, mask=number < most, other=-1)
+        token = tl.load(selected + number, mask=number < top_k, other=-1)
         slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
         tl.store(marks + slot, 1, mask=slot >= 0)
         away = (token >= 0) & (slot < 0)
@@ -57,14 +57,14 @@ def _lowest(keys, slots, count, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places, counts, tokens,
-           slots, most, CHUNK: tl.constexpr):
+def _claim(selected, slot_of, token_of, log_weights, keys, taken, missing, places, counts, tokens,
+           slots, top_k, CHUNK: tl.constexpr):
     """Compute `reference.recall.claim_slots` of one KV head."""
     pair = tl.program_id(0).to(tl.int64)
-    chosen += pair * most
-    taken += pair * most
-    missing += pair * most
-    places += pair * most
+    selected += pair * top_k
+    taken += pair * top_k
+    missing += pair * top_k
+    places += pair * top_k
     slot_of += pair * tokens
     log_weights += pair * tokens
     token_of += pair * slots
@@ -73,7 +73,7 @@ def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places,
         slot = start + tl.arange(0, CHUNK)
         tl.store(keys + slot, 0, mask=slot < slots)
     tl.debug_barrier()
-    count = _note_missing(chosen, slot_of, keys, missing, most, CHUNK)
+    count = _note_missing(selected, slot_of, keys, missing, top_k, CHUNK)
     tl.store(counts + pair, count)
     tl.debug_barrier()
     if count > 0:
@@ -103,23 +103,23 @@ def _claim(chosen, slot_of, token_of, log_weights, keys, taken, missing, places,
             seen += tl.sum(equal.to(tl.int32), axis=0)
             given += tl.sum(gives.to(tl.int32), axis=0)
         tl.debug_barrier()
-    for start in range(0, most, CHUNK):
+    for start in range(0, top_k, CHUNK):
         number = start + tl.arange(0, CHUNK)
-        token = tl.load(chosen + number, mask=number < most, other=-1)
+        token = tl.load(selected + number, mask=number < top_k, other=-1)
         slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
-        tl.store(taken + number, slot, mask=number < most)
+        tl.store(taken + number, slot, mask=number < top_k)
 
 
 @triton.jit
 def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins, places, counts,
-          kv_heads, most, KINDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+          kv_heads, top_k, KINDS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Copy ROWS keys and values of one KV head. With one kind, a row holds both."""
     pair = tl.program_id(0).to(tl.int64)
     sequence, head = pair // kv_heads, pair % kv_heads
     number = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     live = number < tl.load(counts + pair)
-    origin = tl.load(origins + pair * most + number, mask=live, other=0).to(tl.int64) * WIDTH
-    place = tl.load(places + pair * most + number, mask=live, other=0).to(tl.int64) * WIDTH
+    origin = tl.load(origins + pair * top_k + number, mask=live, other=0).to(tl.int64) * WIDTH
+    place = tl.load(places + pair * top_k + number, mask=live, other=0).to(tl.int64) * WIDTH
     lane = tl.arange(0, triton.next_power_of_2(WIDTH))[None, :]
     mask = live[:, None] & (lane < WIDTH)
     source += sequence * s_row + head * s_head
@@ -131,18 +131,18 @@ def _copy(source, s_kind, s_row, s_head, target, t_kind, t_row, t_head, origins,
     tl.store(target + place[:, None] + lane, keys, mask=mask)
 
 
-def claim_slots(chosen: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
+def claim_slots(selected: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
                 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `reference.recall.claim_slots`, without synchronization."""
-    most, slots = chosen.shape[2], token_of.shape[1]
-    chosen = chosen.contiguous()
-    taken, missing = torch.empty_like(chosen), chosen.new_empty((2, *chosen.shape))
-    counts, keys = chosen.new_empty(chosen.shape[:2]), torch.empty_like(token_of)
+    top_k, slots = selected.shape[2], token_of.shape[1]
+    selected = selected.contiguous()
+    taken, missing = torch.empty_like(selected), selected.new_empty((2, *selected.shape))
+    counts, keys = selected.new_empty(selected.shape[:2]), torch.empty_like(token_of)
     chunk = 32 if interpreted() else 2048
-    if chosen.numel():
+    if selected.numel():
         _claim[(len(token_of),)](
-            chosen, slot_of, token_of, log_weights, keys, taken, *missing, counts,
-            slot_of.shape[1], slots, most, CHUNK=chunk, num_warps=8)
+            selected, slot_of, token_of, log_weights, keys, taken, *missing, counts,
+            slot_of.shape[1], slots, top_k, CHUNK=chunk, num_warps=8)
     return taken, missing, counts
 
 
@@ -152,10 +152,10 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
     dtype = next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8)
                  if nbytes % dtype.itemsize == 0)
     source, target = source.view(dtype), target.view(dtype)
-    most, width = moves.shape[3], source.shape[4]
+    top_k, width = moves.shape[3], source.shape[4]
     rows = max(1, (32 if interpreted() else 2048) // power_of_2(width))
-    rows = min(rows, power_of_2(most))
+    rows = min(rows, power_of_2(top_k))
     if moves.numel():
-        _copy[(counts.numel(), ceil_div(most, rows))](
+        _copy[(counts.numel(), ceil_div(top_k, rows))](
             source, *source.stride()[:3], target, *target.stride()[:3], *moves, counts,
-            counts.shape[1], most, KINDS=len(source), WIDTH=width, ROWS=rows)
+            counts.shape[1], top_k, KINDS=len(source), WIDTH=width, ROWS=rows)

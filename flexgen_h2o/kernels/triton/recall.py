@@ -2,8 +2,8 @@
 
 `choose_keys` has four launches: quantize queries, compute logits of all tokens from the index, sum
 the attention weights over a group's query heads, and select tokens by bisection as `select` does,
-without a sort. Attention over the chosen slots is that of `decode`. Slots may be in page-locked
-host memory: then only chosen ones are transferred, as they are read. Logits are to base 2, as
+without a sort. Attention over the selected slots is that of `decode`. Slots may be in page-locked
+host memory: then only selected ones are transferred, as they are read. Logits are to base 2, as
 `tl.exp2` is one instruction.
 """
 
@@ -289,7 +289,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
 
 
 @triton.jit
-def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
+def _choose(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr,
             BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Write the tokens with the largest weights of one KV head, ascending, padded with -1."""
     pair = tl.program_id(0)
@@ -297,7 +297,7 @@ def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
     cached = tl.load(metadata + sequence)
     count = tl.load(metadata + tl.num_programs(0) // kv_heads + sequence)
     weights += pair.to(tl.int64) * n
-    chosen += pair.to(tl.int64) * most
+    selected += pair.to(tl.int64) * top_k
     bound, above, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite weights
     first = cached  # no choice: all tokens are before the first candidate
     if count < cached:
@@ -305,11 +305,11 @@ def _choose(weights, metadata, chosen, kv_heads, n, most, WHOLE: tl.constexpr,
         if count > 0:
             bound, above, equals = threshold(weights, 1, 0, cached, cached, count, False, WHOLE,
                                              BLOCK)
-    store_staying(weights, 1, first, cached, cached, bound, equals, count - above, chosen, None,
+    store_staying(weights, 1, first, cached, cached, bound, equals, count - above, selected, None,
                   False, CHUNK)
-    for start in range(0, most, CHUNK):
+    for start in range(0, top_k, CHUNK):
         place = start + tl.arange(0, CHUNK)
-        tl.store(chosen + place, -1, mask=(place >= count) & (place < most))
+        tl.store(selected + place, -1, mask=(place >= count) & (place < top_k))
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
@@ -341,13 +341,13 @@ def _depth(layout: IndexLayout) -> int:
 
 
 def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
-                most: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
+                top_k: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
     """Run `reference.recall.choose_keys`, without synchronization."""
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
     n, pairs, group = index.shape[2] * limits.INDEX_TILE, sequences * kv_heads, heads // kv_heads
-    chosen = torch.empty((sequences, kv_heads, most), dtype=torch.int32, device=q.device)
-    if not chosen.numel():
-        return chosen
+    selected = torch.empty((sequences, kv_heads, top_k), dtype=torch.int32, device=q.device)
+    if not selected.numel():
+        return selected
     q, k, metadata = unit_stride(q), unit_stride(k), metadata.contiguous()
     block = 32 if interpreted() else 512
     blocks = ceil_div(n, block)
@@ -369,14 +369,14 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
         kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
         BLOCKS=power_of_2(blocks))
-    _choose[(pairs,)](weights, metadata, chosen, kv_heads, n, most, **launch_shape(n, n))
-    return chosen
+    _choose[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
+    return selected
 
 
-def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, chosen: Tensor,
+def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
                     metadata: Tensor, layout: CacheLayout | None, form: FormArguments
                     ) -> tuple[Tensor, Tensor]:
     """Run `reference.recall.attend_recalled`; slots may be in page-locked host memory."""
     places, counts = metadata.contiguous()
     return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
-                                      form=form, chosen=chosen.contiguous(), places=places)
+                                      form=form, selected=selected.contiguous(), places=places)
