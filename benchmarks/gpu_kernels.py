@@ -271,7 +271,7 @@ def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None
     total = sum(cut.length for cut in cuts)
     k, v = normal(2, total, kv_heads, dim, dtype=dtype)
     scores = torch.rand(kv_heads, total, device=GPU).mul(5000).round() / 7  # with ties
-    slots = max(Eviction(sinks=4).kept(cut) for cut in cuts) + 3
+    slots = max(Eviction(sinks=4).num_cached(cut) for cut in cuts) + 3
     cases = []
     for module in (reference, ops):
         shape = (len(cuts), kv_heads, slots)

@@ -72,7 +72,7 @@ def _qwen3_moe(cfg: ModelConfig) -> dict:
     return _llama(cfg) | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "num_experts": cfg.experts.count, "num_experts_per_tok": cfg.experts.per_token,
-        "moe_intermediate_size": cfg.experts.ffn_size, "norm_topk_prob": cfg.experts.normalise,
+        "moe_intermediate_size": cfg.experts.ffn_size, "norm_topk_prob": cfg.experts.normalize,
         "decoder_sparse_step": 1, "mlp_only_layers": [],
     }
 
@@ -88,7 +88,7 @@ def shape_of(model: str, layers: int | None = None) -> ModelConfig:
     if layers is not None and not 1 <= layers <= cfg.num_layers:
         raise UserError(f"--layers must be between 1 and the {cfg.num_layers} of {model}, got "
                         f"{layers}")
-    return cfg if layers is None else cfg.part(0, layers)
+    return cfg if layers is None else cfg.slice_layers(0, layers)
 
 
 def stacks_of(cfg: ModelConfig, names: Sequence[str]) -> Mapping[str, list[str]]:

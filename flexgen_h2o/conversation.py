@@ -21,7 +21,7 @@ from flexgen_h2o.engine.tokenizer import Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.batch_layout import BatchLayout
-from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.positions import check_stream
 from flexgen_h2o.outputs import Output
@@ -119,7 +119,7 @@ class Stream(Session):
     @property
     def cached_tokens(self) -> int:
         """Cached tokens of the layer that has most."""
-        return max(cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
+        return max(num_cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
 
     @exclusive
     @check_arguments

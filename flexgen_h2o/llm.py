@@ -476,30 +476,31 @@ class LLM(Session):
         """
         self._control.check_single_rank("score")
         cache = self._cache
-        as_one_prompt = cache.plain and cache.attn_sparsity == 1 and not cache.recalls
+        as_one_prompt = cache.is_unquantized_full and cache.attn_sparsity == 1 and not cache.recalls
         return self._engine.score(pairs, as_one_prompt=as_one_prompt, on_logits=on_logits)
 
     @exclusive
-    def fit_batch(self, *, prompt_len: int, gen_len: int, most: int) -> int:
+    def fit_batch(self, *, prompt_len: int, gen_len: int, max_batch_size: int) -> int:
         """Set the policy's `gpu_batch_size` to the largest that fits in memory, and return it.
 
         Parameters
         ----------
         prompt_len, gen_len : int
             Maximum number of tokens of a prompt, and to generate.
-        most : int
+        max_batch_size : int
             Upper bound of the result.
 
         Returns
         -------
         int
-            `most`, or a power of two below it. 1 if nothing fits: the run itself then raises.
+            `max_batch_size`, or a power of two below it. 1 if nothing fits: the run itself then
+            raises.
         """
-        check_int("most", most, low=1)
+        check_int("max_batch_size", max_batch_size, low=1)
         self._control.check_single_rank("fit_batch")
         self._check_open()
         self._engine.free_workspaces()  # their memory counts as free
-        workload = Workload(prompt_len, gen_len, gpu_batch_size=most,
+        workload = Workload(prompt_len, gen_len, gpu_batch_size=max_batch_size,
                             num_gpu_batches=self.policy.num_gpu_batches)
         runner = self._engine.runner
         size = self._memory.largest_batch(self.policy, self._cache, workload,

@@ -79,8 +79,8 @@ class AnalyzeOptions:
     )
 
     def __post_init__(self) -> None:
-        task_flags.check_own(self)
-        for spec in task_flags.own_fields(AnalyzeOptions):
+        task_flags.check_flags(self)
+        for spec in task_flags.flag_fields(AnalyzeOptions):
             if spec.name in ("input_path", "output_dir") and getattr(self, spec.name) is None:
                 raise UserError(f"give {flag_name(spec.name)}: {spec.metadata['help']}")
         if self.articles is not None and not self.has_articles:

@@ -61,7 +61,7 @@ class QualityOptions:
     from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
-        task_flags.check_own(self)
+        task_flags.check_flags(self)
         measurements.check_source(self)
         found = {one.group for one in configurations(self.budgets, self.only)}
         for group in self.only if self.only != GROUPS else ():

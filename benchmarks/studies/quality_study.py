@@ -140,7 +140,7 @@ class Configuration:
         """
         steps = range(1, new_tokens) or [0]
         h2o = self.h2o()
-        return fmean(cache_budget.cached(h2o, 0, prompt_len, step) for step in steps)
+        return fmean(cache_budget.num_cached(h2o, 0, prompt_len, step) for step in steps)
 
 
 def configurations(budgets: Iterable[float], only: Iterable[str] | None = None

@@ -61,7 +61,7 @@ class StreamQualityOptions:
     from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
-        task_flags.check_own(self)
+        task_flags.check_flags(self)
         measurements.check_source(self)
         task_flags.check_placed(self.run)
         if len(set(self.policies)) < len(self.policies):

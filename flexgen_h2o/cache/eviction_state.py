@@ -14,7 +14,7 @@ from flexgen_h2o.cache.layout import CacheShape, LayerCachePlan, layer_cache_pla
 from flexgen_h2o.cache.tiers import CachePart
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o.batch_layout import BatchLayout, ContinuedSequence
-from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.h2o.eviction import (
     EvictionState,
     decode_metadata,
@@ -199,7 +199,7 @@ def copy_continued(layer: int, parts: Sequence[CachePart], batches: Sequence[Bat
             cache, state = part.get(layer, batch), states.get((batch, part.first))
             for origin, length in here:
                 row = origin.sequence - part.first
-                count = cached(h2o, layer, length, origin.generated - 1)
+                count = num_cached(h2o, layer, length, origin.generated - 1)
                 entries[batch, origin.sequence] = [
                     cache[:, row, :, :count].clone(),
                     *(x[row, :, :count].clone() for x in (state.tensors if state else ()))]

@@ -108,9 +108,9 @@ class KVCache:
         self.parts: list[CachePart] = new_parts(
             "cache", shape.slot_layout(), size.slots,
             on_host=policy.cpu_cache_compute and transfers.device.separate,
-            recalled=[h2o is not None and budgets.recalled(h2o, layer, 1) is not None
+            recalled=[h2o is not None and budgets.num_selected(h2o, layer, 1) is not None
                       for layer in range(shape.num_layers)],
-            hot_slots=[budgets.hot_slots(h2o, layer, slots, policy.fast_set)
+            hot_slots=[budgets.num_hot_slots(h2o, layer, slots, policy.fast_set)
                        if policy.fetch_chosen else 0 for layer, slots in enumerate(size.slots)])
         self._prompt_parts: list[CachePart] = self.parts
         """Parts that hold prompts until their last chunk. A full cache has capacity for them."""

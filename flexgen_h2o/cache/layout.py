@@ -11,7 +11,7 @@ from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.h2o.batch_layout import BatchLayout
-from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.h2o.budget import budget, num_slots
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def slots_of(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers
 
     A size is (tokens of the prompt, tokens appended to it).
     """
-    return tuple(max(slots(h2o, layer, *size) for size in sizes) for layer in range(num_layers))
+    return tuple(max(num_slots(h2o, layer, *size) for size in sizes) for layer in range(num_layers))
 
 
 def evicting_layers(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num_layers: int
@@ -125,7 +125,7 @@ def evicting_layers(sizes: Iterable[tuple[int, int]], h2o: H2OConfig | None, num
     """Return for each layer whether some sequence of these sizes will lose a token."""
     def evicts(layer: int, length: int, new: int) -> bool:
         new *= h2o is None or h2o.evicts_generated_at(layer)
-        return slots(h2o, layer, length, new) < length + new
+        return num_slots(h2o, layer, length, new) < length + new
 
     return tuple(any(evicts(layer, *size) for size in sizes) for layer in range(num_layers))
 

@@ -20,7 +20,7 @@ from flexgen_h2o.config.cache_layout import split_slots
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.h2o import budget as budgets
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.eviction import Cut, forget_hidden, narrowed
+from flexgen_h2o.h2o.eviction import Cut, clear_scores_outside_window, narrow_state
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.rotary import rotated
 
@@ -146,7 +146,7 @@ class PromptAttention:
         if state is not None:
             sequence = SequenceState(min(span.start, limit.total), span.start, limit.heavy,
                                      limit.recent, scored=self._evictions.scored(layer, batch))
-            state = narrowed(state, slice(row, row + 1))
+            state = narrow_state(state, slice(row, row + 1))
             if state.ranks is not None:
                 tables = self._evictions.rope_tables(sequence.cached + len(span))
                 state = replace(state, rope=tables)
@@ -206,9 +206,9 @@ class PromptAttention:
             slots = part.get(layer, batch)[:, sequences]
             state = self._evictions.state(layer, batch, part)
             if state is not None:
-                state = narrowed(state, sequences)
+                state = narrow_state(state, sequences)
                 if state.eviction.window and state.eviction.policy is None:
-                    forget_hidden(scores[:, rows], cuts, state.eviction.window)
+                    clear_scores_outside_window(scores[:, rows], cuts, state.eviction.window)
                 packed = (x if x is None else x.to(slots.device) for x in (
                     k[rows], v[rows], None if scores is None else scores[:, rows]))
                 ops.select_heavy_hitters(*packed, cuts=cuts, slots=slots, state=state,

@@ -86,7 +86,7 @@ class Recall:
         self._shape = shape
         self._h2o = h2o
         self._layout = IndexLayout(shape.head_dim, h2o.index_bits)
-        self._slots = [slots if budget.recalled(h2o, layer, 1) is not None else 0
+        self._slots = [slots if budget.num_selected(h2o, layer, 1) is not None else 0
                        for layer, slots in enumerate(size.slots)]
         self._buffers, self._starts = {}, {}
         for part in parts:
@@ -181,7 +181,7 @@ class Recall:
 
     def _num_selected(self, layer: int, length: int, tokens: int) -> int:
         """Return how many tokens the last of a sequence's `tokens` attends to beside itself."""
-        return min(tokens - 1, budget.recalled(self._h2o, layer, length, tokens - length))
+        return min(tokens - 1, budget.num_selected(self._h2o, layer, length, tokens - length))
 
     def select(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any
                ) -> SelectedTokens:

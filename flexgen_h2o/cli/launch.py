@@ -125,7 +125,7 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
     """
     launch = torchrun_env()
     if replica is not None:
-        launch = launch.within(config.pipeline_parallel)
+        launch = launch.within_replica(config.pipeline_parallel)
     check_world_size(config.pipeline_parallel, launch.ranks, command)
     if launch.ranks == 1:
         yield None

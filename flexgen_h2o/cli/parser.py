@@ -219,17 +219,17 @@ _SHOWN = {"weight_bits": AUTO, "cache_bits": 16, "gpu_batch_size": Policy.gpu_ba
 _ALIASES = {"model": "--model-name", "gpu_batch_size": "--batch-size"}
 
 
-def own_fields(options: type) -> list[Field]:
+def flag_fields(options: type) -> list[Field]:
     """Return the fields of a dataclass of options that are flags."""
     return [spec for spec in fields(options) if "kind" in spec.metadata]
 
 
-def check_own(options: object) -> None:
+def check_flags(options: object) -> None:
     """Check and normalize every flag of a frozen dataclass of options.
 
     Raises `UserError`.
     """
-    for spec in own_fields(type(options)):
+    for spec in flag_fields(type(options)):
         object.__setattr__(options, spec.name, checked(spec, getattr(options, spec.name)))
 
 
@@ -259,7 +259,7 @@ def command_parser(options: type, shared: Collection[str], *, prog: str, descrip
         if spec.name == "model" or spec.name in shared:
             words = _shared_arguments(spec, _SHOWN | {**defaults}, _HELP | {**(helps or {})})
             parser.add_argument(*_spellings(spec), **words)
-    for spec in own_fields(options):
+    for spec in flag_fields(options):
         parser.add_argument(*_spellings(spec), **arguments(spec))
     return parser
 
@@ -272,7 +272,7 @@ def parse(argv: Sequence[str] | None, parser: Parser, options: type
     of a wrong type.
     """
     given = vars(parser.parse_args(argv))
-    own = {spec.name for spec in own_fields(options)} & given.keys()
+    own = {spec.name for spec in flag_fields(options)} & given.keys()
     return ({name: given[name] for name in given if name in own},
             {name: given[name] for name in given if name not in own})
 

@@ -137,7 +137,7 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     """
     subject = (_this_machine(config, texts) if config.hardware is None
                else _other_machine(config, config.hardware))
-    subject = replace(subject, limits=subject.limits.within(
+    subject = replace(subject, limits=subject.limits.capped(
         cpu=config.memory_limit, gpu=config.device_memory_limit))
     if not config.synthetic:  # the length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))

@@ -15,7 +15,7 @@ from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.flags import WARM_UP
 from flexgen_h2o.cli.launch import open_llm, synthetic_prompts, warm_up, workload
-from flexgen_h2o.cli.parser import check_own, own_fields
+from flexgen_h2o.cli.parser import check_flags, flag_fields
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig, check_counting, write_expert_counts
 from flexgen_h2o.cli.values import flag, flag_name
@@ -50,7 +50,7 @@ class BenchOptions:
                         help="how often to generate what is measured")
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
         for name in _NOT_HERE:
             if getattr(self.run, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect on bench: take it out of the "
@@ -73,7 +73,7 @@ def parser() -> flag_parser.Parser:
              if (spec.metadata["group"] in _GROUPS
                  or spec.name in ("config", "csv", "count_experts"))
              and spec.name not in _NOT_HERE}
-    specs |= {spec.name: spec for spec in (*fields(BenchHelps), *own_fields(BenchOptions))}
+    specs |= {spec.name: spec for spec in (*fields(BenchHelps), *flag_fields(BenchOptions))}
     return flag_parser.build_parser(
         specs.values(), command="bench",
         usage="%(prog)s [--model NAME] [--percent P P P P] [--repeats N] [--csv FILE] [flags]",
@@ -84,7 +84,7 @@ def parser() -> flag_parser.Parser:
 def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     """Parse flags into checked `BenchOptions`. Raises `UserError`."""
     given = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
-    own = {spec.name: given.pop(spec.name) for spec in own_fields(BenchOptions)
+    own = {spec.name: given.pop(spec.name) for spec in flag_fields(BenchOptions)
            if spec.name in given}
     return BenchOptions(run=RunConfig.from_mapping(given), **own)
 

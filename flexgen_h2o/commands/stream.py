@@ -18,7 +18,7 @@ from flexgen_h2o.cli.parser import (
     ENGINE,
     Parser,
     check_files,
-    check_own,
+    check_flags,
     check_placed,
     command_parser,
     parse,
@@ -104,7 +104,7 @@ class StreamOptions:
     )
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
         if self.input_path is None:
             raise UserError("give --input-path, a .jsonl file of conversations")
         check_placed(self.run)

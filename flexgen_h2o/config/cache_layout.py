@@ -237,7 +237,7 @@ class CacheOptions:
         return self.h2o is not None and (self.evicts or self.recalls) and self.h2o.simulate
 
     @property
-    def plain(self) -> bool:
+    def is_unquantized_full(self) -> bool:
         """Whether the cache holds all tokens, unquantized."""
         return not self.evicts and self.bits == 16
 
@@ -363,7 +363,7 @@ class PageLayout:
         return MAX_READ_GAP // self.record_bytes
 
     @property
-    def most(self) -> int:
+    def max_read_records(self) -> int:
         """Maximum records per read request."""
         return max(1, READ_BYTES // self.record_bytes)
 

@@ -84,7 +84,7 @@ class ExpertsConfig:
         Experts that a token is routed to.
     ffn_size : int
         Intermediate size of an expert.
-    normalise : bool
+    normalize : bool
         Normalize the weights of a token's experts to a sum of 1.
     shared_ffn_size : int
         Intermediate size of the shared expert, which has a gate of its own; 0: there is none.
@@ -95,7 +95,7 @@ class ExpertsConfig:
     count: int
     per_token: int
     ffn_size: int
-    normalise: bool = True
+    normalize: bool = True
     shared_ffn_size: int = 0
     gate_slope: float = 1.0
     gate_limit: float = 0.0
@@ -115,7 +115,7 @@ class ExpertsConfig:
         touched = min(self.count, self.per_token * tokens)
         return min(away, 2 * touched if given is None else given)
 
-    def kept(self, tokens: float, away: float, slots: int) -> float:
+    def resident_slots(self, tokens: float, away: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.
 
         The other slots are for loads of the current and the next layer, at most
@@ -170,7 +170,7 @@ class ExpertChoices:
             texts=self.texts + other.texts, text_tokens=self.text_tokens + other.text_tokens,
             text_experts=self.text_experts + other.text_experts)
 
-    def part(self, first: int, last: int) -> ExpertChoices:
+    def slice_layers(self, first: int, last: int) -> ExpertChoices:
         """Return the choices of decoder layers first:last, with their share of the other counts."""
         counts = self.counts[first:last]
         share = sum(map(bool, counts)) / max(sum(map(bool, self.counts)), 1)

@@ -26,7 +26,7 @@ class TorchrunEnv:
     local_rank: int = 0
     local_ranks: int = 1
 
-    def within(self, ranks: int) -> TorchrunEnv:
+    def within_replica(self, ranks: int) -> TorchrunEnv:
         """Return this rank among the `ranks` consecutive ranks of its replica.
 
         Raises
@@ -99,7 +99,7 @@ class Stage:
     ranks: int = 1
 
     @classmethod
-    def whole(cls, num_layers: int) -> Stage:
+    def all_layers(cls, num_layers: int) -> Stage:
         """Return the stage of a single rank."""
         return cls(0, num_layers, num_layers)
 

@@ -173,10 +173,10 @@ class WeightOptions:
         Shapes of the matrices in MXFP4, with 4 bits.
     activation_bits : int
         Bit width of activations in matmuls with 8- and 4-bit weights: 16 (not quantized) or 8.
-    kept : mapping of str to MatrixLayout
+    layouts : mapping of str to MatrixLayout
         Layouts of single matrices by name. If there are any, the other matrices have the run's
         dtype. With `bits` of 16 these are the layouts of the values of a GGUF file.
-    plain : tuple of (outputs, inputs)
+    unquantized_shapes : tuple of (outputs, inputs)
         Shapes of the other matrices.
     """
 
@@ -184,26 +184,26 @@ class WeightOptions:
     group: int = GROUP_SIZE
     mxfp4: frozenset[tuple[int, ...]] = frozenset()
     activation_bits: int = 16
-    kept: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
-    plain: tuple[tuple[int, int], ...] = ()
+    layouts: Mapping[str, MatrixLayout] = field(default_factory=dict, hash=False)
+    unquantized_shapes: tuple[tuple[int, int], ...] = ()
 
     @property
     def weight_bits(self) -> int | str:
         """The value of `weight_bits` that leads to these options."""
-        return AUTO if self.kept and self.bits == 16 else self.bits
+        return AUTO if self.layouts and self.bits == 16 else self.bits
 
     @property
     def quantizes(self) -> bool:
         """Whether any matrix is quantized."""
-        return self.bits != 16 or bool(self.kept)
+        return self.bits != 16 or bool(self.layouts)
 
     def layout(self, shape: tuple[int, int], name: str = "") -> MatrixLayout | None:
         """Return the layout of a matrix (outputs, inputs); None for the run's dtype.
 
         The shape may have a part of the outputs of the matrix `name`.
         """
-        if self.kept:
-            layout = self.kept.get(name)
+        if self.layouts:
+            layout = self.layouts.get(name)
             if layout is None or layout.outputs == shape[0]:
                 return layout
             return replace(layout, outputs=shape[0])
@@ -218,7 +218,7 @@ class WeightOptions:
 
         If matrices of this shape differ, it is their mean, rounded up.
         """
-        if self.kept:
+        if self.layouts:
             element_bytes = self._element_bytes(itemsize)
             per_element = element_bytes.get((shape[0], shape[1]))
             if per_element is None:  # a part of the outputs
@@ -229,22 +229,23 @@ class WeightOptions:
         return shape[0] * shape[1] * itemsize if layout is None else layout.nbytes
 
     @cached_property
-    def widest(self) -> WeightOptions:
+    def with_largest_layouts(self) -> WeightOptions:
         """The same options, where all matrices of a shape have the largest of their layouts."""
         largest: dict[tuple[int, int], MatrixLayout] = {}
-        for layout in self.kept.values():
+        for layout in self.layouts.values():
             shape = layout.outputs, layout.inputs
             other = largest.get(shape)
-            if shape not in self.plain and (other is None or other.nbytes < layout.nbytes):
+            if shape not in self.unquantized_shapes and (
+                    other is None or other.nbytes < layout.nbytes):
                 largest[shape] = layout
-        return replace(self, kept={str(shape): layout for shape, layout in largest.items()}
-                       or self.kept)
+        return replace(self, layouts={str(shape): layout for shape, layout in largest.items()}
+                       or self.layouts)
 
     @property
     def groups(self) -> frozenset[int]:
         """The group sizes of all layouts."""
-        if self.kept:
-            return frozenset(layout.group for layout in self.kept.values())
+        if self.layouts:
+            return frozenset(layout.group for layout in self.layouts.values())
         return frozenset({self.group, MXFP4_GROUP} if self.mxfp4 else {self.group})
 
     @cached_property
@@ -253,35 +254,35 @@ class WeightOptions:
 
         6 bits, for which no rates are measured, count half as 4 and half as 8.
         """
-        if not self.kept:
+        if not self.layouts:
             return {self.bits: 1.0}
         elements: dict[int, float] = defaultdict(float)
-        for layout in self.kept.values():
+        for layout in self.layouts.values():
             for bits in (4, 8) if layout.bits == 6 else (layout.bits, layout.bits):
                 elements[bits] += layout.outputs * layout.inputs / 2
-        for outputs, inputs in self.plain:
+        for outputs, inputs in self.unquantized_shapes:
             elements[16] += outputs * inputs
         total = sum(elements.values())
         return {bits: count / total for bits, count in elements.items()}
 
-    def part(self, first: int, last: int) -> WeightOptions:
+    def slice_layers(self, first: int, last: int) -> WeightOptions:
         """Return the options of decoder layers first:last, and of tensors outside of layers."""
         def inside(name: str) -> bool:
             number = _LAYER_NUMBER.search(name)
             return number is None or first <= int(number[1]) < last
 
-        kept = {name: layout for name, layout in self.kept.items() if inside(name)}
-        return replace(self, kept=kept) if kept else self
+        kept = {name: layout for name, layout in self.layouts.items() if inside(name)}
+        return replace(self, layouts=kept) if kept else self
 
     def _element_bytes(self, itemsize: int) -> Mapping[tuple[int, int], float]:
         """Return the mean bytes per element of the matrices of each shape."""
         means = self._means.get(itemsize)
         if means is None:
             nbytes: Counter[tuple[int, int]] = Counter()
-            counts: Counter[tuple[int, int]] = Counter(self.plain)
+            counts: Counter[tuple[int, int]] = Counter(self.unquantized_shapes)
             for shape, count in counts.items():
                 nbytes[shape] += count * math.prod(shape) * itemsize
-            for layout in self.kept.values():
+            for layout in self.layouts.values():
                 counts[layout.outputs, layout.inputs] += 1
                 nbytes[layout.outputs, layout.inputs] += layout.nbytes
             means = {shape: nbytes[shape] / counts[shape] / math.prod(shape) for shape in counts}

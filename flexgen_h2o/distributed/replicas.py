@@ -60,7 +60,7 @@ class ReplicaRank:
     @classmethod
     def of(cls, launch: TorchrunEnv, ranks_per_replica: int = 1) -> ReplicaRank:
         """Return the replica of a rank; the ranks of a replica are consecutive."""
-        ranks = launch.within(ranks_per_replica)
+        ranks = launch.within_replica(ranks_per_replica)
         return cls(launch.rank // ranks_per_replica, launch.ranks // ranks_per_replica,
                    launch.local_rank, ranks.rank == 0)
 

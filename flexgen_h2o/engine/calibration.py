@@ -107,7 +107,7 @@ def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Dev
     plain = replace(source, bits=16, activation_bits=16, quantization=None, codes=WeightOptions(),
                     calibration="", measure=None)
     specs = _matrices(source)
-    found = plain.kept_constants(partial(_measure, plain, specs, sequences, device, args),
+    found = plain.cached_constants(partial(_measure, plain, specs, sequences, device, args),
                                  f"importance-{source.calibration}", args.weight_cache)
     parts = torch.from_numpy(found).split([spec.shape[1] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
@@ -157,7 +157,7 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
     names: dict[str, int] = {}
     for group in source.weights.groups():
         names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
-    limits = free_memory(args.offload_dir, device.free_bytes()).within(
+    limits = free_memory(args.offload_dir, device.free_bytes()).capped(
         cpu=args.memory_limit, gpu=args.device_memory_limit)
     needed = sum(names.values()) + _BESIDE
     if device.separate and needed < limits.gpu_bytes or (

@@ -316,7 +316,7 @@ class DecoderLayers:
                prompt_starts: Sequence[slice] | None = None) -> None:
         """Compute the router for rows x [rows, hidden]; other arguments as in `_finish_layer`."""
         self._experts.route(self.cache_layer(step), weights, x, batch=step.batch,
-                            forward_pass=step.forward_pass, row=row, beginnings=prompt_starts,
+                            forward_pass=step.forward_pass, row=row, prompt_starts=prompt_starts,
                             following=self._weights.resident_weights(
                                 step.layer + 2, *weights.keys() & ROUTING))
 

@@ -75,7 +75,7 @@ class Executor:
         self._transfers = transfers
         self._exchange = exchange
         self._no_ops = _no_ops(weights, workspace)
-        self._stage = Stage.whole(config.num_layers) if exchange is None else exchange.stage
+        self._stage = Stage.all_layers(config.num_layers) if exchange is None else exchange.stage
         self._layers = DecoderLayers(
             config, weights, workspace, policy=policy, transfers=transfers, stage=self._stage,
             experts=None if experts is None else ExpertLayers(

@@ -50,7 +50,7 @@ class ChoiceCounter:
         self._texts = self._text_tokens = self._text_experts = 0
 
     def add(self, layer: int, ids: Tensor, counts: Sequence[int],
-            beginnings: Sequence[slice] = ()) -> None:
+            prompt_starts: Sequence[slice] = ()) -> None:
         """Count the choices of a layer.
 
         Parameters
@@ -60,18 +60,19 @@ class ChoiceCounter:
         ids : int64 Tensor [tokens, experts per token]
         counts : sequence of int
             Tokens of each expert that count.
-        beginnings : sequence of slice
+        prompt_starts : sequence of slice
             The tokens that begin each prompt.
         """
         totals = self._counts.setdefault(layer, [0] * self._experts.count)
         self._counts[layer] = [total + new for total, new in zip(totals, counts, strict=True)]
-        if beginnings:
-            chosen = torch.zeros(len(beginnings), len(counts), dtype=torch.bool, device=ids.device)
-            for row, tokens in zip(chosen, beginnings, strict=True):
+        if prompt_starts:
+            used_experts = torch.zeros(len(prompt_starts), len(counts), dtype=torch.bool,
+                                       device=ids.device)
+            for row, tokens in zip(used_experts, prompt_starts, strict=True):
                 row[ids[tokens].flatten()] = True
-            self._texts += len(beginnings)
-            self._text_tokens += sum(tokens.stop - tokens.start for tokens in beginnings)
-            self._text_experts += int(chosen.sum())  # synchronizes with a GPU once
+            self._texts += len(prompt_starts)
+            self._text_tokens += sum(tokens.stop - tokens.start for tokens in prompt_starts)
+            self._text_experts += int(used_experts.sum())  # synchronizes with a GPU once
 
     def summary(self, layers: int) -> ExpertChoices:
         """Return the choices of a number of decoder layers, with and without experts."""

@@ -110,7 +110,7 @@ class ExpertMatmuls:
                 for number, w in fused.items():
                     put(fused_table, number, w)
             experts(self._x, self._ids, self._shares, fused_table, self._sums,
-                    function=self._activation, most=self._max_fused_rows)
+                    function=self._activation, max_rows=self._max_fused_rows)
             if table is None:
                 for number in fused:
                     fused_table.drop(number)
@@ -240,7 +240,7 @@ class ExpertLayers:
         return sum(rows[: batch - group.start]), sum(rows)
 
     def route(self, layer: int, w: Mapping[str, Weight], x: Tensor, *, batch: int,
-              forward_pass: int, row: int = 0, beginnings: Sequence[slice] | None = None,
+              forward_pass: int, row: int = 0, prompt_starts: Sequence[slice] | None = None,
               following: Mapping[str, Weight] | None = None) -> None:
         """Choose the experts of some rows of a batch and request them. Rows come in order.
 
@@ -255,7 +255,7 @@ class ExpertLayers:
         batch, forward_pass : int
         row : int
             Number of the first row in the batch.
-        beginnings : sequence of slice, optional
+        prompt_starts : sequence of slice, optional
             The rows that begin each prompt; None if all rows are of new tokens.
         following : mapping of str to Weight, optional
             Norm and router of the next layer, to predict its experts.
@@ -271,7 +271,7 @@ class ExpertLayers:
         self._routed = place
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [total + new for total, new in zip(self._counts, counts, strict=True)]
-        self._count_choices(layer, ids, counts, batch, beginnings)
+        self._count_choices(layer, ids, counts, batch, prompt_starts)
         self._slots.request((layer, number) for number, count in enumerate(counts) if count)
         if following is not None and rows <= PREFETCH_ROWS and self._slots.prefetches:
             normed = self._operations.get("predicted inputs", tuple(x.shape), x.dtype)
@@ -280,13 +280,13 @@ class ExpertLayers:
             self._predicted.update(predicted.flatten().tolist())
 
     def _count_choices(self, layer: int, ids: Tensor, counts: Sequence[int], batch: int,
-                       beginnings: Sequence[slice] | None) -> None:
+                       prompt_starts: Sequence[slice] | None) -> None:
         """Count choices [rows, experts per token], without those of finished sequences."""
         requests = self._batches[batch].requests
-        if beginnings is None and any(request.finish_reason for request in requests):
+        if prompt_starts is None and any(request.finish_reason for request in requests):
             running = [row for row, request in enumerate(requests) if not request.finish_reason]
             counts = torch.bincount(ids[running].flatten(), minlength=len(counts)).tolist()
-        self._slots.choices.add(layer, ids, counts, beginnings or ())
+        self._slots.choices.add(layer, ids, counts, prompt_starts or ())
 
     def _begin_layer(self, layer: int, rows: int, x: Tensor) -> None:
         self._layer, self._computed = layer, False

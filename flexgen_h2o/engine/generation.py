@@ -104,7 +104,7 @@ class Run:
         self._bars = self._bars or self.runner.bars()
         block = self.queue.next()
         stats = self.runner.run(self.workspace, block, self.consumer, bars=self._bars)
-        self.stats = self.stats.followed_by(stats)
+        self.stats = self.stats.merge(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
 
     def halve(self, error: BaseException) -> None:

@@ -150,8 +150,8 @@ class Runner:
         if self.config.experts is not None:  # all batches are routed before any expert is needed
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
-        self.stage = Stage.whole(self.config.num_layers) if rank is None else rank.stage
-        self.stage_config = self.config.part(self.stage.first, self.stage.last)
+        self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
+        self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
             rank.pipeline, rank.stage, rank.groups, width=self.config.hidden_size,
             dtype=source.dtype, device=device.torch)
@@ -204,14 +204,14 @@ class Runner:
                                             weight_cache=args.weight_cache,
                                             progress=self._progress_callback(bar))
         resources.callback(checkpoint.close)
-        weights = source.weights.part(self.stage.first, self.stage.last)
+        weights = source.weights.slice_layers(self.stage.first, self.stage.last)
         if args.policy.sep_layer:
             weights = weights.separated()
         self.weights = WeightStore(
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=args.verify),
             self._transfers, placement=placement, experts=experts,
-            choices=choices and choices.part(self.stage.first, self.stage.last),
+            choices=choices and choices.slice_layers(self.stage.first, self.stage.last),
             pin=args.policy.pin_weight, shard_prefetch=self._shard_prefetch(args.policy))
 
         def run_folder() -> RunFolder:
@@ -221,7 +221,7 @@ class Runner:
 
         with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._progress_callback(bar),
-                              kept=source.kept(args.seed, args.weight_cache))
+                              kept=source.offload_file(args.seed, args.weight_cache))
         self._load_experts()
         self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
@@ -251,7 +251,7 @@ class Runner:
             return (LayerSmoothing(constants, constants),) * config.num_layers
         if self.rank is not None:  # measuring takes all ranks, even those with a stored result
             return self._measure_keys()
-        kept = source.kept_constants(
+        kept = source.cached_constants(
             lambda: torch.stack([layer.stacked() for layer in self._measure_keys()]).cpu().numpy(),
             "keys1", self.args.weight_cache)
         return tuple(LayerSmoothing.unstacked(each)
@@ -331,7 +331,7 @@ class Runner:
             while queue.left:
                 block = queue.next()
                 request_keys.append(block[0].requests[0].key)
-                stats = stats.followed_by(self.run(workspace, block, consumer))
+                stats = stats.merge(self.run(workspace, block, consumer))
             return stats
 
     def bars(self) -> RunBars:

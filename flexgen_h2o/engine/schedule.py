@@ -113,7 +113,7 @@ def schedule(num_passes: int, num_layers: int, num_batches: int, *, overlap: boo
     -------
     iterator of LayerStep
     """
-    stage = stage or Stage.whole(num_layers)
+    stage = stage or Stage.all_layers(num_layers)
     order = _ComputeOrder(num_passes, num_layers, tuple(split_batches(num_batches, groups)),
                           overlap, split_from, sep_layer, keep_cache, stage)
     if order.has_only_moves and MOVES.issubset(no_ops):

@@ -36,8 +36,8 @@ from flexgen_h2o.models.convert import (
     Keep,
     build_once,
     cache_dir,
+    cached_folder,
     converted_folder,
-    kept_folder,
     weight_files,
 )
 from flexgen_h2o.models.dummy import DummyCheckpoint
@@ -129,8 +129,8 @@ class ModelSource:
             return self.dummy
         return weight_cache is None
 
-    def kept(self, seed: int, weight_cache: str | os.PathLike | None
-             ) -> PersistentOffloadFile | None:
+    def offload_file(self, seed: int, weight_cache: str | os.PathLike | None
+                     ) -> PersistentOffloadFile | None:
         """The file that keeps dummy weights, drawn with a seed, for later runs; None for those of
         checkpoints, of 16 bits, and without a weight cache. See `open`."""
         if not self.dummy or self.bits == 16 or weight_cache is None:
@@ -160,7 +160,7 @@ class ModelSource:
             Of random weights.
         weight_cache : str, path or None
             Folder for quantized weights. "auto": a folder in the user's cache. None: quantize now.
-            Random weights are generated when they are read: see `kept`.
+            Random weights are generated when they are read: see `offload_file`.
         progress : callable
             Called with (bytes done, all bytes) while a copy is made.
 
@@ -198,7 +198,7 @@ class ModelSource:
 
     def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
         """Return True if the weight cache has the quantized weights."""
-        return weight_cache is not None and kept_folder(
+        return weight_cache is not None and cached_folder(
             self._files, tag(self.form, self.calibration), self._title,
             _weight_cache(weight_cache)).is_dir()
 
@@ -212,7 +212,7 @@ class ModelSource:
         """The beginning of folder names in the weight cache."""
         return self.folder.name if self.gguf is None else self.gguf.source.stem
 
-    def kept_constants(self, measure: Callable[[], np.ndarray], what: str,
+    def cached_constants(self, measure: Callable[[], np.ndarray], what: str,
                        weight_cache: str | os.PathLike | None) -> np.ndarray:
         """Return constants that are measured by running the model, from the weight cache if it has
         them.
@@ -232,7 +232,7 @@ class ModelSource:
         place = self._files, form, self._title
         keep = _weight_cache(weight_cache)
         with suppress(OSError, ValueError):  # missing or damaged
-            return np.load(kept_folder(*place, keep) / "constants.npy", allow_pickle=False)
+            return np.load(cached_folder(*place, keep) / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
         constants = measure()
         if time.perf_counter() - began > LEAST_KEPT_SECONDS:
@@ -386,7 +386,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
         return weights, _kept(config, weights, {
-            name: checkpoint.kept_layout(own[name]) for name in _specs(weights)})
+            name: checkpoint.stored_layout(own[name]) for name in _specs(weights)})
 
 
 def _kept(config: ModelConfig, weights: ModelWeights,
@@ -400,7 +400,7 @@ def _kept(config: ModelConfig, weights: ModelWeights,
             if (layout.outputs, layout.inputs) not in exact}
     plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
                   if len(spec.shape) == 2 and name not in kept and spec.shape not in exact)
-    return WeightOptions(kept=kept, plain=plain) if kept else WeightOptions()
+    return WeightOptions(layouts=kept, unquantized_shapes=plain) if kept else WeightOptions()
 
 
 def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:

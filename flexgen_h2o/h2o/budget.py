@@ -49,15 +49,15 @@ def budget(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> 
     return _budget(h2o, layer, prompt_len, new)
 
 
-def _within(most: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> Budget:
-    """Return the smaller of H2O's budget and the `most` tokens of a window beside the newest.
+def _within(window: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> Budget:
+    """Return the smaller of H2O's budget and the `window` tokens of a window beside the newest.
 
     There are no sinks: the first tokens leave the window, and count as heavy hitters until then.
     """
     user = h2o.without_windows()
     size = None if user.is_full_at(layer) else _budget(user, layer, prompt_len, new)
-    if size is None or size.total >= most or not user.evict_generated:
-        return Budget(0, most)
+    if size is None or size.total >= window or not user.evict_generated:
+        return Budget(0, window)
     return Budget(size.heavy + size.sinks, size.recent) if size.heavy else Budget(0, size.total)
 
 
@@ -77,7 +77,7 @@ def _share(ratio: float, tokens: int) -> int:
     return max(1, int(ratio * tokens + _RATIO_SLACK))
 
 
-def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> int | None:
+def num_selected(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> int | None:
     """Return the cached tokens that recall selects for a new token (`H2OConfig.recall`).
 
     Arguments are those of `budget`; `new` includes the new token. Return None if a new token
@@ -88,25 +88,19 @@ def recalled(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -
     return None if h2o.ratios(layer) == (1, 1) else _budget(h2o, layer, prompt_len, new).total
 
 
-def hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
+def num_hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
     """Return the slots of a KV head's hot set, of a cache with `slots` slots of a sequence.
 
     0 in layers that are fetched whole. `share` is `Policy.fast_set`.
     """
-    count = recalled(h2o, layer, slots)
+    count = num_selected(h2o, layer, slots)
     if count is None:
         return 0
     return min(slots, HOT_SET_FACTOR * count if share is None else max(count, _share(share, slots)))
 
 
-def kept(h2o: H2OConfig | None, layer: int, prompt_len: int) -> int:
-    """Return the tokens that are cached once the prompt is cut."""
-    size = budget(h2o, layer, prompt_len)
-    return prompt_len if size is None else min(prompt_len, size.total)
-
-
-def cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
-    """Return the tokens that are cached after `new` ones were appended to the prompt."""
+def num_cached(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
+    """Return the tokens that are cached after a prompt was cut and `new` tokens were appended."""
     size = budget(h2o, layer, prompt_len)
     if size is None:
         return prompt_len + new
@@ -134,7 +128,7 @@ def _cached_of_text(h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> in
     return tokens
 
 
-def slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
+def num_slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
     """Return the most slots in use while `new` tokens are appended to the prompt.
 
     The budget is enough: a new token is not in a slot until one is evicted. A simulation masks a
@@ -142,4 +136,4 @@ def slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
     """
     if h2o is not None and h2o.simulate:
         return prompt_len + new
-    return cached(h2o, layer, prompt_len, new)
+    return num_cached(h2o, layer, prompt_len, new)

@@ -15,7 +15,7 @@ import torch
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.config.limits import EMPTY
-from flexgen_h2o.h2o.budget import budget, cached
+from flexgen_h2o.h2o.budget import budget, num_cached
 from flexgen_h2o.h2o.key_smoothing import KeySmoothing
 from flexgen_h2o.h2o.policies import PolicyState, ScorePolicy, policy_named
 
@@ -55,7 +55,7 @@ class Eviction:
     window: int = 0
     policy: ScorePolicy | None = None
 
-    def kept(self, cut: Cut) -> int:
+    def num_cached(self, cut: Cut) -> int:
         """Return the number of tokens of a prompt that stay."""
         return min(cut.length, cut.heavy + cut.recent + self.sinks)
 
@@ -82,7 +82,7 @@ class Eviction:
         """
         heads, tokens = scores.shape
         index = torch.arange(tokens, device=scores.device)
-        if self.kept(cut) == tokens:
+        if self.num_cached(cut) == tokens:
             return index.repeat(heads, 1)
         first, last = self.sinks, tokens - cut.recent
         positions = index if positions is None else positions
@@ -211,13 +211,13 @@ def new_state(shape: tuple[int, int, int], eviction: Eviction, *,
     return EvictionState(eviction, scores, positions, ranks, rope, smoothing)
 
 
-def narrowed(state: EvictionState, sequences: slice) -> EvictionState:
+def narrow_state(state: EvictionState, sequences: slice) -> EvictionState:
     """Return the eviction state of some of its sequences, sharing memory."""
     return replace(state, scores=state.scores[sequences], positions=state.positions[sequences],
                    ranks=None if state.ranks is None else state.ranks[sequences])
 
 
-def forget_hidden(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
+def clear_scores_outside_window(scores: torch.Tensor, cuts: Sequence[Cut], window: int) -> None:
     """Set the scores of tokens that the next token does not see to -inf, in place.
 
     `scores` are float32 [kv_heads, rows] of packed prompts.
@@ -250,7 +250,7 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
     rows = {}
     for prompt, count in set(pairs):  # sequences often have the same lengths
         size = budget(h2o, layer, prompt, count - prompt)
-        before = cached(h2o, layer, prompt, count - 1 - prompt)
+        before = num_cached(h2o, layer, prompt, count - 1 - prompt)
         full = size is not None and h2o.evicts_generated_at(layer) and before >= size.total
         rows[prompt, count] = before, count, size.recent if size else 0, int(full)
     return torch.tensor([rows[pair] for pair in pairs], dtype=torch.int32).T.contiguous()

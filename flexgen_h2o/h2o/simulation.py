@@ -17,7 +17,7 @@ from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
 from flexgen_h2o.config.limits import EMPTY
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
-from flexgen_h2o.h2o.budget import Budget, budget, recalled
+from flexgen_h2o.h2o.budget import Budget, budget, num_selected
 from flexgen_h2o.h2o.eviction import attention_weights
 from flexgen_h2o.h2o.key_smoothing import LayerSmoothing
 from flexgen_h2o.h2o.policies import PolicyState, policy_named
@@ -172,7 +172,7 @@ class SimulatedCache:
         """
         layer, batch, sequence = key
         length, cached = self._batch_layouts[batch].lengths[sequence], keys.shape[1] - 1
-        count = recalled(self._h2o, layer, length, cached + 1 - length)
+        count = num_selected(self._h2o, layer, length, cached + 1 - length)
         seen = keys.new_ones((len(keys), 1, cached + 1), dtype=torch.bool)
         if count is None or count >= cached:
             return seen

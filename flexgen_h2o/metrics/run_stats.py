@@ -154,7 +154,7 @@ class RunStats:
 
         return float(np.percentile(self.step_seconds, percent))
 
-    def followed_by(self, other: RunStats) -> RunStats:
+    def merge(self, other: RunStats) -> RunStats:
         """Return the combined statistics of this run and a later one of the same model."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
                  "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",

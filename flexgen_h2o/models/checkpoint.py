@@ -136,7 +136,7 @@ class Checkpoint(ABC):
                 "use a checkpoint in float32, float16 or bfloat16"
             )
 
-    def kept_layout(self, name: str) -> MatrixLayout | None:
+    def stored_layout(self, name: str) -> MatrixLayout | None:
         """Return the layout in which `keep` is lossless; None if a tensor is not quantized."""
         return None
 
@@ -371,11 +371,11 @@ class StackedCheckpoint(Checkpoint):
             self._inner.read_part(tensor, place.start + rows[0] * place.width, part)
             out[first : first + len(rows)] = part[::skip]
 
-    def kept_layout(self, name: str) -> MatrixLayout | None:
+    def stored_layout(self, name: str) -> MatrixLayout | None:
         if name not in self._views:
-            return self._inner.kept_layout(name)
+            return self._inner.stored_layout(name)
         view, place = self._views[name], self._place(name)
-        layout = self._inner.kept_layout(view.tensor)
+        layout = self._inner.stored_layout(view.tensor)
         if layout is None or view.transposed or len(place.shape) != 2:
             return None
         return replace(layout, outputs=place.shape[0])

@@ -144,7 +144,7 @@ def build_once(
         If the folder cannot be written, or the sources change meanwhile.
     """
     root, key = keep.root, _key(sources, form)
-    target = kept_folder(sources, form, title, keep)
+    target = cached_folder(sources, form, title, keep)
     name = target.name
     if os.path.isdir(target):  # Path.is_dir raises some errors
         return target
@@ -168,7 +168,7 @@ def build_once(
     return target
 
 
-def kept_folder(sources: Sequence[Path], form: str, title: str, keep: Keep) -> Path:
+def cached_folder(sources: Sequence[Path], form: str, title: str, keep: Keep) -> Path:
     """Return the path of the folder of `build_once`, whether it exists or not."""
     name = re.sub(r"[^A-Za-z0-9._-]", "_", title)[:60]
     return keep.root / f"{name}-{form}-{_key(sources, form)}"

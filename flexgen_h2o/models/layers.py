@@ -95,16 +95,16 @@ class Operations(Scratch):
         return activate_(x, name, factor)
 
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
-              per_token: int, normalise: bool) -> tuple[Tensor, Tensor]:
+              per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
         """Return the ids and shares of each row's experts: see `kernels.cpu.experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
         if ours:
-            return native_experts.route(x, router, bias, each=per_token, normalise=normalise)
+            return native_experts.route(x, router, bias, per_token=per_token, normalize=normalize)
         logits = x.float() @ router.float().t()
         if bias is not None:
             logits += bias.float()
         shares, ids = logits.softmax(-1).topk(per_token, dim=-1)
-        if normalise:
+        if normalize:
             shares /= shares.sum(-1, keepdim=True)
         return ids, shares
 

@@ -114,7 +114,7 @@ class MixtureDecoder(Decoder):
         """
         ops.rms_norm(x, w["router_norm"], eps=cfg.norm_eps, out=out)
         return ops.route(out, w["router"], w.get("router_bias"), per_token=cfg.experts.per_token,
-                         normalise=cfg.experts.normalise)
+                         normalize=cfg.experts.normalize)
 
     def expert(self, cfg: ModelConfig, w: Mapping[str, Tensor], x: Tensor,
                ops: Operations) -> Tensor:
@@ -128,7 +128,7 @@ class MixtureDecoder(Decoder):
         return (x.float() @ w["shared_router"].float().t()).sigmoid() * out
 
 
-def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: bool | None = None,
+def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalize: bool | None = None,
                  shared: str | None = None) -> ExpertsConfig:
     """Return the experts that a config.json describes.
 
@@ -137,7 +137,7 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
     f : Fields
     width : str
         The key of an expert's width.
-    normalise : bool, optional
+    normalize : bool, optional
         Whether the weights of a token's experts are divided by their sum. None: norm_topk_prob.
     shared : str, optional
         The key of the width of the shared expert, if there is one.
@@ -152,7 +152,7 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalise: 
     count = first(*keys, *(key for key in ("num_experts", "num_local_experts") if f.raw(key)))
     experts = ExpertsConfig(
         f.count(count or "num_experts"), f.count("num_experts_per_tok"), f.count(width),
-        normalise=f.flag("norm_topk_prob") if normalise is None else normalise,
+        normalize=f.flag("norm_topk_prob") if normalize is None else normalize,
         shared_ffn_size=f.count(shared) if shared else 0)
     total = experts.count * f.count("num_hidden_layers")
     if total > _MOST_EXPERTS:

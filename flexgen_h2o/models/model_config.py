@@ -93,7 +93,7 @@ class ModelWeights:
         """Return the tensors of all parts: embedding, layers, experts, head."""
         return (self.embed, *self.layers, *chain.from_iterable(self.experts), self.head)
 
-    def part(self, first: int, last: int) -> ModelWeights:
+    def slice_layers(self, first: int, last: int) -> ModelWeights:
         """Return the same tables with the tensors of layers first:last only.
 
         Embedding and head are kept with the first and the last layer. `experts` has only these
@@ -242,7 +242,7 @@ class ModelConfig:
                 raise UserError(f"{self.name}: {rotary} rotary dimensions in a head of "
                                 f"{self.head_dim} are not supported (an even number that fits is)")
 
-    def part(self, first: int, last: int) -> ModelConfig:
+    def slice_layers(self, first: int, last: int) -> ModelConfig:
         """Return the model of layers first:last."""
         return replace(self, num_layers=last - first, attention=self.attention[first:last],
                        local_layers=self.local_layers[first:last],
@@ -345,7 +345,8 @@ class ModelConfig:
         """Sizes of a layer and of its halves, by whether it has experts."""
         shapes = {}
         for kind in self.layer_kinds:
-            halves = self.weights.part(kind, kind + 1).separated().layers[2 * kind : 2 * kind + 2]
+            layer = self.weights.slice_layers(kind, kind + 1).separated()
+            halves = layer.layers[2 * kind : 2 * kind + 2]
             whole, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
                                      for specs in (self.weights.layers[kind], *halves))
             shapes[self.has_experts(kind)] = whole, attention, mlp

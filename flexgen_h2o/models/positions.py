@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flexgen_h2o.config.h2o import H2OConfig, add_windows
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import budget, cached
+from flexgen_h2o.h2o.budget import budget, num_cached
 from flexgen_h2o.models.model_config import ModelConfig
 
 
@@ -159,7 +159,7 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
             # Positions are ranks in the cache; new tokens have positions after the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
             held = add_windows(h2o, config.attention)
-            needed = min(needed, beside + max(cached(held, layer, length, new_tokens - 1)
+            needed = min(needed, beside + max(num_cached(held, layer, length, new_tokens - 1)
                                               for layer in range(config.num_layers)))
             advice = ", or lower the budget"
     if needed > limit:

@@ -237,7 +237,7 @@ def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
     if bits == AUTO:
         return kept
     same = any((layout.bits, layout.group, layout.mxfp4) == (bits, _GROUP, False)
-               for layout in kept.kept.values())
+               for layout in kept.layouts.values())
     if bits == 4 and not on_gpu and (stored is None or not stored.keeps(4)):
         return mixed_options(model, compact=not same)
     options = WeightOptions(int(bits)) if stored is None else stored.weights(int(bits), model)
@@ -276,4 +276,4 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
     exact = set(model.exact_shapes)
     kept = {spec.name: layout(spec, sensitive) for spec, sensitive in matrices()
             if len(spec.shape) == 2 and tuple(spec.shape) not in exact}
-    return WeightOptions(4, _GROUP, kept=kept)
+    return WeightOptions(4, _GROUP, layouts=kept)

@@ -195,7 +195,7 @@ def tag(form: WeightFormat, calibration: str) -> str:
     options, bits = form.options, AUTO
     if options.weight_bits != AUTO:
         bits = (f"{options.bits}bit-{options.group}" + ("-mxfp4" if options.mxfp4 else "")
-                + ("-mixed" if options.kept else ""))
+                + ("-mixed" if options.layouts else ""))
     suffix = calibration and f"-{calibration}"
     return f"{bits}-{dtype}{suffix}-v{_VERSION}"
 

@@ -21,7 +21,7 @@ from flexgen_h2o.config.limits import (
     WRITE_BACK_TOKENS,
 )
 from flexgen_h2o.config.placement import TIERS
-from flexgen_h2o.h2o.budget import budget, cached, hot_slots, recalled
+from flexgen_h2o.h2o.budget import budget, num_cached, num_hot_slots, num_selected
 from flexgen_h2o.planning.cost_accumulator import COMPUTE, HOST, CostAccumulator
 from flexgen_h2o.planning.hardware import ComputeRates, Hardware, HostAttentionRates, RecallRates
 from flexgen_h2o.planning.planned_run import PlannedRun, kv_entry_bytes, layer_slots
@@ -326,8 +326,8 @@ class CacheCosts:
         if run.cache.simulated:
             return None
         load, attended = run.workload, self._attended(layer)
-        selected = recalled(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
-        held = hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
+        selected = num_selected(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
+        held = num_hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
                          run.policy.fast_set)
         return None if selected is None else RecalledTokens(
             min(selected, attended), attended, run.model.num_kv_heads, self._record, held)
@@ -336,7 +336,7 @@ class CacheCosts:
         """Return the tokens that a new token attends to, including itself."""
         h2o, load = self._run.cache.h2o, self._run.workload
         steps = max(load.gen_len - 1, 1)
-        first, last = (cached(h2o, layer, load.prompt_len, new) for new in (0, steps - 1))
+        first, last = (num_cached(h2o, layer, load.prompt_len, new) for new in (0, steps - 1))
         if h2o is not None and h2o.budget_of == "text":
             return (first + last) / 2 + 1
         growing = last - first  # a token each step, up to the budget

@@ -22,7 +22,7 @@ from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.metrics.trace import GB
 from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, MemoryRow, plan_rows
 from flexgen_h2o.planning.planned_run import PlannedRun
-from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory, kept_heap
+from flexgen_h2o.storage.free_memory import MemoryLimits, free_heap_bytes, free_memory
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig
@@ -279,5 +279,5 @@ class MemoryCheck:
                            groups=self._groups)
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
-            limits = plan.before_loading(limits, kept=kept_heap(loaded_bytes))
-        return plan, limits.within(**self._most)
+            limits = plan.before_loading(limits, kept=free_heap_bytes(loaded_bytes))
+        return plan, limits.capped(**self._most)

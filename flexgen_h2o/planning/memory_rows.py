@@ -35,7 +35,7 @@ from flexgen_h2o.config.limits import (
     WRITE_BACK_TOKENS,
 )
 from flexgen_h2o.config.placement import TIERS
-from flexgen_h2o.h2o.budget import hot_slots, recalled
+from flexgen_h2o.h2o.budget import num_hot_slots, num_selected
 from flexgen_h2o.planning.planned_run import (
     PlannedRun,
     head_and_total_bytes,
@@ -114,7 +114,7 @@ def _attention_scratch(run: PlannedRun) -> int:
     tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token per task, or on a GPU a normalizer of each query head.
     prefill = 4 * (lanes + tasks * tokens)
-    if not cache.plain or run.pass_rows < load.prompt_len:
+    if not cache.is_unquantized_full or run.pass_rows < load.prompt_len:
         # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     most = held + SLOT_TILE
@@ -205,7 +205,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
             gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
         yield MemoryRow(name, gpu, cpu, disk if run.writes_weights else 0)
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
-    buffers, options = 0, run.weights.widest
+    buffers, options = 0, run.weights.with_largest_layouts
     if run.shards_weights and away > 0:
         buffers = SHARD_BUFFERS * _shard_bytes(run, head=not kept)
     elif away > 0:
@@ -226,7 +226,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
 
 def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
     """Return the bytes of a row shard buffer for a layer, and with `head` for the head's matrix."""
-    model, options = run.model, run.weights.widest
+    model, options = run.model, run.weights.with_largest_layouts
     layer = part_bytes(options, model.layer_shapes(), run.itemsize)
     shapes = {*model.layer_shapes().matrices}
     if head and run.is_last_stage:
@@ -270,7 +270,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         yield MemoryRow("hot set", 0, in_memory)
     if run.has_hot_set:
         yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, held, record))
-    here, host = _staging_bytes(run, cached, record=record, most=max(held),
+    here, host = _staging_bytes(run, cached, record=record, max_tokens=max(held),
                                 staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Buffers for queries, keys and values sent to the host, and for its results.
@@ -278,7 +278,7 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         here, host = here + STARTED_BATCHES * rows, host + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
-        more = _staging_bytes(run, placed, record=plain, most=load.prompt_len)
+        more = _staging_bytes(run, placed, record=plain, max_tokens=load.prompt_len)
         here, host = here + more[0], host + more[1]
     yield MemoryRow("cache buffers", here, host)
     yield _prompt_cache_row(run, placed)
@@ -294,7 +294,7 @@ def _paged_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow
     """
     host, disk, heads = 0, 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
-        fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        fast = num_hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
         if not fast:
             disk += record * most
             continue
@@ -313,24 +313,24 @@ def _hot_set_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
     """
     nbytes, heads = 0, run.model.num_kv_heads
     for layer, most in enumerate(held):
-        fast = hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+        fast = num_hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
         if fast:
             nbytes += record * (fast + 1) + heads * 4 * (2 * most + 2 * fast)
     return run.workload.num_gpu_batches * nbytes
 
 
-def _staging_bytes(run: PlannedRun, counts: tuple[int, int, int], *, record: int, most: int,
+def _staging_bytes(run: PlannedRun, counts: tuple[int, int, int], *, record: int, max_tokens: int,
                    staged_host: bool = True) -> tuple[int, int]:
     """Return the bytes in compute and host memory to stage a cache on other tiers.
 
-    `counts` are a batch's sequences on (gpu, cpu, disk), `most` the slots of the largest layer,
-    `record` the bytes of a slot. With `staged_host`, the cache in host memory beside a GPU is
-    staged too.
+    `counts` are a batch's sequences on (gpu, cpu, disk), `max_tokens` the slots of the largest
+    layer, `record` the bytes of a slot. With `staged_host`, the cache in host memory beside a GPU
+    is staged too.
     """
     _, cpu, disk = counts
     model = run.model
     fetched = disk + (cpu if run.has_gpu and staged_host else 0)
-    staging = CACHE_BUFFERS * fetched * most * record
+    staging = CACHE_BUFFERS * fetched * max_tokens * record
     # A write-back log holds the newest records of each layer, and the slot of each KV head.
     log = WRITE_BACK_TOKENS * model.num_layers * (record + 8 * model.num_kv_heads)
     logs = disk * run.workload.num_gpu_batches * log
@@ -372,7 +372,7 @@ def _index_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryR
     layout = IndexLayout(model.head_dim, h2o.index_bits)
     sequence = load.num_gpu_batches * model.num_kv_heads * sum(
         layout.nbytes(slots) for layer, slots in enumerate(held)
-        if recalled(h2o, layer, load.prompt_len) is not None)
+        if num_selected(h2o, layer, load.prompt_len) is not None)
     return MemoryRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
 
 

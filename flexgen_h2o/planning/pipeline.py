@@ -136,7 +136,7 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
         Nothing fits; the message says what is missing.
     """
     layers = math.ceil(request.model.num_layers / ranks)
-    part = replace(request, model=request.model.part(0, layers), groups=ranks)
+    part = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)
     found = []
     for each in search(hardware, part, limits):
         run = replace(each.run, model=request.model, groups=1)

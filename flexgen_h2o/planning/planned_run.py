@@ -22,7 +22,7 @@ from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
-from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.h2o.budget import budget, num_slots
 from flexgen_h2o.storage.placement import place_experts
 
 if TYPE_CHECKING:
@@ -199,12 +199,12 @@ class PlannedRun:
         It has the stage's layers, and the embedding or head if the stage has them.
         """
         choices = self.policy.expert_choices
-        policy = replace(self.policy, expert_choices=choices and choices.part(
+        policy = replace(self.policy, expert_choices=choices and choices.slice_layers(
             stage.first, stage.last))
         return replace(self, stage=stage, policy=policy,
-                       weights=self.weights.part(stage.first, stage.last),
+                       weights=self.weights.slice_layers(stage.first, stage.last),
                        groups=min(groups, self.workload.num_gpu_batches),
-                       model=self.model.part(stage.first, stage.last),
+                       model=self.model.slice_layers(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
 
     @property
@@ -259,8 +259,8 @@ class PlannedRun:
     def missed(self, sequences: float, tokens: float) -> float:
         """Return the share of the chosen experts outside compute memory that no slot holds."""
         every, choices = max(self.num_experts, 1), self.policy.expert_choices
-        kept = self.model.experts.kept(sequences * tokens, self.offloaded_experts,
-                                       self.expert_slots)
+        kept = self.model.experts.resident_slots(sequences * tokens, self.offloaded_experts,
+                                                 self.expert_slots)
         if choices is None:  # all experts are taken to be chosen equally often
             return 1 - kept / max(self.offloaded_experts, kept, 1)
         first = 1 - self.offloaded_experts / every
@@ -295,7 +295,8 @@ class PlannedRun:
         """Bytes of an expert slot: three matrices, each with a page of slack at both ends."""
         if self.model.experts is None:
             return 0
-        largest = part_bytes(self.weights.widest, self.model.expert_shapes(), self.itemsize)
+        largest = part_bytes(self.weights.with_largest_layouts, self.model.expert_shapes(),
+                             self.itemsize)
         return largest + 6 * mmap.PAGESIZE
 
     @property
@@ -329,7 +330,8 @@ class PlannedRun:
     def gathers_prompts(self) -> bool:
         """True if a chunked prefill gathers whole prompts before it cuts or quantizes them."""
         chunks = self.pass_rows < self.workload.prompt_len
-        return chunks and not (self.cache.plain or self.cache.simulated or self.evicts_chunks)
+        return chunks and not (self.cache.is_unquantized_full or self.cache.simulated
+                               or self.evicts_chunks)
 
     @property
     def evicts_chunks(self) -> bool:
@@ -394,7 +396,7 @@ def kv_entry_bytes(options: CacheOptions, model: ModelConfig, itemsize: int) -> 
 def layer_slots(options: CacheOptions, model: ModelConfig, workload: Workload) -> tuple[int, ...]:
     """Return the largest number of slots of a sequence in each decoder layer."""
     # The last token that is generated is never cached.
-    return tuple(slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
+    return tuple(num_slots(options.h2o, layer, workload.prompt_len, workload.gen_len - 1)
                  for layer in range(model.num_layers))
 
 

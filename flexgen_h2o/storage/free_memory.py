@@ -24,7 +24,7 @@ class MemoryLimits:
         """Return the bytes of a tier; None for the GPU without one."""
         return getattr(self, f"{tier}_bytes")
 
-    def within(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
+    def capped(self, cpu: int | None, gpu: int | None) -> MemoryLimits:
         """Return the limits with upper bounds on host memory and the GPU; None: no bound."""
         def bound(free: int | None, limit: int | None) -> int | None:
             return free if None in (free, limit) else min(free, limit)
@@ -75,7 +75,7 @@ def resident_bytes() -> int:
     return psutil.Process().memory_info().rss
 
 
-def kept_heap(resident: int) -> int:
+def free_heap_bytes(resident: int) -> int:
     """Return the bytes that the allocator keeps for reuse, of those that this process has allocated
     since it had `resident` bytes; 0 if the allocator is not glibc's."""
     try:

@@ -111,7 +111,7 @@ def test_what_is_cached_is_what_the_engine_caches(size):
     cut = Cut(context, size.heavy, size.recent)
     reference.select_heavy_hitters(k[:context], v[:context], scores, cuts=[cut], slots=slots,
                                    state=state)
-    cached = eviction.kept(cut)
+    cached = eviction.num_cached(cut)
     rows = [row for _, block in logit_blocks(q, k, begin=context) for row in block.unbind(2)]
     for t, row in enumerate(rows, context):
         metadata = torch.tensor([[cached], [t + 1], [size.recent], [int(cached == size.total)]],

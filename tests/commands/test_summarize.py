@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.launch import llm_arguments
-from flexgen_h2o.cli.parser import own_fields
+from flexgen_h2o.cli.parser import flag_fields
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import summarize
 from flexgen_h2o.commands.summarize import SummarizeOptions, parse_args, summaries
@@ -447,7 +447,7 @@ def test_every_flag_has_both_spellings_and_its_help(capsys):
         summarize.main(["--help"])
     assert done.value.code == 0
     words = capsys.readouterr().out.replace(",", " ").split()
-    for spec in own_fields(SummarizeOptions):
+    for spec in flag_fields(SummarizeOptions):
         assert {f"--{spec.name}", f"--{spec.name.replace('_', '-')}"} <= set(words)
     one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
                   for mark in "-_")

@@ -212,7 +212,7 @@ def test_each_rank_keeps_the_experts_chosen_most_often_in_its_own_layers(tiny_mo
 
     in_ranks(2, work)
     for rank, first, last in ((0, 0, 2), (1, 2, 3)):
-        ranked = [tiers[rank][key] for key in RISING.part(first, last).ranked]
+        ranked = [tiers[rank][key] for key in RISING.slice_layers(first, last).ranked]
         half = 3 * (last - first)
         assert ranked == ["gpu"] * half + ["cpu"] * half
 
@@ -229,7 +229,7 @@ def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
                     llm.generate(prompts)
                 return llm.follow()
             for call in (lambda: llm.score([([1], [2])]), llm.stream,
-                         lambda: llm.fit_batch(prompt_len=1, gen_len=1, most=2),
+                         lambda: llm.fit_batch(prompt_len=1, gen_len=1, max_batch_size=2),
                          lambda: llm.probe([([1], [2])], lambda *_: None)):
                 with pytest.raises(UserError, match="for one rank"):
                     call()
@@ -257,7 +257,7 @@ def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
         with LLM(str(tiny.folder), pipeline=pipeline, device="cpu", dtype="float32",
                  progress=False) as llm:
             if pipeline.rank:
-                plan_with(llm, lambda workload, limits: limits.within(
+                plan_with(llm, lambda workload, limits: limits.capped(
                     cpu=0 if workload.prompt_len > 15 else None, gpu=None))
                 return llm.follow()
             with pytest.raises(InsufficientMemory, match="rank 1: .*does not fit"):

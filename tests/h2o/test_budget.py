@@ -5,18 +5,20 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
+from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 
 
 def test_full_cache_counts():
     for h2o in (None, H2OConfig(), H2OConfig(heavy_ratio=1.0, sink_tokens=3)):
         assert budget(h2o, 0, 7) is None
-        assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (7, 12, 12)
+        assert (num_cached(h2o, 0, 7, 0), num_cached(h2o, 0, 7, 5),
+                num_slots(h2o, 0, 7, 5)) == (7, 12, 12)
 
 
 def test_simulation_needs_the_full_cache():
     h2o = H2OConfig(heavy_tokens=2, simulate=True)
-    assert (kept(h2o, 0, 7), cached(h2o, 0, 7, 5), slots(h2o, 0, 7, 5)) == (4, 4, 12)
+    assert (num_cached(h2o, 0, 7, 0), num_cached(h2o, 0, 7, 5),
+            num_slots(h2o, 0, 7, 5)) == (4, 4, 12)
 
 
 @given(st.integers(1, 1000), st.integers(1, 10_000))
@@ -58,11 +60,12 @@ def test_a_budget_of_the_text_grows_a_token_a_step_at_most(data):
     for new in range(200):
         if new:
             held = min(held + 1, budget(h2o, 0, prompt_len, new).total)
-        assert (cached(h2o, 0, prompt_len, new), slots(h2o, 0, prompt_len, new)) == (held, held)
+        assert num_cached(h2o, 0, prompt_len, new) == held
+        assert num_slots(h2o, 0, prompt_len, new) == held
 
 
 def test_ratios_of_the_prompt_and_of_the_text():
     for of, total in (("prompt", 20), ("text", 30)):
         h2o = H2OConfig(heavy_ratio=0.1, budget_of=of)
         assert budget(h2o, 0, 100).total == 20
-        assert budget(h2o, 0, 100, 50).total == cached(h2o, 0, 100, 59) == total
+        assert budget(h2o, 0, 100, 50).total == num_cached(h2o, 0, 100, 59) == total

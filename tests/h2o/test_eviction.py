@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import KERNELS, H2OConfig
-from flexgen_h2o.h2o.budget import Budget, budget, cached, kept, slots
+from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, Eviction, eviction_of
 
 
@@ -48,7 +48,7 @@ class Cache:
         sizes = [budget(self.h2o, self.layer, n) for n in self.prompts]
         self.cuts = [Cut(n, size.heavy, size.recent) if size else Cut(n, n, 0)
                      for n, size in zip(self.prompts, sizes, strict=True)]
-        most = max(slots(self.h2o, self.layer, n, self.new) for n in self.prompts)
+        most = max(num_slots(self.h2o, self.layer, n, self.new) for n in self.prompts)
         shape = (len(self.prompts), self.rows.shape[1], most)
         self.scores = torch.zeros(shape)
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32)
@@ -59,9 +59,9 @@ class Cache:
             for query in range(cut.length):
                 scores = scores * self.eviction.decay + self.rows[s, :, query, : cut.length]
             index = self.eviction.select(scores, cut)
-            count = kept(self.h2o, self.layer, cut.length)
+            count = num_cached(self.h2o, self.layer, cut.length, 0)
             assert index.dtype == torch.int64 and index.shape == (len(scores), count)
-            assert self.eviction.kept(cut) == count
+            assert self.eviction.num_cached(cut) == count
             self.scores[s, :, :count] = scores.gather(1, index)
             self.positions[s, :, :count] = index
 
@@ -77,8 +77,8 @@ class Cache:
                                         recent=recent)
         assert victims.dtype == torch.int64 and (victims >= 0).all()
         for s, length in enumerate(self.prompts):
-            before = cached(self.h2o, self.layer, length, number - 1)
-            grows = cached(self.h2o, self.layer, length, number) > before
+            before = num_cached(self.h2o, self.layer, length, number - 1)
+            grows = num_cached(self.h2o, self.layer, length, number) > before
             for head in range(len(self.rows[s])):
                 slot = before if grows else victims[s, head]
                 self.positions[s, head, slot] = query[s]
@@ -114,9 +114,9 @@ def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, laye
 
 def hold_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
     """`counts` are the tokens that the definition caches, after the cut and each new token."""
-    assert kept(h2o, layer, prompt_len) == counts[0]
-    assert [cached(h2o, layer, prompt_len, n) for n in range(len(counts))] == counts
-    assert [slots(h2o, layer, prompt_len, n) for n in range(len(counts))] == [
+    assert num_cached(h2o, layer, prompt_len, 0) == counts[0]
+    assert [num_cached(h2o, layer, prompt_len, n) for n in range(len(counts))] == counts
+    assert [num_slots(h2o, layer, prompt_len, n) for n in range(len(counts))] == [
         max(counts[: n + 1]) for n in range(len(counts))]
 
 

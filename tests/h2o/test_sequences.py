@@ -12,7 +12,7 @@ from helpers.definition import Definition, by_hand
 from helpers.kernel_cases import MIXED, of_form
 
 from flexgen_h2o.config.h2o import KERNELS, H2OConfig
-from flexgen_h2o.h2o.budget import budget, slots
+from flexgen_h2o.h2o.budget import budget, num_slots
 from flexgen_h2o.h2o.eviction import EMPTY, Cut, decode_metadata, eviction_of, new_state
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.reference import attention as reference
@@ -36,7 +36,7 @@ class Heads:
     def __post_init__(self) -> None:
         self.dtype, self.layout = of_form(self.form, DIM)
         eviction = eviction_of(self.h2o)
-        n = max(slots(self.h2o, 0, length, self.new) for length in self.prompts)
+        n = max(num_slots(self.h2o, 0, length, self.new) for length in self.prompts)
         rope = None
         if self.h2o.positions == "rolling":  # by an angle of 0: ranks alone are looked at
             rope = torch.ones(n + 1, DIM // 2), torch.zeros(n + 1, DIM // 2)

@@ -266,7 +266,7 @@ def select_case(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None, 
     torch.default_generator.manual_seed(len(cuts) + sum(cut.length for cut in cuts) + dim)
     eviction = eviction or Eviction()
     dtype, layout = of_form(form, dim)
-    rows, n = sum(cut.length for cut in cuts), max(map(eviction.kept, cuts)) + 2
+    rows, n = sum(cut.length for cut in cuts), max(map(eviction.num_cached, cuts)) + 2
     k = torch.randn(rows, kv_heads, dim + 2).to(dtype)[..., :dim]
     v = torch.randn(kv_heads, rows, dim).to(dtype).transpose(0, 1)
     scores = None if draw is None else draw(kv_heads, rows + 3)[:, :rows]

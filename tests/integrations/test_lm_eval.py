@@ -442,15 +442,16 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
 
         def poor(workload, limits):
             asked.append(workload.gpu_batch_size)
-            return limits.within(cpu=0, gpu=None) if asked[-1] > 4 else limits
+            return limits.capped(cpu=0, gpu=None) if asked[-1] > 4 else limits
 
         plan_with(llm, poor)
-        assert llm.fit_batch(prompt_len=10, gen_len=2, most=12) == 4 and asked == [12, 8, 4]
+        assert llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=12) == 4
+        assert asked == [12, 8, 4]
         assert llm.policy.gpu_batch_size == 4
         llm.generate([[5, 6]], max_new_tokens=1)
         assert llm.stats.gpu_batch_size == 4
         with pytest.raises(UserError, match="most must be at least 1"):
-            llm.fit_batch(prompt_len=10, gen_len=2, most=0)
+            llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=0)
 
 
 # Arguments

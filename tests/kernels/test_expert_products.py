@@ -77,13 +77,13 @@ def test_threads_change_nothing(bits):
             found.append(torch.zeros(rows, 64))
             with threads(team):
                 native_experts.experts(x, ids, shares, table_of(made), found[-1], function="silu",
-                                       most=64)
+                                       max_rows=64)
         assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("way", SETS)
 @pytest.mark.parametrize("normalise", [True, False])
-def test_routes_are_those_of_the_reference(way, normalise):
+def test_routes_are_those_of_the_reference(way, normalize):
     """With a bias and without."""
     for rows, hidden, count, each in ((1, 64, 8, 2), (9, 131, 37, 8), (3, 5, 4, 4)):
         generator = torch.Generator().manual_seed(rows)
@@ -94,16 +94,17 @@ def test_routes_are_those_of_the_reference(way, normalise):
         bias[1] = bias[0]
         for added in (None, bias):
             with using(way):
-                ids, shares = native_experts.route(x, router, added, each=each, normalise=normalise)
-            wanted, parts = reference_layers.route(x, router, added, each=each,
-                                                    normalise=normalise)
+                ids, shares = native_experts.route(x, router, added, per_token=each,
+                                                   normalize=normalize)
+            wanted, parts = reference_layers.route(x, router, added, per_token=each,
+                                                    normalize=normalize)
             assert torch.equal(ids, wanted)
             torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 
 
 def test_no_number_chooses_experts_all_the_same():
     ids, _ = native_experts.route(torch.full((2, 8), float("nan")).bfloat16(),
-                           torch.ones(4, 8).bfloat16(), each=3, normalise=True)
+                           torch.ones(4, 8).bfloat16(), per_token=3, normalize=True)
     assert ((ids >= 0) & (ids < 4)).all()
 
 
@@ -111,21 +112,22 @@ def test_what_does_not_hold_together_is_refused():
     x, ids, shares, made = case(2, 16, 8, 3, 2, 16)
     table, sums = table_of(made), torch.zeros(2, 16)
     with pytest.raises(ValueError, match="points outside"):
-        native_experts.experts(x, ids + 3, shares, table, sums, function="silu", most=4)
+        native_experts.experts(x, ids + 3, shares, table, sums, function="silu", max_rows=4)
     with pytest.raises(ValueError, match="x must be"):
-        native_experts.experts(x[:, :8], ids, shares, table, sums[:, :8], function="silu", most=4)
+        native_experts.experts(x[:, :8], ids, shares, table, sums[:, :8], function="silu",
+                               max_rows=4)
     with pytest.raises(ValueError, match="up to 64 rows"):
-        native_experts.experts(x, ids, shares, table, sums, function="silu", most=65)
+        native_experts.experts(x, ids, shares, table, sums, function="silu", max_rows=65)
     with pytest.raises(ValueError, match="belong together"):
         table.put(0, made[0][0], made[0][1], made[0][0])
     with pytest.raises(ValueError, match="down_bias must be"):
         table.put(0, *made[0], biases=[torch.zeros(8).bfloat16()] * 3)
     with pytest.raises(ValueError, match="4 of 3 experts"):
-        native_experts.route(x, torch.ones(3, 16).bfloat16(), each=4, normalise=True)
+        native_experts.route(x, torch.ones(3, 16).bfloat16(), per_token=4, normalize=True)
     assert not sums.any()
     for number in range(3):
         table.drop(number)
-    native_experts.experts(x, ids, shares, table, sums, function="silu", most=4)
+    native_experts.experts(x, ids, shares, table, sums, function="silu", max_rows=4)
     assert not sums.any(), "none is there"
 
 

@@ -128,7 +128,7 @@ def test_heads_tokens_and_slots_that_are_not_there_are_refused(file, fetch, wron
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
 def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
-    runs = list(runs_of(numbers, gap=gap, most=most))
+    runs = list(runs_of(numbers, gap=gap, max_records=most))
     assert [place for mine, _ in runs for place in mine] == list(range(len(numbers)))
     for mine, run in runs:
         inside = {numbers[place] for place in mine}

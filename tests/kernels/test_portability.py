@@ -318,11 +318,13 @@ def make_layer_calls() -> None:
         made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
                 for _ in range(3)]
         x = torch.randn(7, 70).bfloat16()
-        ids, shares = native_experts.route(x, torch.randn(4, 70).bfloat16(), each=2, normalise=True)
+        ids, shares = native_experts.route(x, torch.randn(4, 70).bfloat16(), per_token=2,
+                                           normalize=True)
         table = native_experts.ExpertTable(4)
         for number, matrices in enumerate(made):
             table.put(number, *matrices)
-        native_experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu", most=7)
+        native_experts.experts(x, ids, shares, table, torch.zeros(7, 70), function="silu",
+                               max_rows=7)
 
 
 def random_matrix(outputs: int, inputs: int, bits: float) -> torch.Tensor | QuantizedMatrix:

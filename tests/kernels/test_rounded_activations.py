@@ -146,8 +146,8 @@ def test_experts_round_too(form):
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(9)])
     shares = torch.rand(9, 2)
     sums, expected = torch.zeros(9, 70), torch.zeros(9, 70)
-    native_experts.experts(x, ids, shares, table, sums, function="silu", most=16)
-    reference_layers.experts(x, ids, shares, matrices, expected, function="silu", most=16)
+    native_experts.experts(x, ids, shares, table, sums, function="silu", max_rows=16)
+    reference_layers.experts(x, ids, shares, matrices, expected, function="silu", max_rows=16)
     torch.testing.assert_close(sums, expected, rtol=0.03, atol=0.03 * expected.abs().max().item())
 
 

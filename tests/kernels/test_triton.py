@@ -367,7 +367,7 @@ def check_select(cuts, *, form=torch.float32, dim=16, kv_heads=2, eviction=None,
     k = random(rows, kv_heads, dim + 2, dtype=dtype)[..., :dim]
     v = random(kv_heads, rows, dim, dtype=dtype).transpose(0, 1)
     scores = None if draw is None else draw((kv_heads, rows + 3))[:, :rows]
-    n = max(eviction.kept(cut) for cut in cuts) + 2
+    n = max(eviction.num_cached(cut) for cut in cuts) + 2
     shape = (sequences, kv_heads, n)
     kinds, width, kind = (2, dim, dtype) if layout is None else (
         layout.kinds, layout.width, torch.uint8)

@@ -20,7 +20,7 @@ from flexgen_h2o.config.h2o import add_windows
 from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import Budget, budget, cached, slots
+from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import layer_slots
 
@@ -169,7 +169,8 @@ def test_budgets_on_window_layers():
     forms = (AttentionForm(window=8), AttentionForm())
     alone = add_windows(None, forms)
     assert [budget(alone, layer, 50) for layer in (0, 1)] == [Budget(0, 7), None]
-    assert [slots(alone, 0, *size) for size in ((3, 2), (3, 4), (3, 9), (50, 1))] == [5, 7, 7, 7]
+    assert [num_slots(alone, 0, *size) for size in ((3, 2), (3, 4), (3, 9), (50, 1))] == [5, 7, 7,
+                                                                                          7]
     assert alone.without_windows().is_full and not alone.is_full and not alone.scored
 
     def of(layer=0, **options):
@@ -182,7 +183,7 @@ def test_budgets_on_window_layers():
     assert of(heavy_tokens=4) == of(heavy_ratio=0.1) == of(heavy_ratio=1.0) == Budget(0, 7)
     assert of(heavy_tokens=2, evict_generated=False) == Budget(0, 7)
     prompts_only = add_windows(H2OConfig(heavy_tokens=2, evict_generated=False), forms)
-    assert [cached(prompts_only, layer, 50, 9) for layer in (0, 1)] == [7, 13]
+    assert [num_cached(prompts_only, layer, 50, 9) for layer in (0, 1)] == [7, 13]
     assert add_windows(alone, forms) == alone and add_windows(alone, forms[1:]).is_full
     assert add_windows(None, forms[1:]) is None
 

@@ -54,7 +54,7 @@ def test_two_runs_are_as_one():
     first = make_stats(decode_slots=30, idle_slots=6, peak_device_bytes=7)
     second = make_stats(decode_slots=10, idle_slots=4, peak_device_bytes=3,
                         links={"disk->cpu": (10**9, 0.5), "cpu->disk": (5, 1.0)})
-    both = first.followed_by(second)
+    both = first.merge(second)
     assert both == make_stats(
         num_prompts=8, prompt_tokens=800, generated_tokens=88, prefill_seconds=4.0,
         decode_seconds=8.0, step_seconds=[0.4] * 20, decode_slots=40, idle_slots=10,
@@ -189,7 +189,7 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
     assert make_stats().expert_hit_rate is None and "experts" not in stats_table(make_stats())
     one = make_stats(expert_touches=9, expert_hits=2, expert_loads=6, expert_guesses=1,
                      expert_bytes=4 * 10**9)
-    both = one.followed_by(one)
+    both = one.merge(one)
     assert both.expert_hit_rate == 0.25 and both.expert_bytes == 8 * 10**9
     assert "8.000 GB" in stats_table(both) and "25.0 % hits" in stats_table(both)
     here = make_stats(expert_touches=9)
@@ -204,7 +204,7 @@ def test_experts_in_the_table_and_in_the_row(tmp_path):
 def test_recall_in_the_table():
     assert "recall" not in stats_table(make_stats())
     one = make_stats(recall_hits=9, recall_loads=1, recall_guesses=4, recall_wait_seconds=0.5)
-    both = one.followed_by(one)
+    both = one.merge(one)
     assert both.recall_hit_rate == 0.9 and both.recall_guesses == 8
     assert "90.0 % in memory" in stats_table(both) and "1.000 s" in stats_table(both)
 

@@ -107,7 +107,7 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
     for bits in (AUTO, 16):  # all matrices of this file are in MXFP4, which is exact
         with LLM(str(source), dtype="float32", weight_bits=bits) as llm:
             found.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10])])))
-            kept = llm.weight_options.kept.values()
+            kept = llm.weight_options.layouts.values()
             assert len(kept) == (2 * (5 * 3 + 4) + 2 if bits == AUTO else 0)
             assert all(layout.mxfp4 for layout in kept)
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

@@ -69,7 +69,7 @@ def run(source: Path, tmp_path: Path, bits=AUTO, policy: Policy | None = None, *
 
 def values(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """A matrix by its own codes."""
-    layout = checkpoint.kept_layout(name)
+    layout = checkpoint.stored_layout(name)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     assert checkpoint.keep(name, layout, out)
     return reference_matrix.unpack_rows(out, layout, torch.arange(layout.outputs), torch.float32)
@@ -116,7 +116,7 @@ def test_fused_and_stacked_tensors(name, sizes, tmp_path):
     source = make(name, tmp_path, sizes, random=random)[1]
     _, exact, *_ = run(source, tmp_path, bits=16)
     tokens, scores, options, _ = run(source, tmp_path)
-    assert {(layout.bits, layout.group) for layout in options.kept.values()} == {
+    assert {(layout.bits, layout.group) for layout in options.layouts.values()} == {
         (4, 32), (6, 16), (8, 32)}
     assert (scores - exact).abs().max() < 0.05 and scores.std() > 0.5
     policy = Policy(weights=Placement(0, 0, 100))
@@ -125,15 +125,15 @@ def test_fused_and_stacked_tensors(name, sizes, tmp_path):
 
 def test_each_tensor_has_its_own_layout(mixed, tmp_path):
     *_, options, stats = run(mixed, tmp_path)
-    layouts = {name: (layout.bits, layout.group) for name, layout in options.kept.items()}
+    layouts = {name: (layout.bits, layout.group) for name, layout in options.layouts.items()}
     down = [layouts[f"model.layers.{layer}.mlp.down_proj.weight"] for layer in range(3)]
     assert down == [(4, 16), (6, 16), (4, 16)] and layouts[EMBED] == (6, 16)
     assert layouts["lm_head.weight"] == (6, 32)
-    assert options.kept["model.layers.0.mlp.up_proj.weight"].mxfp4
-    assert not options.plain and sum(
-        layout.nbytes for layout in options.kept.values()) < stats.weight_bytes
-    assert options.part(1, 2).kept.keys() == {
-        name for name in options.kept if ".layers." not in name or ".layers.1." in name}
+    assert options.layouts["model.layers.0.mlp.up_proj.weight"].mxfp4
+    assert not options.unquantized_shapes and sum(
+        layout.nbytes for layout in options.layouts.values()) < stats.weight_bytes
+    assert options.slice_layers(1, 2).layouts.keys() == {
+        name for name in options.layouts if ".layers." not in name or ".layers.1." in name}
 
 
 def test_the_plan_takes_the_bytes_that_are_loaded(mixed, experts, tmp_path):
@@ -158,11 +158,11 @@ def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
     *_, options, _ = run(experts, tmp_path)
     for layer, (bits, group) in enumerate(((4, 32), (6, 16))):
         for part in ("gate", "up"):
-            layout = options.kept[f"model.layers.{layer}.mlp.experts.3.{part}_proj.weight"]
+            layout = options.layouts[f"model.layers.{layer}.mlp.experts.3.{part}_proj.weight"]
             assert (layout.bits, layout.group) == (bits, group)
     checkpoint = GgufCheckpoint(read_header(experts))
     name = "model.layers.1.mlp.experts.3.gate_proj.weight"
-    layout = options.kept[name]
+    layout = options.layouts[name]
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     assert checkpoint.keep(name, layout, out)
     found = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
@@ -181,7 +181,7 @@ def test_experts_on_disk(experts, tmp_path, experts_on):
 def test_activations_are_rounded_too(mixed, tmp_path):
     _, exact, *_ = run(mixed, tmp_path)
     _, scores, options, _ = run(mixed, tmp_path, activation_bits=8)
-    assert options.activation_bits == 8 and options.kept
+    assert options.activation_bits == 8 and options.layouts
     assert 0 < (scores - exact).abs().max() < 1
 
 
@@ -189,8 +189,8 @@ def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
     for bits in (4, 8, 12):
         *_, options, stats = run(mixed, tmp_path, bits=bits)
         assert options.bits == bits and options.group == (64 if bits == 12 else 32)
-        assert all(layout.group == 32 and not layout.compact for layout in options.kept.values()
-                   if layout.bits == 4) and bool(options.kept) == (bits == 4)
+        assert all(layout.group == 32 and not layout.compact for layout in options.layouts.values()
+                   if layout.bits == 4) and bool(options.layouts) == (bits == 4)
         assert stats.weight_bits == bits
     name, layout = Q, MatrixLayout(256, 256, 4, 32)
     checkpoint = GgufCheckpoint(read_header(mixed))
@@ -230,10 +230,10 @@ def test_scales_beyond_float16_are_quantized_anew(tmp_path):
         file.seek(int(tensor.data_offset))
         file.write(np.array([60000], np.float16).tobytes())
     checkpoint = GgufCheckpoint(read_header(source))
-    layout = checkpoint.kept_layout(Q)
+    layout = checkpoint.stored_layout(Q)
     out, weight = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(256, 256)
     assert not checkpoint.keep(Q, layout, out)
-    form = WeightFormat(torch.float32, WeightOptions(kept={Q: layout}))
+    form = WeightFormat(torch.float32, WeightOptions(layouts={Q: layout}))
     QuantizingCheckpoint(checkpoint, {Q: Q}, form).read(Q, out)
     checkpoint.read(Q, weight)
     assert torch.equal(out, ops.quantize_matrix(weight, layout, search=True))
@@ -319,7 +319,7 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
 def test_smollm2():
     source = gguf_of("smollm2-135m")
     checkpoint = GgufCheckpoint(read_header(source))
-    layouts = [checkpoint.kept_layout(name) for name in checkpoint.names()]
+    layouts = [checkpoint.stored_layout(name) for name in checkpoint.names()]
     assert sum(layout is not None for layout in layouts) == 30 * 7 + 1
     whole = stored(source, "blk.0.attn_q.weight")
     expected = torch.cat([torch.cat((head[0::2], head[1::2])) for head in whole.chunk(9)])

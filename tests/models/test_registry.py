@@ -274,7 +274,7 @@ def test_biases_that_config_json_does_not_choose(model_type):
 def test_forms_of_attention_go_with_their_layers():
     config = replace(from_transformers(LLAMA | {"num_hidden_layers": 3}, "x"), attention=tuple(
         AttentionForm(window=window) for window in (3, 4, 5)))
-    assert [config.part(1, 3).form(layer).window for layer in (0, 1)] == [4, 5]
+    assert [config.slice_layers(1, 3).form(layer).window for layer in (0, 1)] == [4, 5]
     with pytest.raises(UserError, match="3 forms of attention for 2 layers"):
         replace(config, num_layers=2)
 

@@ -115,7 +115,7 @@ def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
 
 def test_the_matrices_whose_error_costs_most_have_six_bits():
     model = published("meta-llama/Llama-3.2-1B")  # 16 layers, tied
-    layouts = mixed_options(model).kept
+    layouts = mixed_options(model).layouts
     wide = {name for name, layout in layouts.items() if layout.bits == 6}
     assert wide == {"model.embed_tokens.weight", *(
         f"model.layers.{layer}.self_attn.{name}_proj.weight"
@@ -129,7 +129,7 @@ def test_the_matrices_whose_error_costs_most_have_six_bits():
     for stored, on_gpu in ((None, True), (awq, False)):
         assert weight_options(WeightOptions(), 4, model, stored, on_gpu=on_gpu) == WeightOptions(4)
     fp8 = Quantization("fp8")
-    assert weight_options(WeightOptions(), 4, model, fp8, on_gpu=False).kept == layouts
+    assert weight_options(WeightOptions(), 4, model, fp8, on_gpu=False).layouts == layouts
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -238,7 +238,7 @@ def test_percentages_are_of_quantized_bytes(tiny_model):
         here = sum(n for name, n in sizes.items() if store.tiers[name] == "gpu")
         assert abs(here - sum(sizes.values()) / 2) <= max(sizes.values())
         assert sum(n for name, n in sizes.items() if "norm" not in name and "bias" not in name
-                   ) == sum(layout.nbytes for layout in llm.weight_options.kept.values())
+                   ) == sum(layout.nbytes for layout in llm.weight_options.layouts.values())
 
 
 # The cache

@@ -103,8 +103,8 @@ def test_few_texts_say_little_of_others_and_many_much():
 
 def test_a_part_is_of_its_layers_and_runs_add_up():
     one = ExpertChoices(((1, 3), (), (5, 5)), 1, 4, 8, 6, "a.json")
-    assert one.part(1, 3) == ExpertChoices(((), (5, 5)), 1, 2, 4, 3)
-    assert (one.part(1, 3).source, one.part(1, 2).texts) == ("a.json", 0)
+    assert one.slice_layers(1, 3) == ExpertChoices(((), (5, 5)), 1, 2, 4, 3)
+    assert (one.slice_layers(1, 3).source, one.slice_layers(1, 2).texts) == ("a.json", 0)
     assert one + one == ExpertChoices(((2, 6), (), (10, 10)), 1, 8, 16, 12)
     assert sum_choices([None, one, None, one]) == one + one
     assert sum_choices([None, None]) is None

@@ -78,7 +78,7 @@ def test_experts_and_their_slots_in_the_memory_plan():
 def test_layers_without_experts_are_planned_by_their_own_sizes():
     """Their MLP is of what every token needs, and only the others' experts come and go."""
     mixed = replace(QWEN, dense_layers=(True,) * 12 + (False,) * 36)
-    assert (mixed.expert_layers, mixed.part(0, 12).experts) == (36, None)
+    assert (mixed.expert_layers, mixed.slice_layers(0, 12).experts) == (36, None)
     runs = [planned(weights=(0, 100), model=model, batch=(2, 3), gpu=True,
                     experts=Placement(0, 0, 100)) for model in (QWEN, mixed)]
     assert runs[1].num_experts == 36 * 128
@@ -203,7 +203,7 @@ def test_each_rank_of_a_pipeline_goes_by_its_own_layers():
 def test_a_part_of_like_layers_is_shrunk_as_the_whole():
     layer = tuple(range(60_000, 124_000, 1000)) * 2
     whole = ExpertChoices((layer,) * 48, 8, 48 * 1000, 48 * 1_464_000, 48 * 20_000)
-    uses = [ExpertUse(each) for each in (whole, whole.part(12, 24))]
+    uses = [ExpertUse(each) for each in (whole, whole.slice_layers(12, 24))]
     assert uses[0].locality == pytest.approx(uses[1].locality)
     assert max(uses[0].frequencies) == pytest.approx(max(uses[1].frequencies))
     assert 8 / 128 < max(uses[0].frequencies) < 8 * max(layer) / sum(layer), "shrunk, not all"
@@ -236,11 +236,11 @@ def test_a_choice_of_an_expert_takes_what_a_row_takes_beside_products():
 
 def test_slots_keep_what_is_not_on_its_way():
     experts = ExpertsConfig(128, 8, 768)
-    assert experts.kept(1, 1000, 100) == pytest.approx(100 - 16)
-    assert experts.kept(0.5, 1000, 100) > 100 - 16, "half a token chooses fewer"
-    assert experts.kept(32, 1000, 100) == 100 - MAX_EXPERT_LOADS
-    assert experts.kept(32, 1000, 10) == 0
-    assert experts.kept(32, 100, 100) == 100, "nothing has to come"
+    assert experts.resident_slots(1, 1000, 100) == pytest.approx(100 - 16)
+    assert experts.resident_slots(0.5, 1000, 100) > 100 - 16, "half a token chooses fewer"
+    assert experts.resident_slots(32, 1000, 100) == 100 - MAX_EXPERT_LOADS
+    assert experts.resident_slots(32, 1000, 10) == 0
+    assert experts.resident_slots(32, 100, 100) == 100, "nothing has to come"
 
 
 @pytest.mark.parametrize(("hardware", "gpu", "cpu"), [

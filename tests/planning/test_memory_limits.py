@@ -63,9 +63,9 @@ def needed(tier: str, options, policy=None) -> int:
 
 def test_bounds_only_lower_what_is_free():
     free = MemoryLimits(10, 20, 30)
-    assert free.within(cpu=5, gpu=7) == MemoryLimits(7, 5, 30)
-    assert free.within(cpu=50, gpu=70) == free.within(cpu=None, gpu=None) == free
-    assert MemoryLimits(None, 20, 30).within(cpu=None, gpu=5) == MemoryLimits(None, 20, 30)
+    assert free.capped(cpu=5, gpu=7) == MemoryLimits(7, 5, 30)
+    assert free.capped(cpu=50, gpu=70) == free.capped(cpu=None, gpu=None) == free
+    assert MemoryLimits(None, 20, 30).capped(cpu=None, gpu=5) == MemoryLimits(None, 20, 30)
 
 
 def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):

@@ -20,7 +20,7 @@ from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.h2o.budget import kept
+from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.models import family
 from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.planning import memory_rows, planned_run
@@ -29,8 +29,8 @@ from flexgen_h2o.storage.free_memory import (
     MemoryLimits,
     cgroup_free,
     cgroup_limit,
+    free_heap_bytes,
     free_memory,
-    kept_heap,
     resident_bytes,
     whole_memory,
 )
@@ -449,7 +449,7 @@ def test_workspace_of_attention(monkeypatch, has_gpu, cache):
     load = replace(LOAD, prompt_len=100_000)
     run = planned_run.PlannedRun(LLAMA_8B, make_policy(*ALL_GPU), load, 2, has_gpu, False, cache)
     by_thread = 0 if has_gpu else 3 * (128 * 100_000 + 64 * (8 * 128 + 256))
-    copies = 0 if cache.plain else 100_000 * 2 * 8 * 128 * 4
+    copies = 0 if cache.is_unquantized_full else 100_000 * 2 * 8 * 128 * 4
     prefill = 4 * (by_thread + (64 + 4 * 32) * 100_000) + copies
     slots = 20_000 if cache.evicts else 100_031
     decode = 4 * (64 + 4 * 32) * (slots + 64 + 2 * 128)
@@ -508,7 +508,7 @@ def test_any_cache_is_between_its_prompt_and_the_full_one(h2o, bits, chunk, leng
         assert plan.total(tier) == sum(getattr(row, tier) for row in plan.rows)
     cached, most = (sum(rows(p)["cache"]) for p in (plan, full))
     vector = 256 if bits == 16 else GroupLayout(length=128, bits=bits).nbytes
-    cut = sum(kept(h2o, layer, load.prompt_len) for layer in range(32))
+    cut = sum(num_cached(h2o, layer, load.prompt_len, 0) for layer in range(32))
     sequences = load.gpu_batch_size * load.num_gpu_batches
     assert cut * sequences * 2 * 8 * vector <= cached <= most
     assert most == sequences * (load.prompt_len + load.gen_len - 1) * 32 * 4096
@@ -618,8 +618,8 @@ def test_code_that_runs_is_not_free(tmp_path, names, place, line, inactive, acti
 
 def test_what_was_freed_is_kept_for_the_next():
     before = resident_bytes()
-    assert before > 1 << 20 and kept_heap(before + (1 << 40)) == 0
-    assert 0 <= kept_heap(0) <= resident_bytes()
+    assert before > 1 << 20 and free_heap_bytes(before + (1 << 40)) == 0
+    assert 0 <= free_heap_bytes(0) <= resident_bytes()
 
 
 def test_cgroup_path_of_the_host_falls_back_to_the_root(tmp_path):

@@ -141,7 +141,7 @@ def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, leng
     gap, count = 1000, 4_000_000
     there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
     records = (there.nonzero() + torch.arange(length)).flatten().unique()
-    runs = [run for _, run in runs_of(records.tolist(), gap=gap - 1, most=2 * count)]
+    runs = [run for _, run in runs_of(records.tolist(), gap=gap - 1, max_records=2 * count)]
     nbytes, requests = read_shares(groups, (length - 1) / gap)
     assert sum(map(len, runs)) / count == pytest.approx(nbytes, rel=0.1, abs=0.03)
     assert len(runs) * gap / count == pytest.approx(requests, rel=0.1, abs=0.03)

@@ -14,9 +14,9 @@ from flexgen_h2o.cli.parser import (
     Parser,
     build_parser,
     check_files,
-    check_own,
+    check_flags,
+    flag_fields,
     given_flags,
-    own_fields,
 )
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
@@ -157,7 +157,7 @@ class BatchOptions:
     )
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
         if self.input is None:
             raise UserError("give --input, a .jsonl file of requests")
         if self.output is None and not self.dry_run:
@@ -279,7 +279,7 @@ def parser() -> Parser:
     specs = {spec.name: spec for spec in fields(RunConfig)
              if (spec.metadata["group"] in _SHARED_GROUPS or spec.name in _SHARED)
              and spec.name not in _UNSUPPORTED}
-    specs |= {spec.name: spec for spec in (*fields(_SharedFlags), *own_fields(BatchOptions))}
+    specs |= {spec.name: spec for spec in (*fields(_SharedFlags), *flag_fields(BatchOptions))}
     return build_parser(
         specs.values(), command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
@@ -299,7 +299,7 @@ def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
             raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
     if "hardware" in given and not dry_run:
         raise UserError("--hardware describes another machine: add --dry-run")
-    own = {spec.name: given.pop(spec.name) for spec in own_fields(BatchOptions)
+    own = {spec.name: given.pop(spec.name) for spec in flag_fields(BatchOptions)
            if spec.name in given}
     if isinstance(own.get("input"), str) and not own["input"].endswith(".jsonl"):
         raise UserError(f"--input must name a .jsonl file, got {own['input']!r}")

@@ -350,7 +350,7 @@ class Job:
             stats = self._llm.stats
             if stats is not None and stats is not before:
                 if self.stats is not None:
-                    stats = self.stats.followed_by(stats)
+                    stats = self.stats.merge(stats)
                     if len(stats.step_seconds) > _MAX_STEP_TIMES:
                         stats = replace(stats, step_seconds=stats.step_seconds[::2])
                 self.stats = stats

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 
 from flexgen_h2o.cli import parser as flag_parser
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.parser import check_own
+from flexgen_h2o.cli.parser import check_flags
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag
 from flexgen_h2o.commands.doctor import facts
@@ -54,7 +54,7 @@ class DoctorOptions:
     )
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
 
 
 def parser() -> flag_parser.Parser:

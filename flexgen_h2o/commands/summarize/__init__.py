@@ -18,8 +18,8 @@ from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.launch import open_llm
 from flexgen_h2o.cli.parser import (
     Parser,
+    check_flags,
     check_from_csv,
-    check_own,
     check_placed,
     command_parser,
     parse,
@@ -112,7 +112,7 @@ class SummarizeOptions:
     from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
         outputs: list[tuple[str, str]] = []
         if self.from_csv is None:
             self._check_run()

@@ -14,7 +14,7 @@ from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article
 from flexgen_h2o.files.chat_template import ChatRenderer
-from flexgen_h2o.h2o.budget import cached
+from flexgen_h2o.h2o.budget import num_cached
 from flexgen_h2o.models.positions import check_length
 
 if TYPE_CHECKING:
@@ -122,7 +122,8 @@ def _row(llm: LLM, number: int, article: Article, output: Output, batch: int, sc
     summary = until(output.text, article.stop).strip()
     length, new_tokens = len(output.prompt_token_ids), len(output.token_ids)
     layers = llm.model_config.num_layers
-    slots = sum(cached(llm.h2o, layer, length, new_tokens - 1) for layer in range(layers)) / layers
+    slots = sum(num_cached(llm.h2o, layer, length,
+                              new_tokens - 1) for layer in range(layers)) / layers
     return {
         **_empty_row(number, article.reference, length), "summary": summary,
         **score(summary, article.reference), "generated_tokens": new_tokens,

@@ -262,7 +262,8 @@ class FlexGenLM(TemplateLM):
         """With ``--batch_size auto``, choose the largest batch that fits in memory."""
         most = self.arguments.max_sequences
         if most is not None:
-            self.llm.fit_batch(prompt_len=prompt_len, gen_len=gen_len, most=min(most, count))
+            self.llm.fit_batch(prompt_len=prompt_len, gen_len=gen_len,
+                               max_batch_size=min(most, count))
         self.batch_sizes[kind] = self.llm.policy.gpu_batch_size
 
     def _groups(self, order: Sequence[int]) -> Iterator[Sequence[int]]:

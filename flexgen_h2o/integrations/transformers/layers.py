@@ -25,10 +25,10 @@ from flexgen_h2o.h2o.budget import Budget
 from flexgen_h2o.h2o.eviction import (
     Cut,
     EvictionState,
+    clear_scores_outside_window,
     eviction_of,
-    forget_hidden,
     layer_eviction,
-    narrowed,
+    narrow_state,
     new_state,
 )
 from flexgen_h2o.h2o.simulation import SimulatedCache
@@ -248,13 +248,14 @@ class SlotLayer(H2OLayer):
         out = ops.prefill_attention(q, k, v, list(step.new), scores=scores,
                                     decay=eviction_of(self._h2o).decay,
                                     **self._attention.options)
-        self._reserve(step, max(budgets.kept(self._h2o, self._index, new) for new in step.new), k)
+        self._reserve(step, max(budgets.num_cached(self._h2o, self._index, new, 0)
+                                for new in step.new), k)
         if evicts:
             cuts = [Cut(new, size.heavy, size.recent)
                     for new, size in zip(step.new, sizes, strict=True)]
             eviction = self._state.eviction
             if eviction.window and eviction.policy is None:
-                forget_hidden(scores, cuts, eviction.window)
+                clear_scores_outside_window(scores, cuts, eviction.window)
             ops.select_heavy_hitters(unrotated[1], v, scores, cuts=cuts, slots=self._slots,
                                      state=self._state, layout=self._layout)
             self._end_prompts()
@@ -275,7 +276,7 @@ class SlotLayer(H2OLayer):
             # tokens are heavy.
             heavy = size.heavy if self._evicts(step, sequence, tokens) else tokens
             before = SequenceState(cached, past, heavy, size.recent, scored=self._scored(step))
-            state = narrowed(self._state, slice(sequence, sequence + 1))
+            state = narrow_state(self._state, slice(sequence, sequence + 1))
             if self._rotations is not None:
                 state = replace(state, rope=self._rank_tables(cached + len(q), k.device))
         out = append_chunk(q, k, v, slots=self._slots[:, sequence], sequence=before, state=state,
@@ -298,7 +299,7 @@ class SlotLayer(H2OLayer):
         if tokens < prompt:
             size = self._budget(step, sequence)
             return tokens if size is None else min(tokens, size.total)
-        return budgets.cached(self._h2o, self._index, prompt, tokens - prompt)
+        return budgets.num_cached(self._h2o, self._index, prompt, tokens - prompt)
 
     def _end_prompts(self) -> None:
         """Drop the eviction state if only prompts are cut."""

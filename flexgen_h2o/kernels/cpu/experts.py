@@ -123,32 +123,33 @@ def _matrix(matrix: Tensor | QuantizedMatrix) -> ctypes.Structure:
     return native.plain_matrix(matrix)
 
 
-def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, each: int, normalise: bool
+def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, per_token: int, normalize: bool
           ) -> tuple[Tensor, Tensor]:
     """Run `reference.layers.route` in bfloat16."""
     name = "route"
     check_tensors(name, torch.bfloat16, x=(x, (len(x), router.shape[1])),
                   router=(router, router.shape), bias=(bias, router.shape[:1]))
     check_last_dim_contiguous(name, x=x, router=router, bias=bias)
-    check(0 < each <= len(router), name, f"{each} of {len(router)} experts")
-    ids = torch.empty(len(x), each, dtype=torch.int64)
-    shares = torch.empty(len(x), each)
+    check(0 < per_token <= len(router), name, f"{per_token} of {len(router)} experts")
+    ids = torch.empty(len(x), per_token, dtype=torch.int64)
+    shares = torch.empty(len(x), per_token)
     cpu_library.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
                      bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
                      shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
-                     each=each, x_row=x.stride(0), router_row=router.stride(0), normalise=normalise)
+                     each=per_token, x_row=x.stride(0), router_row=router.stride(0),
+                     normalise=normalize)
     return ids, shares
 
 
 def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Tensor, *,
-            function: str | tuple[float, float], most: int) -> None:
-    """Run `reference.layers.experts` in bfloat16; `most` is at most EXPERT_ROWS."""
+            function: str | tuple[float, float], max_rows: int) -> None:
+    """Run `reference.layers.experts` in bfloat16; `max_rows` is at most EXPERT_ROWS."""
     name = "experts"
     if table.shape is None:
         return
     slope, limit = function if isinstance(function, tuple) else (1.0, 0.0)
     known = limit > 0 or function in abi.ACTIVATIONS
-    check(x.dim() == ids.dim() == 2 and known and most <= EXPERT_ROWS, name,
+    check(x.dim() == ids.dim() == 2 and known and max_rows <= EXPERT_ROWS, name,
          f"takes x [rows, hidden], ids [rows, each], one of {abi.ACTIVATIONS} and up to "
          f"{EXPERT_ROWS} rows")
     check_tensors(name, torch.bfloat16, x=(x, (len(ids), table.shape[0])))
@@ -159,6 +160,6 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Te
     check_last_dim_contiguous(name, x=x, sums=sums)
     cpu_library.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
                      sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
-                     each=ids.shape[1], count=len(table), most=most,
+                     each=ids.shape[1], count=len(table), most=max_rows,
                      function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
                      sums_row=sums.stride(0), slope=slope, limit=limit)

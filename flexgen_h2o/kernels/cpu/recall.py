@@ -181,6 +181,6 @@ def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, off
          offset=offset, missing_row=missing.stride(0), count=count,
          heads=slots.shape[:-3].numel(), rows=layout.rows, tokens=layout.tokens,
          token_bytes=layout.token_bytes, record_bytes=layout.record_bytes, num_slots=num_slots,
-         landing_bytes=len(landing), gap=layout.gap, most=layout.most, threads=READERS)
+         landing_bytes=len(landing), gap=layout.gap, most=layout.max_read_records, threads=READERS)
     done, nbytes = counts.tolist()
     return done, nbytes

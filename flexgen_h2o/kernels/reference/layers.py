@@ -82,7 +82,7 @@ def activate(x, function, factor=None):
     x.copy_(result if factor is None else result * factor.float())
 
 
-def route(x, router, bias=None, *, each, normalise):
+def route(x, router, bias=None, *, per_token, normalize):
     """Return the experts of each row by descending logit, and their shares, in float32.
 
     Of equal logits, the expert with the lower number is first.
@@ -94,9 +94,9 @@ def route(x, router, bias=None, *, each, normalise):
     router : Tensor [experts, hidden]
     bias : Tensor [experts], optional
         Added to the logits.
-    each : int
+    per_token : int
         Experts per row.
-    normalise : bool
+    normalize : bool
         Shares are the softmax over the chosen experts; otherwise over all experts.
 
     Returns
@@ -105,16 +105,16 @@ def route(x, router, bias=None, *, each, normalise):
     shares : float32 Tensor [rows, each]
     """
     logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
-    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :each]
+    ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
     shares = logits.softmax(-1).gather(-1, ids)
-    return ids, shares / shares.sum(-1, keepdim=True) if normalise else shares
+    return ids, shares / shares.sum(-1, keepdim=True) if normalize else shares
 
 
-def experts(x, ids, shares, table, sums, *, function, most):
+def experts(x, ids, shares, table, sums, *, function, max_rows):
     """Add ``share * down(function(gate(x)) * up(x))`` of each row's experts to its sum.
 
     Results of matmuls are rounded to x's dtype. Experts that are missing in the table, or chosen by
-    more than `most` rows, are skipped.
+    more than `max_rows` rows, are skipped.
 
     Parameters
     ----------
@@ -130,15 +130,16 @@ def experts(x, ids, shares, table, sums, *, function, most):
         One of abi.ACTIVATIONS. Or the clamped SwiGLU of gpt-oss (arXiv 2508.10925), rounded once:
         ``(up(x) + 1) * gate(x) * sigmoid(slope * gate(x))``, with gate(x) clamped to at most limit,
         which is above 0, and up(x) to [-limit, limit].
-    most : int
+    max_rows : int
         Maximum rows of an expert.
     """
     for number, matrices in enumerate(table):
         rows, places = (ids == number).nonzero(as_tuple=True)
-        if matrices is None or not 0 < len(rows) <= most:
+        if matrices is None or not 0 < len(rows) <= max_rows:
             continue
         parts, biases = matrices[:3], matrices[3:] or (None, None, None)
-        wide, up = (_product(x[rows], *each) for each in zip(parts[:2], biases[:2], strict=True))
+        wide, up = (_product(x[rows], *arguments) for arguments in zip(parts[:2], biases[:2],
+                                                                       strict=True))
         if isinstance(function, tuple):
             wide = _gated(wide, up, *function)
         else:

@@ -340,8 +340,8 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
             token >= layout.rows * layout.tokens).any():
         raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
     record = head * layout.rows + token // layout.tokens
-    nbytes, most = 0, min(layout.most, len(landing) // layout.record_bytes)
-    for mine, together in runs_of(record.tolist(), gap=layout.gap, most=most):
+    nbytes, max_records = 0, min(layout.max_read_records, len(landing) // layout.record_bytes)
+    for mine, together in runs_of(record.tolist(), gap=layout.gap, max_records=max_records):
         held = landing[: len(together) * layout.record_bytes].view(-1, layout.record_bytes)
         try:
             got = os.preadv(file, [memoryview(held.numpy()).cast("B")],
@@ -358,7 +358,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
     return missing.shape[1], nbytes
 
 
-def runs_of(records, *, gap, most):
+def runs_of(records, *, gap, max_records):
     """Group pages into contiguous reads.
 
     Parameters
@@ -367,7 +367,7 @@ def runs_of(records, *, gap, most):
         Page numbers, with repetitions. A number below the first of its run starts a new run.
     gap : int
         Maximum number of unneeded pages to read between two needed ones.
-    most : int
+    max_records : int
         Maximum number of pages in a run.
 
     Yields
@@ -379,7 +379,7 @@ def runs_of(records, *, gap, most):
     """
     first, run = 0, range(0)
     for place, record in enumerate(records):
-        if run and run.start <= record < run.start + most and record - run.stop <= gap:
+        if run and run.start <= record < run.start + max_records and record - run.stop <= gap:
             run = range(run.start, max(run.stop, record + 1))
             continue
         if run:

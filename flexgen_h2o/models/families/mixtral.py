@@ -26,7 +26,7 @@ class Mixtral(MixtureDecoder):
         return ModelConfig(
             **common,
             attention=f.forms((True,) * common["num_layers"]),
-            experts=read_experts(f, width="intermediate_size", normalise=True),
+            experts=read_experts(f, width="intermediate_size", normalize=True),
         )
 
     def aliases(self, name: str) -> tuple[str, ...]:

@@ -332,7 +332,7 @@ class GgufCheckpoint(Checkpoint):
     def info(self, name: str) -> TensorInfo:
         return TensorInfo(torch.float32, self._tensors[name].shape, None)
 
-    def kept_layout(self, name: str) -> MatrixLayout | None:
+    def stored_layout(self, name: str) -> MatrixLayout | None:
         return self._tensors[name].layout()
 
     def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,

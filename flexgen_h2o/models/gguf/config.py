@@ -141,5 +141,5 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
     plain = [shape for name, shape in shapes.items() if name not in kept]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None
-    return weight_options(WeightOptions(kept=kept, plain=tuple(plain)), bits, model, stored,
-                          on_gpu=on_gpu)
+    return weight_options(WeightOptions(layouts=kept, unquantized_shapes=tuple(plain)), bits, model,
+                          stored, on_gpu=on_gpu)
