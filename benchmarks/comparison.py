@@ -25,8 +25,7 @@ from flexgen_h2o.models.positions import check_length
 from flexgen_h2o.models.registry import from_transformers, published, read_config
 
 _Tokens = Annotated[int, Meta(ge=2)]
-_Named = Annotated[dict[str, dict[str, Any]],
-                   Meta(min_length=1, description="give each under its name")]
+_Named = Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]
 
 
 @dataclass(frozen=True)

@@ -113,8 +113,7 @@ class Sweep:
 
 
 class _SweepFile(StrictStruct):
-    grid: Annotated[dict[str, Any], Meta(
-        min_length=1, description="give flags with a list of values each")]
+    grid: Annotated[dict[str, Any], Meta(min_length=1)]
     base: dict[str, Any] = {}
     repeats: Count = 1
 

@@ -2,7 +2,7 @@
 
 A type is bool, int, float or str, one of them with bounds (``Annotated[int, Meta(ge=1)]``), a
 ``Literal``, a list or mapping of types, or a subclass of `StrictStruct`; ``| None`` may follow. An
-error is one line that names the value and says what it must be.
+error is one line that names the value and what is expected.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import numbers
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType, UnionType
@@ -37,7 +38,8 @@ Text = Annotated[str, Meta(pattern=r"\S")]
 """Text that is not empty."""
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
-_BOUNDS = {"gt": "greater than", "ge": "at least", "le": "at most"}
+_BOUNDS = {"gt": ("greater than", operator.gt), "ge": ("at least", operator.ge),
+           "le": ("at most", operator.le)}
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -53,20 +55,39 @@ def validate(kind: Any, value: object, name: str) -> Any:
     Raises
     ------
     UserError
-        One line that begins with `name` and the keys of the wrong value: "NAME must be at least 1,
-        got 0", "cpu.yaml: compute: unknown key 'tflops'".
+        "NAME must be at least 1, got 0", or msgspec's message for a list or mapping: "cpu.yaml:
+        Object contains unknown field `tflops` - at `$.compute`".
     """
     if isinstance(value, numbers.Real) and not isinstance(value, bool):  # numpy scalars too
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     try:
-        found = msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError):
-        raise UserError(_complaint(kind, value, name)) from None
-    if not _finite(found):
-        raise UserError(f"{name} must be a finite number, got {found}")
-    if isinstance(found, str):
-        check_text(name, found)
-    return found
+        converted = msgspec.convert(value, kind)
+        if isinstance(converted, float) and not math.isfinite(converted):
+            raise ValueError("not finite")
+    except ValueError as error:  # ValidationError, and UnicodeEncodeError for a lone surrogate
+        expected = _expected(kind, value)
+        raise UserError(f"{name}: {error}" if expected is None else
+                        f"{name} must be {expected}, got {short_repr(value)}") from None
+    if isinstance(converted, str):
+        check_text(name, converted)
+    return converted
+
+
+def _expected(kind: Any, value: object) -> str | None:
+    """Return the description of a scalar type, or of its bound that `value` exceeds, if any."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (member for member in get_args(kind) if member is not NoneType)
+    kind, bounds = get_args(kind) if get_origin(kind) is Annotated else (kind, Meta())
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if bounds.pattern is not None:
+        return "text that is not empty"
+    if type(value) is kind or type(value) is int and kind is float:
+        for rule, (words, holds) in _BOUNDS.items():
+            bound = getattr(bounds, rule)
+            if bound is not None and math.isfinite(value) and not holds(value, bound):
+                return f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
+    return _WORDS.get(kind)
 
 
 def mapping_of(keys: Iterable[object], kind: Any) -> Any:
@@ -82,81 +103,6 @@ def check_keys(values: Iterable[object], known: Iterable[object], where: str) ->
         if str(key) not in names:
             hint = did_you_mean(str(key), names, f"it takes {', '.join(names)}")
             raise UserError(f"{where}: unknown key {short_repr(key)}{hint}")
-
-
-def _complaint(kind: Any, value: object, name: str) -> str:
-    """Return the error message of a value at the first place that does not fit `kind`."""
-    kind, rules = _bare(kind)
-    origin, arguments = get_origin(kind), get_args(kind)
-    wanted = _WORDS.get(kind, "a list")
-    if origin is dict or isinstance(kind, type) and issubclass(kind, StrictStruct):
-        return _complaint_of_mapping(kind, rules, value, name)
-    if origin is Literal:
-        wanted = f"one of {', '.join(map(str, arguments))}"
-    elif origin is tuple and isinstance(value, (list, tuple)):
-        place = next(place for place, each in enumerate(value) if not _fits(arguments[0], each))
-        return _complaint(arguments[0], value[place], f"{name} {place + 1}")
-    elif rules.pattern is not None:
-        wanted = "text that is not empty"
-    elif _fits(kind, value) and _finite(value):  # out of bounds
-        wanted = next(f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
-                      for rule, words in _BOUNDS.items()
-                      if (bound := getattr(rules, rule)) is not None
-                      and not _fits(Annotated[kind, Meta(**{rule: bound})], value))
-    return f"{name} must be {wanted}, got {short_repr(value)}"
-
-
-def _complaint_of_mapping(kind: Any, rules: Meta, value: object, name: str) -> str:
-    if not isinstance(value, Mapping):
-        return f"{name} must hold lines of `key: value`, got {short_repr(value)}"
-    if get_origin(kind) is dict:
-        key_kind, inner = get_args(kind)
-        bare, about = _bare(key_kind)
-        for key in value:
-            if get_origin(bare) is not Literal and not _fits(key_kind, key):
-                return _complaint(key_kind, key, f"{name}: {about.title or 'a key'}")
-        known = dict.fromkeys(get_args(bare) if get_origin(bare) is Literal else value, inner)
-        needed = list(known) if rules.min_length else []
-    else:
-        fields = msgspec.structs.fields(kind)
-        known = {each.name: each.type for each in fields}
-        needed = [each.name for each in fields if each.required]
-    check_keys(value, known, name)
-    if rules.min_length and not value:
-        return f"{name} is empty: {rules.description or 'add a line'}"
-    for key in needed:
-        if key not in value:
-            return f"{name}: the key {key} is missing; add it"
-    for key, each in value.items():
-        if not _fits(known[key], each):
-            return _complaint(known[key], each, f"{name}: {key}")
-    return f"{name}: {_refusal(kind, value)}"
-
-
-def _bare(kind: Any) -> tuple[Any, Meta]:
-    """Return a type without ``| None`` and bounds, and the bounds."""
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = (each for each in get_args(kind) if each is not NoneType)
-    if get_origin(kind) is Annotated:
-        kind, rules = get_args(kind)
-        return kind, rules
-    return kind, Meta()
-
-
-def _finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _fits(kind: Any, value: object) -> bool:
-    return _refusal(kind, value) is None
-
-
-def _refusal(kind: Any, value: object) -> Exception | None:
-    try:
-        msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # a lone surrogate
-        return error
-    return None
 
 
 def check_bool(name: str, value: object) -> None:

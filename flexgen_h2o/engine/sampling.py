@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Batch, Request
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
+from flexgen_h2o.models.registry import retry_imports
 from flexgen_h2o.outputs import TokenLogProb
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
@@ -23,7 +22,7 @@ from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.readers import check_regular_file, check_text_file, read_checkpoint_json
 from flexgen_h2o.models.convert import TEXTS
 from flexgen_h2o.models.positions import check_length, clamped_new_tokens, longest_prompt
-from flexgen_h2o.models.registry import read_config
+from flexgen_h2o.models.registry import read_config, retry_imports
 from flexgen_h2o.outputs import Output
 
 if TYPE_CHECKING:

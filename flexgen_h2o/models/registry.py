@@ -7,10 +7,12 @@ docs/contributing.md shows how to add a family.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import path_exists, read_checkpoint_json
@@ -19,6 +21,12 @@ from flexgen_h2o.models.mixture import MixtureDecoder
 from flexgen_h2o.models.model_config import ModelConfig, family_named
 from flexgen_h2o.models.quantization import Quantization, quantization
 from flexgen_h2o.models.shapes import PUBLISHED, SAME_AS
+
+_Options = ParamSpec("_Options")
+_Result = TypeVar("_Result")
+
+_LOCK = threading.RLock()
+_TRIES = 8
 
 FAMILIES: Mapping[str, str] = MappingProxyType({
     "opt": "opt",
@@ -130,3 +138,24 @@ def _refuse_unsupported(values: Mapping[str, Any], name: str) -> None:
     if not known:
         raise UserError(f"{name}: model type {model_type!r} is not supported "
                         f"(supported: {', '.join(FAMILIES)})")
+
+
+def retry_imports(function: Callable[_Options, _Result]) -> Callable[_Options, _Result]:
+    """Decorate a function that imports from transformers for use in several threads.
+
+    It runs in one thread at a time and is retried after an ImportError: transformers replaces its
+    packages by lazy modules while these are imported, so an import in a thread of the user's, which
+    does not hold the lock, may make one fail for each package on the way.
+    """
+    @functools.wraps(function)
+    def call(*args: _Options.args, **options: _Options.kwargs) -> _Result:
+        for _ in range(_TRIES - 1):
+            try:
+                with _LOCK:
+                    return function(*args, **options)
+            except ImportError:
+                pass
+        with _LOCK:
+            return function(*args, **options)
+
+    return call

@@ -205,7 +205,7 @@ _Size = Annotated[float, Meta(ge=0.001, le=1e18)]
 _Rate = Annotated[float, Meta(ge=1e-9, le=1e9)]
 """A rate. Within these bounds all predicted times are finite."""
 _Key = TypeVar("_Key")
-_Rows = Annotated[int, Meta(ge=1, title="a count of rows")]
+_Rows = Annotated[int, Meta(ge=1)]
 _AutotuneTable = defstruct("_AutotuneTable", [
     (operation, dict[Literal[WEIGHT_BITS], dict[_Rows, Literal[names]]],
      msgspec.field(default_factory=dict))

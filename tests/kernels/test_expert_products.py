@@ -82,7 +82,7 @@ def test_threads_change_nothing(bits):
 
 
 @pytest.mark.parametrize("way", SETS)
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 def test_routes_are_those_of_the_reference(way, normalize):
     """With a bias and without."""
     for rows, hidden, count, each in ((1, 64, 8, 2), (9, 131, 37, 8), (3, 5, 4, 4)):

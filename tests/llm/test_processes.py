@@ -15,8 +15,8 @@ from helpers.subprocesses import environment
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy
-from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.files.terminal import ProgressBar
+from flexgen_h2o.models.registry import retry_imports
 
 DISK = Placement(0, 0, 100)
 

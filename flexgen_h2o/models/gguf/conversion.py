@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from flexgen_h2o.config.imports import retry_imports
 from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.models.convert import (
     ByteProgress,
@@ -22,6 +21,7 @@ from flexgen_h2o.models.convert import (
 from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.config import MXFP4, config_of, has_mxfp4_experts
 from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
+from flexgen_h2o.models.registry import retry_imports
 
 _GENERATION = ("bos_token_id", "pad_token_id")
 
