@@ -175,14 +175,14 @@ class Stream(Session):
         """
         ids = self._encode(text)
         self._check_length(len(ids))
-        (first, *rest) = [*self._pending, *ids]
-        if not rest:
+        (first, *following) = [*self._pending, *ids]
+        if not following:
             self._pending = [first]
             return []
         if self._past:  # the pending token comes as a generated one
-            request, continuation = Request(0, [], [first]), [first, *rest]
+            request, continuation = Request(0, [], [first]), [first, *following]
         else:
-            request, continuation = Request(0, [first]), rest
+            request, continuation = Request(0, [first]), following
         scorer = DecodeScorer({0: continuation})
         self._run(request, len(continuation) - 1, scorer)
         return scorer.log_probs[0]

@@ -252,12 +252,12 @@ class LLM(Session):
         """
         return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
 
-    def clamped(self, tokens: int, most: int) -> int:
-        """Return how many new tokens, up to `most`, fit after a prompt of `tokens` tokens.
+    def clamped(self, tokens: int, max_new_tokens: int) -> int:
+        """Return `max_new_tokens`, or the number that fits after a prompt of `tokens` if less.
 
         The result is at least 1, because `encode` refuses a prompt that is too long by itself.
         """
-        return self._prompts.clamped(tokens, most)
+        return self._prompts.clamped(tokens, max_new_tokens)
 
     @exclusive
     def generate(self, prompts: Sequence[str | Sequence[int]],
@@ -604,7 +604,7 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         itemsize=source.dtype.itemsize,
         writes_weights=source.writes_weights(args.weight_cache),
         offload_dir=args.offload_dir,
-        most={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
+        max_bytes={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
         device_bytes=prepared.device.free_bytes,
         stage=None if rank is None else rank.stage,
         groups=1 if rank is None else rank.groups)

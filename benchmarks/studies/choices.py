@@ -196,7 +196,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
     if args.items < OPTIONS:
         raise UserError(f"--items must be {OPTIONS} or more: the wrong summaries are other items'")
-    articles = read_summary_tasks(args.input_path, most=args.items)
+    articles = read_summary_tasks(args.input_path, max_tasks=args.items)
     if len(articles) < args.items:
         raise UserError(f"--input-path has {len(articles)} articles: lower --items {args.items}")
     torch.set_grad_enabled(False)

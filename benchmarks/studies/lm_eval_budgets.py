@@ -84,7 +84,7 @@ def write_task(args: argparse.Namespace, folder: Path) -> None:
     """Write the task for the harness: two .jsonl files and a YAML file in `folder`."""
     shots = max(args.shots)
     spare = max(shots, OPTIONS) if shots else 0  # examples have wrong summaries of examples
-    articles = read_summary_tasks(args.input_path, most=args.items + spare)
+    articles = read_summary_tasks(args.input_path, max_tasks=args.items + spare)
     if len(articles) < args.items + spare:
         raise UserError(f"--input-path has {len(articles)} articles and {args.items + spare} are "
                         "needed: lower --items or --shots")

@@ -232,10 +232,10 @@ def _evict(entries: torch.Tensor, scores: torch.Tensor, old_positions: torch.Ten
     positions = torch.cat((old_positions, new.expand(heads, -1)), dim=1)
     index = state.eviction.select(scores, Cut(tokens, sequence.heavy, sequence.recent),
                                   positions, vectors=vectors)
-    kept = index.shape[1]
-    slots[:, :, :kept] = entries.gather(
+    num_kept = index.shape[1]
+    slots[:, :, :num_kept] = entries.gather(
         2, index[None, ..., None].expand(len(entries), -1, -1, entries.shape[-1]))
-    state.scores[0, :, :kept] = scores.gather(1, index)
-    state.positions[0, :, :kept] = positions.gather(1, index)
+    state.scores[0, :, :num_kept] = scores.gather(1, index)
+    state.positions[0, :, :num_kept] = positions.gather(1, index)
     if state.ranks is not None:
-        state.ranks[0, :, :kept] = torch.arange(kept, device=index.device)
+        state.ranks[0, :, :num_kept] = torch.arange(num_kept, device=index.device)

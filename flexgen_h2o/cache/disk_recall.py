@@ -117,11 +117,12 @@ class DiskRecallPart(FetchedPart):
     def recalled_file_bytes(cls, slot_layout: SlotLayout, sequences: int, capacity: Capacity,
                             hot_slots: Sequence[int]) -> int:
         """Return the bytes of the file of such a part; see `file_bytes`."""
-        whole = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
-                      if not hot)
+        unselected_slots = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
+                                 if not hot)
         pages = cls._page_layouts(slot_layout, capacity, hot_slots)
         records = sum(layout.sequence_bytes for layout in pages if layout is not None)
-        return cls.file_bytes(slot_layout, sequences, Capacity(capacity.batches, whole)) + (
+        return cls.file_bytes(slot_layout, sequences,
+                              Capacity(capacity.batches, unselected_slots)) + (
             capacity.batches * sequences * records)
 
     def _layer_bytes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:

@@ -191,13 +191,13 @@ def copy_continued(layer: int, parts: Sequence[CachePart], batches: Sequence[Bat
                                            strict=True) if origin is not None]
     for batch in sorted({origin.batch for origin, _ in continued}):
         for part in parts:
-            here = [(origin, length) for origin, length in continued
-                    if origin.batch == batch and part.first <= origin.sequence < part.last]
-            if not here:
+            origins = [(origin, length) for origin, length in continued
+                       if origin.batch == batch and part.first <= origin.sequence < part.last]
+            if not origins:
                 continue
             part.load(layer, batch, fetch=True, cached=0)
             cache, state = part.get(layer, batch), states.get((batch, part.first))
-            for origin, length in here:
+            for origin, length in origins:
                 row = origin.sequence - part.first
                 count = num_cached(h2o, layer, length, origin.generated - 1)
                 entries[batch, origin.sequence] = [

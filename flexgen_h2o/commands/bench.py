@@ -119,7 +119,7 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
     prompts = synthetic_prompts(config, llm.vocab_size)
     if config.warm_up:
         warm_up(llm, prompts, config)
-    found: list[RunStats] = []
+    runs: list[RunStats] = []
     for _ in range(count):
         llm.generate(prompts, cut_gen_len=config.cut_gen_len, **asdict(config.sampling()))
         stats = llm.stats
@@ -127,12 +127,12 @@ def measure(llm: LLM, config: RunConfig, count: int, best: Choice | None) -> lis
         if best is not None:
             stats = replace(stats, predicted_prefill_seconds=best.prefill,
                             predicted_decode_seconds=best.decode)
-        found.append(stats)
+        runs.append(stats)
         if config.csv is not None:
             with catch_write_errors("--csv", config.csv):
                 append_csv(config.csv, stats, config)
                 config.save(f"{config.csv}.config.yaml")
-    return found
+    return runs
 
 
 def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
@@ -152,10 +152,10 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
         return f"not known: {error}"
     if hardware is None:
         return "not known: flexgen-h2o plan, with the same --offload-dir, measures this machine"
-    found = PlannedRun(
+    run = PlannedRun(
         llm.model_config, llm.policy, workload(config, ()), measured.itemsize, device.separate,
         False, config.cache(), llm.weight_options)
-    return roofline(hardware, found, config.num_prompts)
+    return roofline(hardware, run, config.num_prompts)
 
 
 _COLUMNS: dict[str, Callable[[RunStats], float | None]] = {

@@ -138,8 +138,8 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
     """Parse flags into checked `StreamOptions`. Raises `UserError`."""
-    own, shared = parse(argv, parser(), StreamOptions)
-    if own.get("enable_h2o_generation"):
+    options, shared = parse(argv, parser(), StreamOptions)
+    if options.get("enable_h2o_generation"):
         if shared.get("eviction") == "full":
             raise UserError("--enable-h2o-generation evicts: leave --eviction full out")
         if not shared.keys() & {"num_window_length", "num_heavy_hitter_tokens"}:
@@ -148,7 +148,7 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamOptions:
         evicting = [name for name in shared if shared[name] != "full"]
         refuse(evicting, _CACHE, "has no effect on the full cache: add --enable-h2o-generation")
     run = RunConfig.from_mapping(_DEFAULTS | {"gpu_batch_size": 1} | shared)
-    return StreamOptions(run=run, **own)
+    return StreamOptions(run=run, **options)
 
 
 def run(options: StreamOptions) -> None:
@@ -326,10 +326,10 @@ def summary(answers: Sequence[Answer]) -> str:
     A tenth has its mean time of a decode step, and the memory after the turn in which it ends.
     """
     last = answers[-1]
-    tokens = sum(one.prompt_tokens + one.generated_tokens for one in answers)
+    tokens = sum(answer.prompt_tokens + answer.generated_tokens for answer in answers)
     line = (f"{len(answers)} turns of {tokens} tokens, {last.cached_tokens} cached at the end in "
             f"{last.stats.kv_cache_bytes / 1e6:.1f} MB")
-    steps = [second for one in answers for second in one.stats.step_seconds]
+    steps = [second for answer in answers for second in answer.stats.step_seconds]
     if not steps:
         return f"{line}; process {last.process_bytes / 1e6:.0f} MB"
     count = max(1, len(steps) // 10)

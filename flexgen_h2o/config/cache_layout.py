@@ -173,10 +173,10 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         for name in ("key_bits", "value_bits"):
-            given = getattr(self, name)
-            bits = self.bits if given is None else given
+            value = getattr(self, name)
+            bits = self.bits if value is None else value
             if bits not in CACHE_BITS:
-                raise UserError(f"{'cache_bits' if given is None else name} must be 16, 8 or 4, "
+                raise UserError(f"{'cache_bits' if value is None else name} must be 16, 8 or 4, "
                                 f"got {bits!r}")
             object.__setattr__(self, name, bits)
         keys, values = self.kind_bits

@@ -100,7 +100,7 @@ class ExpertsConfig:
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
-    def slots(self, tokens: int, away: int, given: int | None = None) -> int:
+    def slots(self, tokens: int, away: int, requested: int | None = None) -> int:
         """Return the number of expert slots in compute memory.
 
         Parameters
@@ -109,11 +109,11 @@ class ExpertsConfig:
             Sequences of a decode step.
         away : int
             Experts that are not in compute memory permanently: the upper limit.
-        given : int or None
+        requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
         """
         touched = min(self.count, self.per_token * tokens)
-        return min(away, 2 * touched if given is None else given)
+        return min(away, 2 * touched if requested is None else requested)
 
     def resident_slots(self, tokens: float, away: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.

@@ -48,8 +48,8 @@ def torchrun_env(environment: Mapping[str, str] = os.environ) -> TorchrunEnv:
     UserError
         The variables are inconsistent.
     """
-    given = {name: environment[name] for name in _VARIABLES if name in environment}
-    if "RANK" not in given or "WORLD_SIZE" not in given:
+    variables = {name: environment[name] for name in _VARIABLES if name in environment}
+    if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return TorchrunEnv()
     try:
         rank, ranks, port, local = (int(environment.get(name, 0)) for name in (
@@ -58,21 +58,21 @@ def torchrun_env(environment: Mapping[str, str] = os.environ) -> TorchrunEnv:
     except ValueError:
         rank = ranks = port = local = local_ranks = -1
     if not 0 <= rank < ranks or not 0 <= local < local_ranks or ranks > 1 and (
-            not 0 < port < 1 << 16 or not given.get("MASTER_ADDR")):
-        told = " ".join(f"{name}={value!r:.40}" for name, value in given.items())
+            not 0 < port < 1 << 16 or not variables.get("MASTER_ADDR")):
+        told = " ".join(f"{name}={value!r:.40}" for name, value in variables.items())
         raise UserError(f"these variables do not say which rank this process is ({told}): start "
                         "it with torchrun")
     return TorchrunEnv(rank, ranks, local, local_ranks)
 
 
-def check_world_size(wanted: int, started: int, command: str) -> None:
+def check_world_size(ranks: int, started: int, command: str) -> None:
     """Raise `UserError` unless the number of started ranks is the one that the flags set."""
-    if wanted == started:
+    if ranks == started:
         return
-    if wanted > 1:
-        raise UserError(f"--pipeline-parallel {wanted} is of {wanted} processes, and {started} "
+    if ranks > 1:
+        raise UserError(f"--pipeline-parallel {ranks} is of {ranks} processes, and {started} "
                         f"{'has' if started == 1 else 'have'} been started: torchrun "
-                        f"--nproc-per-node {wanted} -m {command} --pipeline-parallel {wanted} ...")
+                        f"--nproc-per-node {ranks} -m {command} --pipeline-parallel {ranks} ...")
     raise UserError(f"{started} processes have been started to do the same: add "
                     f"--pipeline-parallel {started}, or start one")
 
@@ -187,15 +187,16 @@ def balance_layers(seconds: Sequence[float], ranks: int) -> list[int]:
     sums = [0.0, *accumulate(seconds)]
 
     @cache
-    def least(begin: int, left: int) -> float:
-        if left == 1:
+    def least(begin: int, ranks_left: int) -> float:
+        if ranks_left == 1:
             return sums[-1] - sums[begin]
-        return min(max(sums[end] - sums[begin], least(end, left - 1))
-                   for end in range(begin + 1, len(seconds) - left + 2))
+        return min(max(sums[end] - sums[begin], least(end, ranks_left - 1))
+                   for end in range(begin + 1, len(seconds) - ranks_left + 2))
 
-    bounds, most = [0], least(0, ranks)
-    for left in range(ranks - 1, 0, -1):
+    bounds, slowest = [0], least(0, ranks)
+    for ranks_left in range(ranks - 1, 0, -1):
         begin = bounds[-1]
-        bounds.append(max(end for end in range(begin + 1, len(seconds) - left + 1)
-                          if sums[end] - sums[begin] <= most and least(end, left) <= most))
+        bounds.append(max(end for end in range(begin + 1, len(seconds) - ranks_left + 1)
+                          if sums[end] - sums[begin] <= slowest
+                          and least(end, ranks_left) <= slowest))
     return [*bounds, len(seconds)]

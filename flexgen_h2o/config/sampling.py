@@ -228,24 +228,24 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def expand_params(given: SamplingParams | Sequence[SamplingParams] | None,
+def expand_params(call_params: SamplingParams | Sequence[SamplingParams] | None,
                    keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts, with its seed.
 
     One set for all prompts, also as keywords, gives each prompt a seed of its own. A sequence has
     one set per prompt. Raises `UserError` for anything else.
     """
-    if given is not None and keywords:
+    if call_params is not None and keywords:
         raise UserError(f"give sampling_params or {', '.join(keywords)}, not both")
-    if given is None:
-        given = sampling_params(keywords)
-    if isinstance(given, SamplingParams):
-        return [replace(given, seed=mix_seed(given.seed, key)) for key in range(count)]
-    if (not isinstance(given, Sequence) or len(given) != count
-            or not all(isinstance(params, SamplingParams) for params in given)):
+    if call_params is None:
+        call_params = sampling_params(keywords)
+    if isinstance(call_params, SamplingParams):
+        return [replace(call_params, seed=mix_seed(call_params.seed, key)) for key in range(count)]
+    if (not isinstance(call_params, Sequence) or len(call_params) != count
+            or not all(isinstance(params, SamplingParams) for params in call_params)):
         raise UserError("sampling_params must be SamplingParams, or a list of one for each of the "
-                        f"{count} prompts, got {short_repr(given)}")
-    return list(given)
+                        f"{count} prompts, got {short_repr(call_params)}")
+    return list(call_params)
 
 
 def mix_seed(seed: int, number: int) -> int:

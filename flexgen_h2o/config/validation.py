@@ -82,7 +82,8 @@ def _expected(kind: Any, value: object) -> str | None:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if bounds.pattern is not None:
         return "text that is not empty"
-    if type(value) is kind or type(value) is int and kind is float:
+    if isinstance(value, (int, float)) and (type(value) is kind or
+                                            type(value) is int and kind is float):
         for rule, (words, holds) in _BOUNDS.items():
             bound = getattr(bounds, rule)
             if bound is not None and math.isfinite(value) and not holds(value, bound):
@@ -153,11 +154,11 @@ def check_arguments(function: Callable[_Options, _Result]) -> Callable[_Options,
             if name not in parameters:
                 raise UserError(f"{owner} has no option {name!r}"
                                 + did_you_mean(name, names[1:], f"see help({owner})"))
-        given: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
+        values: dict[str, object] = {**dict(zip(names, args, strict=False)), **options}
         for name, hint in get_type_hints(function).items():
             kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-            if name in given and all(map(_is_class, kinds)):
-                _check(name, given[name], kinds)
+            if name in values and all(map(_is_class, kinds)):
+                _check(name, values[name], kinds)
         return function(*args, **options)
 
     return checked

@@ -284,14 +284,16 @@ def map_replicas(ray: Any, dataset: Any, replica: type[Replica], count: int | tu
 
 def _replica_pool(ray: Any, count: int | tuple[int, int]) -> dict[str, Any]:
     """Return keywords of ``map_batches`` for a number of replicas."""
-    low, high = (count, count) if isinstance(count, int) else count
+    min_size, max_size = (count, count) if isinstance(count, int) else count
     retries = {}
     if _has_parameter(ray, "ray_remote_args"):  # to be removed in Ray 2.64
         retries = {"max_restarts": _MAX_RETRIES, "max_task_retries": _MAX_RETRIES}
     strategy = getattr(ray.data, "ActorPoolStrategy", None)
     if strategy is None or not _has_parameter(ray, "compute"):
-        return {"concurrency": low if low == high else (low, high), **retries}
-    sizes: dict[str, Any] = {"size": low} if low == high else {"min_size": low, "max_size": high}
+        return {"concurrency": min_size if min_size == max_size else (min_size, max_size),
+                **retries}
+    sizes: dict[str, Any] = {"size": min_size} if min_size == max_size else {
+        "min_size": min_size, "max_size": max_size}
     if "max_tasks_in_flight_per_actor" in inspect.signature(strategy).parameters:
         # One runs and the next waits. More would wait for a slow replica while others idle.
         sizes["max_tasks_in_flight_per_actor"] = 2

@@ -252,26 +252,26 @@ class WindowQueue:
         QueueLost
             Replica 0 or the store is gone.
         """
-        own, others = str(self.replica).encode(), []
+        replica, postponed = str(self.replica).encode(), []
         for window in range(count):
             holder = self._claim(window, b"")
-            if holder == own:
+            if holder == replica:
                 yield window
                 self._finish(window)
             elif holder != _DONE:
-                others.append(window)
-        while others and not self.ended:
-            for window in list(others):
+                postponed.append(window)
+        while postponed and not self.ended:
+            for window in list(postponed):
                 with self._checked():
                     holder = self._store.get(f"window/{window}")
                     orphaned = holder != _DONE and self.is_gone(int(holder))
-                if orphaned and self._claim(window, holder) == own:
+                if orphaned and self._claim(window, holder) == replica:
                     yield window
                     self._finish(window)
                     holder = _DONE
                 if holder == _DONE:
-                    others.remove(window)
-            if others:
+                    postponed.remove(window)
+            if postponed:
                 self._wait(_POLL)
         if self.lost:
             self.check()

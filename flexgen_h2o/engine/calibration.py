@@ -107,9 +107,9 @@ def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Dev
     plain = replace(source, bits=16, activation_bits=16, quantization=None, codes=WeightOptions(),
                     calibration="", measure=None)
     specs = _matrices(source)
-    found = plain.cached_constants(partial(_measure, plain, specs, sequences, device, args),
+    importance = plain.cached_constants(partial(_measure, plain, specs, sequences, device, args),
                                  f"importance-{source.calibration}", args.weight_cache)
-    parts = torch.from_numpy(found).split([spec.shape[1] for spec in specs])
+    parts = torch.from_numpy(importance).split([spec.shape[1] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 
 
@@ -159,11 +159,11 @@ def _placement(source: ModelSource, device: Device, args: EngineArgs) -> Placeme
         names |= {spec.name: source.form.nbytes(spec) for spec in group.values()}
     limits = free_memory(args.offload_dir, device.free_bytes()).capped(
         cpu=args.memory_limit, gpu=args.device_memory_limit)
-    needed = sum(names.values()) + _BESIDE
-    if device.separate and needed < limits.gpu_bytes or (
-            not device.separate and needed < limits.cpu_bytes):
+    nbytes = sum(names.values()) + _BESIDE
+    if device.separate and nbytes < limits.gpu_bytes or (
+            not device.separate and nbytes < limits.cpu_bytes):
         return Placement(100, 0, 0)
-    return Placement(0, 100, 0) if needed < limits.cpu_bytes else Placement(0, 0, 100)
+    return Placement(0, 100, 0) if nbytes < limits.cpu_bytes else Placement(0, 0, 100)
 
 
 class _InputSquares:

@@ -145,7 +145,7 @@ class ExpertSlots:
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
-                 tokens: int, given: int | None, overlap: bool, host_computes: bool = False):
+                 tokens: int, requested: int | None, overlap: bool, host_computes: bool = False):
         self._weights, self._transfers, self._overlap = weights, transfers, overlap
         self._on_host = frozenset(
             key for key, unit in weights.experts.items() if host_computes
@@ -154,7 +154,7 @@ class ExpertSlots:
                                     if unit.fetched and key not in self._on_host)
         self._buffers = weights.staging_buffers(
             [weights.experts[key] for key in self._offloaded],
-            experts.slots(tokens, len(self._offloaded), given))
+            experts.slots(tokens, len(self._offloaded), requested))
         self._layers = 1 + max((layer for layer, _ in weights.experts), default=-1)
         self._policy = SlotPolicy(len(self._buffers), self._layers)
         self._requested: dict[ExpertKey, None] = {}

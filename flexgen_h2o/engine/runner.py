@@ -221,7 +221,7 @@ class Runner:
 
         with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._progress_callback(bar),
-                              kept=source.offload_file(args.seed, args.weight_cache))
+                              offload_file=source.offload_file(args.seed, args.weight_cache))
         self._load_experts()
         self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
@@ -236,7 +236,7 @@ class Runner:
         """Allocate the slots of experts, if the model has any."""
         policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
-            self.weights, self._transfers, experts, given=policy.expert_slots,
+            self.weights, self._transfers, experts, requested=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
             host_computes=policy.cpu_expert_compute)
 
@@ -251,11 +251,11 @@ class Runner:
             return (LayerSmoothing(constants, constants),) * config.num_layers
         if self.rank is not None:  # measuring takes all ranks, even those with a stored result
             return self._measure_keys()
-        kept = source.cached_constants(
+        stored = source.cached_constants(
             lambda: torch.stack([layer.stacked() for layer in self._measure_keys()]).cpu().numpy(),
             "keys1", self.args.weight_cache)
         return tuple(LayerSmoothing.unstacked(each)
-                     for each in torch.from_numpy(kept).to(device))
+                     for each in torch.from_numpy(stored).to(device))
 
     def _measure_keys(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing, measured on a prompt of random tokens."""

@@ -305,11 +305,11 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
     _check_bits(bits, activation_bits, device)
     stored = published_quantization(model) if dummy else None
     if config is None:
-        wanted = None if dtype == "auto" and device.torch.type == "cuda" else dtype
-        wanted = "bfloat16" if wanted == "auto" else wanted
+        copy_dtype = None if dtype == "auto" and device.torch.type == "cuda" else dtype
+        copy_dtype = "bfloat16" if copy_dtype == "auto" else copy_dtype
         if gguf is None or bits == 16:
             gguf = None
-            folder = checkpoint_folder(name, dtype=wanted, progress=progress)
+            folder = checkpoint_folder(name, dtype=copy_dtype, progress=progress)
         else:
             folder = describe_gguf(gguf)
         _check_adapter(folder)
@@ -376,7 +376,7 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
         checkpoint = unstacked(plain, _views(config))
         names = checkpoint.names()
         weights = kind.weights(config)
-        own = resolve(checkpoint, _specs(weights).values(), kind.aliases)
+        head_names = resolve(checkpoint, _specs(weights).values(), kind.aliases)
         longer = kind.weights(config.longer())
         beyond = [name for spec in longer.layers[-1].values() for name in kind.aliases(spec.name)]
         extra = next((name for name in beyond if name in names), None)
@@ -385,22 +385,22 @@ def _weights(config: ModelConfig, plain: Checkpoint) -> tuple[ModelWeights, Weig
                             f"{config.num_layers} layers; do the two belong together?")
         if config.tie_word_embeddings:
             _refuse_own_head(config, checkpoint)
-        return weights, _kept(config, weights, {
-            name: checkpoint.stored_layout(own[name]) for name in _specs(weights)})
+        return weights, _stored_options(config, weights, {
+            name: checkpoint.stored_layout(head_names[name]) for name in _specs(weights)})
 
 
-def _kept(config: ModelConfig, weights: ModelWeights,
-          layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
+def _stored_options(config: ModelConfig, weights: ModelWeights,
+                    layouts: Mapping[str, MatrixLayout | None]) -> WeightOptions:
     """Return the options that keep each matrix's quantized layout, or else the run's dtype."""
-    kept = {name: layout for name, layout in layouts.items() if layout is not None}
+    stored = {name: layout for name, layout in layouts.items() if layout is not None}
     for specs in chain.from_iterable(weights.experts):
-        unify_layouts(kept, specs["gate"].name, specs["up"].name)
+        unify_layouts(stored, specs["gate"].name, specs["up"].name)
     exact = frozenset(config.exact_shapes)
-    kept = {name: layout for name, layout in kept.items()
-            if (layout.outputs, layout.inputs) not in exact}
+    stored = {name: layout for name, layout in stored.items()
+              if (layout.outputs, layout.inputs) not in exact}
     plain = tuple((spec.shape[0], spec.shape[1]) for name, spec in _specs(weights).items()
-                  if len(spec.shape) == 2 and name not in kept and spec.shape not in exact)
-    return WeightOptions(layouts=kept, unquantized_shapes=plain) if kept else WeightOptions()
+                  if len(spec.shape) == 2 and name not in stored and spec.shape not in exact)
+    return WeightOptions(layouts=stored, unquantized_shapes=plain) if stored else WeightOptions()
 
 
 def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -411,10 +411,10 @@ def _refuse_own_head(config: ModelConfig, checkpoint: Checkpoint) -> None:
     kind, names = family(config), checkpoint.names()
     specs = (kind.weights(replace(config, tie_word_embeddings=tied)).head["lm_head"]
              for tied in (True, False))
-    table, own = (next((name for name in kind.aliases(spec.name) if name in names), None)
-                  for spec in specs)
-    if own is not None and not _same(checkpoint, table, own):
-        raise UserError(f"{checkpoint.source}: tensor {own} differs from {table}, but config.json "
+    table, head = (next((name for name in kind.aliases(spec.name) if name in names), None)
+                   for spec in specs)
+    if head is not None and not _same(checkpoint, table, head):
+        raise UserError(f"{checkpoint.source}: tensor {head} differs from {table}, but config.json "
                         "ties them: set tie_word_embeddings to false to use it, or take it out")
 
 

@@ -152,9 +152,10 @@ class Prompts:
                      new_tokens=new_tokens)
         return ids
 
-    def clamped(self, tokens: int, most: int) -> int:
-        """Return how many new tokens, up to `most`, have positions after `tokens` tokens."""
-        return clamped_new_tokens(self._config, self._h2o, length=tokens, most=most)
+    def clamped(self, tokens: int, max_new_tokens: int) -> int:
+        """Return `max_new_tokens`, or the number of positions after `tokens` tokens if less."""
+        return clamped_new_tokens(self._config, self._h2o, length=tokens,
+                                  max_new_tokens=max_new_tokens)
 
     def _tokenize(self, text: str, what: str, *, special: bool = True,
                   limit: tuple[int | None, str] | None = None) -> list[int]:
@@ -172,14 +173,14 @@ class Prompts:
         # Lengths are checked against the positions: tokenizers' own limits are often wrong.
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _check_beginning(self, text: str, what: str, most: int | None, why: str) -> None:
+    def _check_beginning(self, text: str, what: str, max_tokens: int | None, why: str) -> None:
         """Refuse a text whose beginning has too many tokens: a megabyte takes seconds."""
-        if most is None:
+        if max_tokens is None:
             return
-        length = _CHARACTERS * (most + _CUT_TOKENS)
+        length = _CHARACTERS * (max_tokens + _CUT_TOKENS)
         while length < len(text):
             tokens = len(self._ids(text[:length], special=False))
-            if tokens > most + _CUT_TOKENS:
+            if tokens > max_tokens + _CUT_TOKENS:
                 raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
                                 f"than {why}")
             length *= 4  # for example blanks, which some tokenizers drop
@@ -233,11 +234,11 @@ class Prompts:
         """
         if not continuation:
             return [], []
-        whole = self._tokenize(context + continuation, what)
+        joined = self._tokenize(context + continuation, what)
         context = context.rstrip()
         head = self._tokenize(context, what) if context else []
-        edge = len(os.path.commonprefix([head, whole]))
-        return whole[:edge], whole[edge:]
+        edge = len(os.path.commonprefix([head, joined]))
+        return joined[:edge], joined[edge:]
 
     def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
                    on_token: Callable[[int], None] | None = None) -> GenerationSampler:
@@ -288,12 +289,12 @@ class Prompts:
                          "and ends chats alone; give eos_token_id to choose", self._name,
                          self.tokenizer.eos_token, missing, named)
 
-    def output(self, given: str | Sequence[int], ids: list[int], request: Request) -> Output:
+    def output(self, prompt: str | Sequence[int], ids: list[int], request: Request) -> Output:
         """Return the output of a finished request.
 
         Parameters
         ----------
-        given : str or sequence of int
+        prompt : str or sequence of int
             The prompt of the user.
         ids : list of int
             Its token ids.
@@ -305,7 +306,7 @@ class Prompts:
         text = None if self.detokenizer is None else self.detokenizer.text(
             tokens[:-1] if ended else tokens, request.prompt,
             keep=() if params.skip_special_tokens else range(self._config.vocab_size))
-        return Output(given if isinstance(given, str) else None, ids, tokens, text,
+        return Output(prompt if isinstance(prompt, str) else None, ids, tokens, text,
                       request.finish_reason, request.log_probs or None)
 
     def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:

@@ -276,7 +276,7 @@ class WeightFiles:
         return None if info.extent.offset % dtype.itemsize else info.extent
 
     def offload(self, specs: Iterable[TensorSpec], run_folder: Callable[[], RunFolder],
-                kept: PersistentOffloadFile | None) -> None:
+                offload_file: PersistentOffloadFile | None) -> None:
         """Write the tensors that have no extent yet to an offload file.
 
         Parameters
@@ -285,7 +285,7 @@ class WeightFiles:
             All tensors of the disk tier; a tied one may come twice.
         run_folder : callable
             Creates the folder for the run's own offload file.
-        kept : PersistentOffloadFile or None
+        offload_file : PersistentOffloadFile or None
             Offload file to use in place of the run's own.
         """
         converted = {spec.name: spec for spec in specs if self.extent(spec) is None}
@@ -293,8 +293,8 @@ class WeightFiles:
             return
         sizes = {name: self.form.nbytes(spec) for name, spec in converted.items()}
         with contextlib.ExitStack() as opened:
-            if kept is not None:
-                extents, missing = opened.enter_context(kept.writing(sizes))
+            if offload_file is not None:
+                extents, missing = opened.enter_context(offload_file.writing(sizes))
             else:
                 path = run_folder().file(
                     "weights.bin", sum(round_up(size, PAGE) for size in sizes.values()))

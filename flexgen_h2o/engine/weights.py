@@ -147,7 +147,7 @@ class WeightStore:
 
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None, *,
-             kept: PersistentOffloadFile | None = None) -> None:
+             offload_file: PersistentOffloadFile | None = None) -> None:
         """Bring every tensor to its tier.
 
         Parameters
@@ -156,13 +156,13 @@ class WeightStore:
             Creates the folder for an offload file, if one is needed.
         progress : callable (done, total)
             Is called with bytes after each unit.
-        kept : PersistentOffloadFile, optional
+        offload_file : PersistentOffloadFile, optional
             Offload file to use in place of the run's own.
         """
         total = sum(map(self._bytes, self._specs()))
         done = 0
         self.files.offload((spec for spec in self._specs() if self.tiers[spec.name] == "disk"),
-                           run_folder, kept)
+                           run_folder, offload_file)
         self.files.expect_checksums(self._specs())
         arena = None if self._device.separate else Arena(self._device)
         for index, unit in enumerate(chain(self.units, self.experts.values())):

@@ -125,9 +125,9 @@ class HiddenStates:
             self._move(lane, staging.device[cpu], store.host[: cpu.stop - cpu.start], H2D)
         nbytes = disk.stop - disk.start
         if nbytes:
-            whole = round_up(nbytes, PAGE)
-            lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, whole, 0)],
-                           staging.host[:whole])
+            padded = round_up(nbytes, PAGE)
+            lane.disk.read([AlignedRead(store.extent.path, store.extent.offset, padded, 0)],
+                           staging.host[:padded])
             self._move(lane, staging.device[disk], staging.host[:nbytes], H2D)
 
     def _scatter(self, lane: Lane, staging: StagingBuffer, *, store: BackingStore, rows: int

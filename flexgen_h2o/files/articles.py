@@ -79,9 +79,9 @@ class Article:
         return first_sentence(strip_prompt(self.prompt))
 
 
-def read_summary_tasks(path: str, *, most: int | None = None, max_tokens: int | None = None
+def read_summary_tasks(path: str, *, max_tasks: int | None = None, max_tokens: int | None = None
                   ) -> list[Article]:
-    """Read the first `most` lines of a .jsonl file; `max_tokens` overrides that of the lines.
+    """Read the first `max_tasks` lines of a .jsonl file; `max_tokens` overrides that of the lines.
 
     A line has `article` and `summary_gt`, and may have `stop` (a text or several) and `max_tokens`.
     Temperature and top_p are ignored, because decoding is greedy. Raises `UserError`, with the line
@@ -89,21 +89,22 @@ def read_summary_tasks(path: str, *, most: int | None = None, max_tokens: int | 
     """
     records = read_json_records("--input-path", path,
                            if_empty="holds no articles: write one JSON object a line")
-    found = []
+    tasks = []
     for number, record in records:
         where = f"--input-path {path} line {number}"
         record = record if isinstance(record, dict) else {}
         for key in ("article", "summary_gt"):
             if not isinstance(record.get(key), str) or not record[key].strip():
                 raise UserError(f"{where} has no text under the key `{key}`")
-        own = record.get("max_tokens", MAX_TOKENS)
-        if isinstance(own, bool) or not isinstance(own, int) or own < 1:
-            raise UserError(f"{where}: `max_tokens` must be an integer above 0, got {own!r}")
-        found.append(Article(record["article"], record["summary_gt"], _stops(where, record),
-                             max_tokens or own))
-        if len(found) == most:
+        task_tokens = record.get("max_tokens", MAX_TOKENS)
+        if isinstance(task_tokens, bool) or not isinstance(task_tokens, int) or task_tokens < 1:
+            raise UserError(f"{where}: `max_tokens` must be an integer above 0, got "
+                            f"{task_tokens!r}")
+        tasks.append(Article(record["article"], record["summary_gt"], _stops(where, record),
+                             max_tokens or task_tokens))
+        if len(tasks) == max_tasks:
             break
-    return found
+    return tasks
 
 
 def _stops(where: str, record: dict) -> tuple[str, ...]:
@@ -126,9 +127,9 @@ _SHORT = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Sir|Rev|Gen|Col|Lt|Capt|Sg
 def first_sentence(text: str) -> str:
     """Return the first sentence of a text, or all of it: the baseline *lead-1*."""
     text = text.strip()
-    for found in _END.finditer(text):
-        if not _SHORT.search(text[: found.start() + 1]):
-            return text[: found.end()]
+    for match in _END.finditer(text):
+        if not _SHORT.search(text[: match.start() + 1]):
+            return text[: match.end()]
     return text
 
 

@@ -59,15 +59,15 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, seconds: float = SECONDS):
-        found = template or getattr(tokenizer, "chat_template", None)
-        if isinstance(found, Mapping):  # some models have several
-            found = found.get("default")
-        if not found:
+        source = template or getattr(tokenizer, "chat_template", None)
+        if isinstance(source, Mapping):  # some models have several
+            source = source.get("default")
+        if not source:
             raise UserError("the model's tokenizer has no chat template: give one, or prompts "
                             "in place of messages")
         tokens = {name: token if isinstance(token, list) else str(token)
                   for name, token in tokenizer.special_tokens_map.items()}
-        self._always: dict[str, Any] = {"template": found, "variables": tokens, "seconds": seconds}
+        self._always: dict[str, Any] = {"template": source, "variables": tokens, "seconds": seconds}
         self._seconds = seconds
         self._warned: set[str] = set()
         self._worker: subprocess.Popen[bytes] | None = None

@@ -59,14 +59,14 @@ def check_checkpoint_file(path: Path) -> Path:
     return path
 
 
-def check_text_file(path: Path, most: int = _MOST_TEXT) -> Path:
+def check_text_file(path: Path, max_bytes: int = _MOST_TEXT) -> Path:
     """Return the path of a checkpoint's text file, which is read completely.
 
-    Raises `UserError` like `check_checkpoint_file`, for a file of more than `most` bytes, and for a
-    link out of the folder: the contents may appear in outputs and copies, and must not be another
-    file of the user. Links of the hub's cache into its folder of blobs are allowed.
+    Raises `UserError` like `check_checkpoint_file`, for a file of more than `max_bytes` bytes, and
+    for a link out of the folder: the contents may appear in outputs and copies, and must not be
+    another file of the user. Links of the hub's cache into its folder of blobs are allowed.
     """
-    if _size(check_checkpoint_file(path)) > most:
+    if _size(check_checkpoint_file(path)) > max_bytes:
         raise UserError(f"{path} has {_size(path)} bytes, more than any model's: get it again")
     if path.is_symlink():
         real, folder = path.resolve(), path.parent.resolve()
@@ -89,15 +89,15 @@ def read_checkpoint_json(path: Path) -> Any:
 def _size(path: Path) -> int:
     """Return the bytes of a regular file; 0 for a missing one, which fails when it is opened."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return 0
-    kind = found.st_mode
+    kind = status.st_mode
     if not stat.S_ISREG(kind):
         names = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
         raise UserError(f"{path} is {names.get(stat.S_IFMT(kind), 'a device')}: put the file "
                         "itself there")
-    return found.st_size
+    return status.st_size
 
 
 def read_text(flag: str, path: str, *, if_empty: str) -> str:
@@ -161,10 +161,10 @@ def parse_json(where: str, line: str) -> Any:
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:
     """Return the JSON object in the value of a flag. Raises `UserError`."""
-    found = parse_json(flag, text)
-    if not isinstance(found, dict):
+    value = parse_json(flag, text)
+    if not isinstance(value, dict):
         raise UserError(f"{flag} must be a JSON object, got {short_repr(text)}")
-    return found
+    return value
 
 
 def read_yaml(flag: str, path: str | os.PathLike) -> object:
@@ -225,10 +225,10 @@ class _Loader(yaml.SafeLoader):
         size = len(node.value)
         for key, value in node.value:
             if key.tag == _MERGE:
-                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                    if isinstance(each, yaml.MappingNode):
-                        self.flatten_mapping(each)
-                        size += len(each.value)
+                for item in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(item, yaml.MappingNode):
+                        self.flatten_mapping(item)
+                        size += len(item.value)
         if size > _MOST_VALUES:
             raise _TooMuch
         super().flatten_mapping(node)

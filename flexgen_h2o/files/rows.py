@@ -214,10 +214,10 @@ class ResumableCsv:
         partial = self.file.partial
         if os.path.exists(path) and partial.exists():
             raise UserError(f"both {path} and {partial} are there: remove the older one")
-        found = _whole_rows(flag, partial if partial.exists() else Path(path), self.columns)
-        self._rows = {self._key_of(row): row for row in found}
+        rows = _whole_rows(flag, partial if partial.exists() else Path(path), self.columns)
+        self._rows = {self._key_of(row): row for row in rows}
         if partial.exists():
-            self.file.count = len(found)
+            self.file.count = len(rows)
 
     def _key_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
         """Return the key of a row, as text."""
@@ -259,21 +259,21 @@ def _whole_rows(flag: str, path: Path, columns: tuple[str, ...]) -> list[dict[st
     """Return the rows of a file, and truncate a last row that a killed run left incomplete."""
     try:
         content = path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        reader = csv.DictReader(io.StringIO(content[:whole].decode("utf-8"), newline=""),
+        end = content.rfind(b"\n") + 1
+        reader = csv.DictReader(io.StringIO(content[:end].decode("utf-8"), newline=""),
                                 strict=True)
         rows = list(reader)
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"cannot go on with {flag} {path}: {error}") from None
-    if not whole:
+    if not end:
         return []
     if tuple(reader.fieldnames or ()) != columns or any(
             None in row or None in row.values() for row in rows):
         raise UserError(f"{flag} {path} has other columns than are to be written: choose another")
-    if whole < len(content):
-        os.truncate(path, whole)
+    if end < len(content):
+        os.truncate(path, end)
     return rows
 
 

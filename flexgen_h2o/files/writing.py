@@ -88,9 +88,9 @@ def check_folder(flag: str, folder: str, paths: Iterable[str]) -> None:
         for path in paths:
             check_writable(flag, path)
         return
-    above = folder
-    while not os.path.lexists(above):  # the nearest existing folder
-        above = os.path.dirname(above.rstrip(os.sep)) or "."
-    if not os.path.isdir(above):
-        raise UserError(f"{flag} {folder} cannot be a folder: {above} is a file")
-    check_writable(flag, os.path.join(above, "file"))
+    parent = folder
+    while not os.path.lexists(parent):  # the nearest existing folder
+        parent = os.path.dirname(parent.rstrip(os.sep)) or "."
+    if not os.path.isdir(parent):
+        raise UserError(f"{flag} {folder} cannot be a folder: {parent} is a file")
+    check_writable(flag, os.path.join(parent, "file"))

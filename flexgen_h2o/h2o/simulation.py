@@ -150,14 +150,14 @@ class SimulatedCache:
         queries = queries.unflatten(0, (len(keys), -1))  # [kv_heads, group, rows, head_dim]
         products = torch.einsum("hgrd,htd->hgrt", queries, keys)
         form = self._form(key[0])
-        seen = cache.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
+        visible = cache.alive[:, None] & (position <= newest[:, None])  # [kv_heads, rows, tokens]
         if form.window is not None:
-            seen &= position > newest[:, None] - form.window
+            visible &= position > newest[:, None] - form.window
         if sinks is not None:
             sinks = sinks.view(len(keys), -1, 1, 1)
         if recalls:
-            seen &= self._recalled(key, queries, keys, sinks)
-        probabilities = attention_weights(products, ~seen[:, None], dim=q.shape[-1], form=form,
+            visible &= self._recalled(key, queries, keys, sinks)
+        probabilities = attention_weights(products, ~visible[:, None], dim=q.shape[-1], form=form,
                                           sinks=sinks)
         for row in probabilities.sum(1).unbind(1):
             cache.scores = cache.scores * self._decay + row
@@ -173,9 +173,9 @@ class SimulatedCache:
         layer, batch, sequence = key
         length, cached = self._batch_layouts[batch].lengths[sequence], keys.shape[1] - 1
         count = num_selected(self._h2o, layer, length, cached + 1 - length)
-        seen = keys.new_ones((len(keys), 1, cached + 1), dtype=torch.bool)
+        visible = keys.new_ones((len(keys), 1, cached + 1), dtype=torch.bool)
         if count is None or count >= cached:
-            return seen
+            return visible
         layout = IndexLayout(keys.shape[-1], self._h2o.index_bits)
         queries, offsets, form = queries[:, :, 0], None, self._form(layer)
         if self._smoothing:
@@ -187,11 +187,11 @@ class SimulatedCache:
             keys = smoothing.keys(keys.transpose(0, 1)).transpose(0, 1)
         weights = index_weights(
             queries, keys[:, -1], indexed_keys(keys[:, :-1], layout), layout=layout,
-            hidden=~seen[:, :, :-1], form=form, offsets=offsets,
+            hidden=~visible[:, :, :-1], form=form, offsets=offsets,
             sinks=None if sinks is None else sinks[..., 0])
         count, cached = torch.tensor([count, cached], device=keys.device)
-        seen[:, 0, :-1] = select_tokens(weights, count, cached=cached)
-        return seen
+        visible[:, 0, :-1] = select_tokens(weights, count, cached=cached)
+        return visible
 
     def _evict(self, key: tuple[int, int, int]) -> None:
         """Evict down to the budget: the lowest score first, of equal scores the oldest token."""

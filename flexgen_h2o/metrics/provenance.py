@@ -73,7 +73,7 @@ EVERY = 0.1  # seconds; a sample takes some 20 us
 
 
 @contextmanager
-def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, every: float = EVERY
+def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, interval: float = EVERY
                    ) -> Iterator[None]:
     """Sample memory into a trace during the body of a ``with`` statement, and at both ends.
 
@@ -87,7 +87,7 @@ def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, ever
     device_bytes : callable () -> int or None
         Returns the bytes in use on the device; None where it has no memory of its own. It is called
         from any thread.
-    every : float
+    interval : float
         Seconds between samples.
     """
     if not trace.enabled:
@@ -103,7 +103,7 @@ def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, ever
             trace.sample(DEVICE_MEMORY, now, device)
 
     def work() -> None:
-        while not stop.wait(every):
+        while not stop.wait(interval):
             sample()
 
     sample()

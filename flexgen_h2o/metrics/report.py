@@ -189,28 +189,29 @@ def phases(spans: Spans) -> list[PhaseTime]:
 
 def _phase(name: str, spans: Spans, busy: dict[str, list[Interval]]) -> PhaseTime:
     windows = union((s[2], s[3]) for s in spans if s[:2] == (name, PHASES))
-    mine = {lane: intersection(intervals, windows) for lane, intervals in busy.items()}
-    moved = dict.fromkeys(mine, 0.0)
+    in_phase = {lane: intersection(intervals, windows) for lane, intervals in busy.items()}
+    moved = dict.fromkeys(in_phase, 0.0)
     for _, lane, start, end, nbytes in spans:
         if lane in moved and end > start:
             moved[lane] += nbytes * seconds(intersection([(start, end)], windows)) / (end - start)
     times = {}
-    for lane, intervals in mine.items():
-        others = union(i for other, some in mine.items() if other != lane for i in some)
+    for lane, intervals in in_phase.items():
+        others = union(i for other, lane_intervals in in_phase.items() if other != lane
+                       for i in lane_intervals)
         times[lane] = LaneTime(seconds(intervals), seconds(difference(intervals, others)),
                                moved[lane])
-    any_busy = union(i for some in mine.values() for i in some)
+    any_busy = union(i for lane_intervals in in_phase.values() for i in lane_intervals)
     return PhaseTime(name, seconds(windows), seconds(difference(windows, any_busy)),
                      {lane: time for lane, time in times.items() if time.busy})
 
 
 def breakdown_table(spans: Spans) -> str:
     """Format the phases and lanes of a trace as a table, with what bounds each phase last."""
-    found = [phase for phase in phases(spans) if phase.wall > 0]
-    if not found:
+    rows = [phase for phase in phases(spans) if phase.wall > 0]
+    if not rows:
         return "breakdown: nothing was computed"
     lines = []
-    for phase in found:
+    for phase in rows:
         lines.append(_line(f"{phase.name}, s", f"{phase.wall:.3f}", "of it", "alone, s", "GB",
                            "GB/s"))
         for lane, time in phase.lanes.items():
@@ -219,7 +220,7 @@ def breakdown_table(spans: Spans) -> str:
             lines.append(_line(f"  {lane}", f"{time.busy:.3f}", _share(time.busy, phase.wall),
                                f"{time.alone:.3f}", *figures))
         lines.append(_line("  idle", f"{phase.idle:.3f}", _share(phase.idle, phase.wall)))
-    return "\n".join([*lines, "bound by: " + ", ".join(phase.bound() for phase in found)])
+    return "\n".join([*lines, "bound by: " + ", ".join(phase.bound() for phase in rows)])
 
 
 def _line(name: str, *figures: str) -> str:

@@ -70,9 +70,9 @@ class IntervalUnion:
         The intervals kept: disjoint, in order.
     """
 
-    def __init__(self, most: int | None = None):
+    def __init__(self, max_intervals: int | None = None):
         self.intervals: list[Interval] = []
-        self._most = most
+        self._most = max_intervals
         self._closed = 0.0
 
     def add(self, start: float, end: float) -> None:
@@ -118,9 +118,9 @@ def difference(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list
     return left
 
 
-def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
     """Return the intersection; both are disjoint and in order."""
-    return difference(one, difference(one, other))
+    return difference(a, difference(a, b))
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
@@ -231,16 +231,16 @@ class Trace:
         """
         try:
             with open(path, encoding="utf-8") as file:
-                found = json.load(file)
+                document = json.load(file)
         except OSError as error:
             raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
         except (ValueError, RecursionError):
             raise UserError(f"{path} is not JSON: give a file that --trace wrote") from None
         trace = cls()
         try:
-            for event in found["traceEvents"]:
+            for event in document["traceEvents"]:
                 trace._take(event)
-            trace.about = dict(found.get("otherData", {}))
+            trace.about = dict(document.get("otherData", {}))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise UserError(f"{path} is no trace of this engine: give a file that --trace wrote"
                             ) from None

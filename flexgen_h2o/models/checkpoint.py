@@ -72,9 +72,9 @@ class Checkpoint(ABC):
 
         Subclasses override this if they can read a part of a tensor.
         """
-        whole = torch.empty(info.shape, dtype=out.dtype)
-        self._fill(name, info, whole)
-        out.view(-1).copy_(whole.view(-1)[start : start + out.numel()])
+        tensor = torch.empty(info.shape, dtype=out.dtype)
+        self._fill(name, info, tensor)
+        out.view(-1).copy_(tensor.view(-1)[start : start + out.numel()])
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into `out`, converting to its dtype.
@@ -311,14 +311,14 @@ class StackedCheckpoint(Checkpoint):
         if name not in self._views:
             return self._inner.info(name)
         view = self._views[name]
-        place, whole = self._place(name), self._inner.info(view.tensor)
+        place, stacked = self._place(name), self._inner.info(view.tensor)
         extent = None
-        if whole.extent is not None and not view.transposed and place.rows.step == 1:
-            size = whole.dtype.itemsize
+        if stacked.extent is not None and not view.transposed and place.rows.step == 1:
+            size = stacked.dtype.itemsize
             first = (place.start + place.rows.start * place.width) * size
-            extent = Extent(whole.extent.path, whole.extent.offset + first,
+            extent = Extent(stacked.extent.path, stacked.extent.offset + first,
                             math.prod(place.shape) * size)
-        return replace(whole, shape=place.shape, extent=extent, checksum=None)
+        return replace(stacked, shape=place.shape, extent=extent, checksum=None)
 
     def _place(self, name: str) -> _Place:
         """Return the position of a view; raise `UserError` if its tensor has no such part."""
@@ -387,10 +387,11 @@ class StackedCheckpoint(Checkpoint):
         view, place = self._views[name], self._place(name)
         if view.transposed or len(place.shape) != 2:
             return False
-        some = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
-        above = place.start // place.width
+        kept_rows = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
+        first_row = place.start // place.width
         return self._inner.keep(view.tensor, layout, out,
-                                range(above + some.start, above + some.stop, some.step))
+                                range(first_row + kept_rows.start, first_row + kept_rows.stop,
+                                      kept_rows.step))
 
     def close(self) -> None:
         self._inner.close()

@@ -93,9 +93,9 @@ class Fields:
 
     def head_dim(self) -> int:
         """Return head_dim; if it is null or has no default, hidden_size / num_attention_heads."""
-        given = self.values.get("head_dim", self.defaults.get("head_dim"))
-        if given is not None:
-            return self.size("head_dim", given)
+        head_dim = self.values.get("head_dim", self.defaults.get("head_dim"))
+        if head_dim is not None:
+            return self.size("head_dim", head_dim)
         hidden, heads = self.count("hidden_size"), self.count("num_attention_heads")
         if hidden % heads:
             raise UserError(f"{self.name}: config value hidden_size must be a multiple of "

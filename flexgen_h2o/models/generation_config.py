@@ -92,11 +92,11 @@ def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], 
     path = folder / "generation_config.json"
     has_file = path.exists()
     path = path if has_file else folder / "config.json"
-    given = read_checkpoint_json(path)
+    values = read_checkpoint_json(path)
     try:
-        if not isinstance(given, dict):
+        if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
-        ends = given.get("eos_token_id") if has_file else None
+        ends = values.get("eos_token_id") if has_file else None
         tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
         if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
             raise ValueError("eos_token_id is not a token id")
@@ -105,11 +105,12 @@ def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], 
     end_tokens = tuple(tokens) or eos_token_ids
     if end_tokens_alone:
         return GenerationDefaults(end_tokens)
-    params = {name: given[name] for name in _SUPPORTED if given.get(name) is not None}
+    params = {name: values[name] for name in _SUPPORTED if values.get(name) is not None}
     if "min_new_tokens" in params:
         params.pop("min_length", None)
-    others = {name: given[name] for name, neutral in {**_OTHERS, **_OTHERS_OF_SAMPLING}.items()
-              if given.get(name, neutral) not in (None, neutral, [], {}, False)}
-    if given.get("cache_implementation") == "quantized":
-        others["cache_implementation"] = "quantized"
-    return GenerationDefaults(end_tokens, params, others, path)
+    unsupported = {name: values[name]
+                   for name, neutral in {**_OTHERS, **_OTHERS_OF_SAMPLING}.items()
+                   if values.get(name, neutral) not in (None, neutral, [], {}, False)}
+    if values.get("cache_implementation") == "quantized":
+        unsupported["cache_implementation"] = "quantized"
+    return GenerationDefaults(end_tokens, params, unsupported, path)

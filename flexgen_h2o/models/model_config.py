@@ -309,10 +309,10 @@ class ModelConfig:
         """Shapes of experts' matrices that no other matrix has."""
         if self.experts is None:
             return frozenset()
-        others = (*map(self.layer_shapes, self.layer_kinds), self.embed_shapes(),
-                  self.head_shapes())
+        dense_shapes = (*map(self.layer_shapes, self.layer_kinds), self.embed_shapes(),
+                        self.head_shapes())
         return frozenset(self.expert_shapes().matrices).difference(
-            *(part.matrices for part in others))
+            *(part.matrices for part in dense_shapes))
 
     @property
     def q_size(self) -> int:
@@ -347,9 +347,9 @@ class ModelConfig:
         for kind in self.layer_kinds:
             layer = self.weights.slice_layers(kind, kind + 1).separated()
             halves = layer.layers[2 * kind : 2 * kind + 2]
-            whole, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
-                                     for specs in (self.weights.layers[kind], *halves))
-            shapes[self.has_experts(kind)] = whole, attention, mlp
+            layer_shapes, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
+                                            for specs in (self.weights.layers[kind], *halves))
+            shapes[self.has_experts(kind)] = layer_shapes, attention, mlp
         return shapes
 
     def over_layers(self, size: Callable[[PartShapes], int]) -> int:

@@ -152,24 +152,25 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         raise UserError(f"{prompt} has {length} tokens, more than the model's {limit} positions: "
                         "shorten it")
     # The last new token is not computed and needs no position.
-    needed, advice = length + new_tokens - 1, ""
+    num_positions, advice = length + new_tokens - 1, ""
     if h2o is not None and not h2o.is_full and config.rope is not None:
         advice = ", or let positions roll with the cache (--enable-position-rolling)"
         if rolls:
             # Positions are ranks in the cache; new tokens have positions after the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
             held = add_windows(h2o, config.attention)
-            needed = min(needed, beside + max(num_cached(held, layer, length, new_tokens - 1)
-                                              for layer in range(config.num_layers)))
+            cached = max(num_cached(held, layer, length, new_tokens - 1)
+                         for layer in range(config.num_layers))
+            num_positions = min(num_positions, beside + cached)
             advice = ", or lower the budget"
-    if needed > limit:
+    if num_positions > limit:
         raise UserError(f"{prompt} of {length} tokens and {new_tokens} new ones exceed the model's "
                         f"{limit} positions: generate at most {limit - length + 1}{advice}")
 
 
-def clamped_new_tokens(config: ModelConfig, h2o: H2OConfig | None, *, length: int, most: int
-                       ) -> int:
-    """Return the number of new tokens, up to `most`, that fit after a prompt of `length` tokens.
+def clamped_new_tokens(config: ModelConfig, h2o: H2OConfig | None, *, length: int,
+                       max_new_tokens: int) -> int:
+    """Return `max_new_tokens`, or the number that fits after a prompt of `length` tokens if less.
 
     It is 1 if the prompt itself is too long, which `check_length` refuses.
     """
@@ -180,4 +181,4 @@ def clamped_new_tokens(config: ModelConfig, h2o: H2OConfig | None, *, length: in
             return True
         return False
 
-    return 1 + bisect_left(range(2, most + 1), True, key=too_many)
+    return 1 + bisect_left(range(2, max_new_tokens + 1), True, key=too_many)

@@ -68,9 +68,9 @@ class Quantization:
     def weights(self, bits: int, model: ModelConfig) -> WeightOptions:
         """Return the options of weights of `bits`, which keep the checkpoint's codes if they fit.
         """
-        kept = self.method == "mxfp4" and bits == 4
+        keeps_values = self.method == "mxfp4" and bits == 4
         return WeightOptions(bits, self.group(bits),
-                             model.shapes_of_experts if kept else frozenset())
+                             model.shapes_of_experts if keeps_values else frozenset())
 
 
 def quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
@@ -217,17 +217,17 @@ _SENSITIVE = ("v", "out")  # matrices of all layers, by their short names
 _DOWN = ("fc2", "down", "shared_down")  # sensitive in the first and the last layers
 
 
-def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
+def weight_options(file_options: WeightOptions, bits: int | str, model: ModelConfig,
                    stored: Quantization | None, *, on_gpu: bool) -> WeightOptions:
     """Return the storage options of a model's weights.
 
     Parameters
     ----------
-    kept : WeightOptions
+    file_options : WeightOptions
         The options that keep the values of a GGUF file.
     bits : int or "auto"
-        "auto": `kept`. 8 or 4: with groups of 32 if the file has values of these bits in such
-        groups, which are then kept.
+        "auto": `file_options`. 8 or 4: with groups of 32 if the file has values of these bits in
+        such groups, which are then kept.
     model : ModelConfig
     stored : Quantization or None
         The settings of a quantized checkpoint, or of experts in MXFP4.
@@ -235,9 +235,9 @@ def weight_options(kept: WeightOptions, bits: int | str, model: ModelConfig,
         Whether a GPU computes. Its kernels are tuned for 4 bits in all matrices.
     """
     if bits == AUTO:
-        return kept
+        return file_options
     same = any((layout.bits, layout.group, layout.mxfp4) == (bits, _GROUP, False)
-               for layout in kept.layouts.values())
+               for layout in file_options.layouts.values())
     if bits == 4 and not on_gpu and (stored is None or not stored.keeps(4)):
         return mixed_options(model, compact=not same)
     options = WeightOptions(int(bits)) if stored is None else stored.weights(int(bits), model)
@@ -274,6 +274,6 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
         yield from ((spec, True) for spec in weights.head.values())  # a tied head is the table
 
     exact = set(model.exact_shapes)
-    kept = {spec.name: layout(spec, sensitive) for spec, sensitive in matrices()
-            if len(spec.shape) == 2 and tuple(spec.shape) not in exact}
-    return WeightOptions(4, _GROUP, layouts=kept)
+    layouts = {spec.name: layout(spec, sensitive) for spec, sensitive in matrices()
+               if len(spec.shape) == 2 and tuple(spec.shape) not in exact}
+    return WeightOptions(4, _GROUP, layouts=layouts)

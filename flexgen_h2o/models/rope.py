@@ -103,7 +103,7 @@ class RopeConfig:
         return prompt if prompt > context else 0
 
 
-def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
+def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
               partial: bool = False) -> RopeConfig:
     """Read rope options from `rope_parameters` (transformers 5) or `rope_scaling` (4).
 
@@ -111,8 +111,8 @@ def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
     ----------
     f : Fields
     theta : number, optional
-        The base if `given` has none. None: rope_theta.
-    given : mapping, optional
+        The base if `parameters` has none. None: rope_theta.
+    parameters : mapping, optional
         Used instead of the two keys.
     partial : bool
         Whether only a part of each head may rotate.
@@ -122,32 +122,33 @@ def read_rope(f: Fields, *, theta: Any = None, given: Any = None,
     UserError
         If options are not supported or out of range.
     """
-    if given is None:
-        given = f.values.get("rope_scaling") or f.values.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+    if parameters is None:
+        parameters = f.values.get("rope_scaling") or f.values.get("rope_parameters") or {}
+    if not isinstance(parameters, Mapping) or any(
+            isinstance(value, Mapping) for value in parameters.values()):
         raise UserError(f"{f.name}: rope parameters that are not one flat object are not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise UserError(f"{f.name}: rope type {kind!r} is not supported "
                         f"(supported: {', '.join(ROPE_KINDS)})")
     share = f.fit(Annotated[float, Meta(gt=0, le=1)], first(
-        given.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
+        parameters.get("partial_rotary_factor"), f.raw("partial_rotary_factor"),
         f.raw("rotary_pct"), 1.0), "partial_rotary_factor")
     if not partial and share != 1.0:
         raise UserError(f"{f.name}: partial_rotary_factor = {share} is not supported "
                         f"in a {f.values['model_type']} model")
-    base = first(given.get("rope_theta"), theta, f.raw("rope_theta"))
+    base = first(parameters.get("rope_theta"), theta, f.raw("rope_theta"))
     rotary_dim = int(f.head_dim() * share)
     try:
         rope = RopeConfig(theta=f.fit(Positive, base, "rope_theta"), rotary_dim=rotary_dim,
-                          kind=kind, **_SCALINGS[kind](f, given, rotary_dim))
+                          kind=kind, **_SCALINGS[kind](f, parameters, rotary_dim))
         rope.reach(0)
         if kind == "yarn":
             _yarn_band(rope)
     except (ArithmeticError, ValueError):  # such as the logarithm of 0
         raise UserError(f"{f.name}: rope of type {kind} can't be computed with rope_theta "
-                        f"{short_repr(base)} and the rope parameters {short_repr(dict(given))}; is "
-                        "config.json damaged?") from None
+                        f"{short_repr(base)} and the rope parameters "
+                        f"{short_repr(dict(parameters))}; is config.json damaged?") from None
     return rope
 
 
@@ -159,41 +160,42 @@ def _linear(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
     return {"factor": f.fit(Positive, given.get("factor"), "rope factor")}
 
 
-def _llama3(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
-    scaling = _linear(f, given, rotary_dim)
+def _llama3(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
+    scaling = _linear(f, parameters, rotary_dim)
     for key in ("low_freq_factor", "high_freq_factor"):
-        scaling[key] = f.fit(Positive, given.get(key), f"rope {key}")
+        scaling[key] = f.fit(Positive, parameters.get(key), f"rope {key}")
     if scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise UserError(f"{f.name}: config value rope high_freq_factor must be above "
                         f"low_freq_factor, got {scaling['high_freq_factor']}")
-    return scaling | {"original_max_positions": _original(f, given)}
+    return scaling | {"original_max_positions": _original(f, parameters)}
 
 
-def _yarn(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
-    original = _original(f, given)
-    factor = _factor(f, given, original)
+def _yarn(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
+    original = _original(f, parameters)
+    factor = _factor(f, parameters, original)
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    attention = given.get("attention_factor")
+    attention = parameters.get("attention_factor")
     if attention is None:
-        weights = [f.fit(float, given.get(key) or 0.0, f"rope {key}")
+        weights = [f.fit(float, parameters.get(key) or 0.0, f"rope {key}")
                    for key in ("mscale", "mscale_all_dim")]
         attention = scale(weights[0]) / scale(weights[1]) if all(weights) else scale(1.0)
-    bands = {key: f.fit(Positive, given.get(key) or default, f"rope {key}")
+    bands = {key: f.fit(Positive, parameters.get(key) or default, f"rope {key}")
              for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-    truncate = f.fit(bool, first(given.get("truncate"), True), "rope truncate")
+    truncate = f.fit(bool, first(parameters.get("truncate"), True), "rope truncate")
     return {"factor": factor, "original_max_positions": original, "truncate": truncate, **bands,
             "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
 
 
-def _longrope(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
-    original = _original(f, given)
-    factor = _factor(f, given, original)
-    short, long = (_factors(f, given, key, rotary_dim) for key in ("short_factor", "long_factor"))
+def _longrope(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
+    original = _original(f, parameters)
+    factor = _factor(f, parameters, original)
+    short, long = (_factors(f, parameters, key, rotary_dim)
+                   for key in ("short_factor", "long_factor"))
     stretched = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    attention = first(given.get("attention_factor"), stretched)
+    attention = first(parameters.get("attention_factor"), stretched)
     return {"factor": factor, "original_max_positions": original, "short_factors": short,
             "long_factors": long,
             "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
@@ -207,11 +209,11 @@ def _factors(f: Fields, given: Mapping, key: str, rotary_dim: int) -> tuple[floa
     return tuple(factors)
 
 
-def _dynamic(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+def _dynamic(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
     if rotary_dim < 4:
         raise UserError(f"{f.name}: dynamic rope of {rotary_dim} rotary dimensions is not "
                         "supported (4 at least)")
-    return _linear(f, given, rotary_dim) | {
+    return _linear(f, parameters, rotary_dim) | {
         "original_max_positions": f.count("max_position_embeddings")}
 
 
@@ -219,17 +221,17 @@ _SCALINGS = {"default": _default, "linear": _linear, "dynamic": _dynamic, "yarn"
              "longrope": _longrope, "llama3": _llama3}
 
 
-def _original(f: Fields, given: Mapping) -> int:
+def _original(f: Fields, parameters: Mapping) -> int:
     # As in transformers, a key outside of the rope parameters takes precedence.
     original = first(f.raw("original_max_position_embeddings"),
-                     given.get("original_max_position_embeddings"),
+                     parameters.get("original_max_position_embeddings"),
                      f.count("max_position_embeddings"))
     return f.size("original_max_position_embeddings", original)
 
 
-def _factor(f: Fields, given: Mapping, original: int) -> float:
+def _factor(f: Fields, parameters: Mapping, original: int) -> float:
     """Return the scaling of the context; without a factor, the default of transformers."""
-    return f.fit(Positive, first(given.get("factor"),
+    return f.fit(Positive, first(parameters.get("factor"),
                                  f.count("max_position_embeddings") / original), "rope factor")
 
 
@@ -305,13 +307,13 @@ def _frequencies(rope: RopeConfig, device: torch.device, lengths: Tensor | None)
     if rope.kind == "llama3":
         # Low frequencies are divided by the factor, high ones kept, with interpolation between.
         cycles = rope.original_max_positions * plain / (2 * math.pi)  # per original context
-        kept = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        kept = kept.clamp(0, 1)
+        unscaled = (cycles - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        unscaled = unscaled.clamp(0, 1)
     elif rope.kind == "yarn":
-        kept = 1 - _yarn_ramp(rope, steps / 2)
+        unscaled = 1 - _yarn_ramp(rope, steps / 2)
     else:
         return plain
-    return kept * plain + (1 - kept) * plain / rope.factor
+    return unscaled * plain + (1 - unscaled) * plain / rope.factor
 
 
 def _yarn_ramp(rope: RopeConfig, pairs: Tensor) -> Tensor:

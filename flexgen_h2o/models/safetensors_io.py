@@ -228,10 +228,10 @@ def _parse(path: Path, raw: bytes) -> dict[str, object]:
 
 def _checksums(metadata: object, count: int) -> list[int | None]:
     """Return the checksums of `count` tensors; None for each if the metadata lack any."""
-    kept = metadata.get(_CHECKSUMS) if isinstance(metadata, dict) else None
-    if not isinstance(kept, str) or not re.fullmatch(f"[0-9a-f]{{{_DIGITS * count}}}", kept):
+    stored = metadata.get(_CHECKSUMS) if isinstance(metadata, dict) else None
+    if not isinstance(stored, str) or not re.fullmatch(f"[0-9a-f]{{{_DIGITS * count}}}", stored):
         return [None] * count
-    return [int(kept[place : place + _DIGITS], 16) for place in range(0, len(kept), _DIGITS)]
+    return [int(stored[place : place + _DIGITS], 16) for place in range(0, len(stored), _DIGITS)]
 
 
 def _entry(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:

@@ -100,15 +100,15 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
     RecallRates
         The rates of a disk keep their defaults.
     """
-    (short, first), (long, second), (most, third) = times
+    (short, first), (long, second), (longest, third) = times
     rate = rates.decode_attention[16]
     apart = max(MIN_RATIO,
-                (third - second) * rate / ((most.selected - long.selected) * most.record))
+                (third - second) * rate / ((longest.selected - long.selected) * longest.record))
     scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
     scan = (second - first) * rate - apart * (long.selected - short.selected) * long.record
-    found = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
-    rest = first - recall_seconds(rates, found, short, index=index, cache=CacheOptions())
-    return replace(found, calls=max(MIN_RATIO, rest / (short.kv_heads * rates.head_seconds)))
+    fitted = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
+    rest = first - recall_seconds(rates, fitted, short, index=index, cache=CacheOptions())
+    return replace(fitted, calls=max(MIN_RATIO, rest / (short.kv_heads * rates.head_seconds)))
 
 
 def disk_read_ratio(recall: RecallRates, tokens: RecalledTokens) -> float:
@@ -174,7 +174,7 @@ class CacheCosts:
         """Return the seconds of causal attention over a prompt, with scores where needed."""
         run, model = self._run, self._run.model
         compute, heads = self._hardware.compute, model.num_heads
-        rates, each = compute.prefill_attention, compute.query_seconds
+        rates, query_seconds = compute.prefill_attention, compute.query_seconds
         seconds = 0.0
         for layer in range(model.num_layers):
             # Pairs of a query and a key that it attends to.
@@ -184,7 +184,7 @@ class CacheCosts:
             scored = size is not None and size.heavy > 0
             kind = "scored" if scored else "plain"
             seconds += 4 * model.head_dim * heads * pairs / rates[kind]
-            seconds += heads * self._prompt * each.get(kind, 0.0)
+            seconds += heads * self._prompt * query_seconds.get(kind, 0.0)
         return seconds / model.num_layers
 
     def add_prompt(self, cost: CostAccumulator) -> None:
@@ -195,10 +195,10 @@ class CacheCosts:
         """
         run, passes = self._run, self._run.passes
         if not run.attends_on_host:
-            each = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
-                       for bits in run.cache.kind_bits)
+            token_seconds = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
+                                for bits in run.cache.kind_bits)
             kept = self._sequences * self._slots(self._prompt) * run.model.kv_size
-            cost.add(COMPUTE, kept * each / passes)
+            cost.add(COMPUTE, kept * token_seconds / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + CACHE_GROWTH) * self._record
         fetched: tuple[str, ...] = ("cpu", "disk")
@@ -223,30 +223,30 @@ class CacheCosts:
             by = hardware.host_attention if host else hardware.compute
             # Recall on a GPU costs what full attention does: selecting takes the time it saves
             # (0.93 to 1.24 of full attention on an H200, 8,192 tokens).
-            each = self._attention_seconds(by, recalls=host or not run.has_gpu)
-            cost.add(HOST if host else COMPUTE, self._sequences * each, ("cache", tier))
+            batch_seconds = self._attention_seconds(by, recalls=host or not run.has_gpu)
+            cost.add(HOST if host else COMPUTE, self._sequences * batch_seconds, ("cache", tier))
         mean = self._prompt + (run.workload.gen_len + CACHE_GROWTH) / 2
-        whole = self._sequences * self._slots(mean) * self._record
+        nbytes = self._sequences * self._slots(mean) * self._record
         if run.attends_on_host:
             rows = self._sequences * run.itemsize
             cost.transfer("gpu->cpu", rows * (model.q_size + 2 * model.kv_size), ("cache", "cpu"))
             cost.transfer("cpu->gpu", rows * model.q_size, ("cache", "cpu"))
         elif run.has_gpu:
             # Sparse attention loads all keys and the selected values.
-            loaded = whole * (1 + run.cache.attn_sparsity) / 2
+            loaded = nbytes * (1 + run.cache.attn_sparsity) / 2
             if run.recalls_in_place:
                 loaded = self._sequences * self._selective_reads()[0]
             cost.load("cache", loaded, ("cpu",))
             cost.store("cache", new, ("cpu",))
-        written = whole / WRITE_BACK_TOKENS
+        written = nbytes / WRITE_BACK_TOKENS
         fetching = (run.group_batches * hardware.fetch_seconds
                     + self._sequences * model.num_kv_heads * hardware.fetch_head_seconds)
         if run.recalls_from_disk:
-            whole, written = self._sequences * self._selective_reads()[0], new
-            each = hardware.recall.fetching * hardware.compute.layer_seconds
-            fetching = run.group_batches * each
+            nbytes, written = self._sequences * self._selective_reads()[0], new
+            batch_seconds = hardware.recall.fetching * hardware.compute.layer_seconds
+            fetching = run.group_batches * batch_seconds
         cost.add(COMPUTE, fetching, ("cache", "disk"))
-        cost.load("cache", whole, ("disk",))
+        cost.load("cache", nbytes, ("disk",))
         if run.has_gpu:
             cost.transfer("gpu->cpu", new, ("cache", "disk"))
         cost.transfer("cpu->disk", written, ("cache", "disk"))
@@ -260,9 +260,9 @@ class CacheCosts:
         run, cost = self._run, CostAccumulator(self._hardware)
         if run.recalls_from_disk:
             cost.load("cache", self._sequences * self._selective_reads()[1], ("disk",))
-            each = self._attention_seconds(self._hardware.compute, recalls=True)
+            batch_seconds = self._attention_seconds(self._hardware.compute, recalls=True)
             beside = 1 - 1 / min(RECALL_GROUPS, run.workload.gpu_batch_size)
-            cost.add(COMPUTE, -beside * self._sequences * each, ("cache", "disk"))
+            cost.add(COMPUTE, -beside * self._sequences * batch_seconds, ("cache", "disk"))
         elif run.recalls_in_place:
             cost.load("cache", self._sequences * self._selective_reads()[1], ("cpu",))
         else:
@@ -306,12 +306,12 @@ class CacheCosts:
         """
         run, total, awaited = self._run, 0.0, 0.0
         for layer in range(run.model.num_layers):
-            whole, tokens = self._attended(layer) * self._record, self._recalled(layer)
+            all_bytes, tokens = self._attended(layer) * self._record, self._recalled(layer)
             if tokens is None:
-                total += whole
+                total += all_bytes
                 continue
             if run.recalls_from_disk:
-                read = whole * disk_read_ratio(self._hardware.recall, tokens)
+                read = all_bytes * disk_read_ratio(self._hardware.recall, tokens)
             else:
                 read = tokens.selected * self._record
                 if run.has_hot_set:
@@ -327,10 +327,10 @@ class CacheCosts:
             return None
         load, attended = run.workload, self._attended(layer)
         selected = num_selected(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
-        held = num_hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
+        hot_slots = num_hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
                          run.policy.fast_set)
         return None if selected is None else RecalledTokens(
-            min(selected, attended), attended, run.model.num_kv_heads, self._record, held)
+            min(selected, attended), attended, run.model.num_kv_heads, self._record, hot_slots)
 
     def _attended(self, layer: int) -> float:
         """Return the tokens that a new token attends to, including itself."""

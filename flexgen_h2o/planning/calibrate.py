@@ -152,7 +152,7 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
         scratch = folder.file("calibration.bin", sizes.scratch)
         # Write first: a read must not hit a hole in the file.
         written = disk_write_rate(scratch, nbytes=sizes.scratch)
-        found: tuple[float, ...] = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
+        measured: tuple[float, ...] = (disk_read_rate(scratch, nbytes=sizes.scratch), written)
         progress("disk and matmuls at once")
         names = ("interference", "read_interference")
         beside: dict[str, Any] = dict(
@@ -163,8 +163,8 @@ def _links(rates: Rates, device: Device, offload_dir: str | os.PathLike, progres
             beside |= zip(names, map(_figure, fetch_rates(device, scratch)), strict=True)
     if device.separate:
         progress("copies between host and GPU")
-        found = (*found, *copy_rates(device, nbytes=sizes.copied))
-    return _figures(dict(zip(LINKS, found, strict=False))), beside
+        measured = (*measured, *copy_rates(device, nbytes=sizes.copied))
+    return _figures(dict(zip(LINKS, measured, strict=False))), beside
 
 
 def _compute(rates: Rates, progress: Note) -> ComputeRates:
@@ -177,9 +177,9 @@ def _compute(rates: Rates, progress: Note) -> ComputeRates:
         progress(f"matmuls of quantized activations with {bits}-bit weights")
         rounded[bits] = _figures(rates.linear(bits, activation_bits=8))
     progress("attention")
-    plain, scored = (rates.prefill_attention(scored=each) for each in (False, True))
-    prefill, query_seconds = (dict(zip(("plain", "scored"), each, strict=True))
-                              for each in zip(plain, scored, strict=True))
+    plain, scored = (rates.prefill_attention(scored=with_scores) for with_scores in (False, True))
+    prefill, query_seconds = (dict(zip(("plain", "scored"), rate, strict=True))
+                              for rate in zip(plain, scored, strict=True))
     decode, head_seconds = _decode_attention(rates)
     progress("decoder layer and argmax")
     bound = rates.captured_layer_seconds()

@@ -69,9 +69,9 @@ class Timer:
                 return least
         return statistics.median(took for took, in self._samples(self._seconds, work))
 
-    def difference(self, more: Callable[[], object], less: Callable[[], object]) -> float:
-        """Return the seconds of a call of `more` beyond one of `less`, in interleaved samples."""
-        samples = self._samples(PATIENCE * self._seconds, more, less)
+    def difference(self, longer: Callable[[], object], shorter: Callable[[], object]) -> float:
+        """Return the difference in seconds of two calls, from interleaved samples."""
+        samples = self._samples(PATIENCE * self._seconds, longer, shorter)
         return statistics.median(with_it - without for with_it, without in samples)
 
     def _samples(self, seconds: float, *works: Callable[[], object]) -> list[list[float]]:
@@ -131,17 +131,18 @@ class DecodeStep:
                                        eviction=EvictionArguments.of(self._state))[0]
 
 
-def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, do: Operations, *,
+def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, operations: Operations, *,
               attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Run a decoder layer as the executor does; x [rows, hidden] is updated in place."""
-    attended = attend(*OPT.attention_inputs(config, weights, x, do))
-    OPT.attention_output(config, weights, x, attended, do)
-    OPT.mlp(config, weights, x, do)
+    attended = attend(*OPT.attention_inputs(config, weights, x, operations))
+    OPT.attention_output(config, weights, x, attended, operations)
+    OPT.mlp(config, weights, x, operations)
 
 
-def run_matmuls(weights: dict[str, Tensor], source: Tensor, x: Tensor, do: Operations) -> None:
+def run_matmuls(weights: dict[str, Tensor], source: Tensor, x: Tensor,
+                operations: Operations) -> None:
     """Run the matmuls of such a layer alone, of source [rows, hidden]; two are added to x."""
-    q, _, _, wide = (linear(source, weights[name], out=do.get(
+    q, _, _, wide = (linear(source, weights[name], out=operations.get(
         name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
     add_linear_(x, q, weights["out"])
     add_linear_(x, wide, weights["fc2"])
@@ -250,11 +251,12 @@ class Rates:
             linear(x, next(matrices), out=out)
             self._device.mark().synchronize()
 
-        each = self._timer.seconds(multiply)
-        found = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
-        slower = ([(beside - alone) / (each * max(done, 1)) for alone, beside, done in found],
-                  [(beside - each * done) / alone for alone, beside, done in found])
-        reading, computing = (min(max(statistics.median(each), 0.0), 1.0) for each in slower)
+        unloaded = self._timer.seconds(multiply)
+        beside_disk = disk_beside(scratch, multiply, nbytes=self.sizes.scratch)
+        slower = ([(beside - alone) / (unloaded * max(done, 1))
+                   for alone, beside, done in beside_disk],
+                  [(beside - unloaded * done) / alone for alone, beside, done in beside_disk])
+        reading, computing = (min(max(statistics.median(ratios), 0.0), 1.0) for ratios in slower)
         return reading, computing
 
     @property
@@ -267,7 +269,7 @@ class Rates:
         weight = torch.randn(self.sizes.matrix, dtype=self._dtype)
         matrices = self._copies(weight, WeightOptions(bits, activation_bits=activation_bits))
         operation = "linear" if bits == 16 else "linear_quantized"
-        seconds, more = {}, math.inf
+        seconds, previous = {}, math.inf
         for rows in sorted(self.sizes.rows, reverse=True):
             x, out = self._random(rows, weight.shape[1]), self._random(rows, len(weight))
 
@@ -277,7 +279,7 @@ class Rates:
             took = (self._fastest(operation, bits, rows, multiply) if activation_bits == 16
                     else self._timer.seconds(multiply))
             # Fewer rows cannot take longer than more: then something disturbed the measurement.
-            seconds[rows] = more = min(took, more)
+            seconds[rows] = previous = min(took, previous)
         return {rows: BILLION * seconds[rows] / weight.numel() for rows in self.sizes.rows}
 
     def _fastest(self, operation: str, bits: int, rows: int, work: Callable[[], object]) -> float:
@@ -303,10 +305,10 @@ class Rates:
         form = WeightFormat(self._dtype, options)
         spec = TensorSpec("", tuple(weight.shape))
         layout = form.layout(spec)
-        rest = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
+        data = weight.view(torch.uint8).flatten() if layout is None else ops.quantize_matrix(
             weight, layout)
-        return itertools.cycle([form.view(rest.to(self._device.torch, copy=True), 0, spec)
-                                for _ in range(self._num_copies(rest.nbytes))])
+        return itertools.cycle([form.view(data.to(self._device.torch, copy=True), 0, spec)
+                                for _ in range(self._num_copies(data.nbytes))])
 
     def prefill_attention(self, *, scored: bool) -> tuple[float, float]:
         """Measure `ComputeRates.prefill_attention` and `query_seconds`, on long and short prompts.
@@ -338,7 +340,7 @@ class Rates:
         k, v = (self._random(sequences * tokens, sizes.heads, sizes.head_dim) for _ in range(2))
         scores = torch.rand(sizes.heads, len(k), device=k.device)
         cuts = [Cut(tokens, tokens // 2, tokens - tokens // 2)] * sequences
-        found = {}
+        nanoseconds = {}
         for bits in BITS:
             one = self._records(sizes.heads, tokens, sizes.head_dim, bits=bits)
             slots = one.repeat(1, sequences, 1, 1, 1)
@@ -350,27 +352,27 @@ class Rates:
             took = self._timer.seconds(partial(
                 ops.select_heavy_hitters, k, v, scores, cuts=cuts, slots=slots, state=state,
                 layout=layout))
-            found[bits] = BILLION * took / (2 * k.numel())
-        return found
+            nanoseconds[bits] = BILLION * took / (2 * k.numel())
+        return nanoseconds
 
     def decode_attention(self) -> tuple[dict[int, float], float]:
         """Measure `ComputeRates.decode_attention` and `head_seconds`, on few and many slots."""
         sizes = self.sizes
         heads = sizes.sequences * sizes.heads
-        found = {bits: [self._decode(slots, bits) for slots in sizes.slots] for bits in BITS}
+        timings = {bits: [self._decode(slots, bits) for slots in sizes.slots] for bits in BITS}
         fixed = []
-        for (few, short), (many, long) in found.values():
+        for (few, short), (many, long) in timings.values():
             fixed.append((short - few * (long - short) / (many - few)) / heads)
-        each = max(statistics.median(fixed), MIN_SECONDS)
-        return {bits: nbytes / max(took - each * heads, took / 2)
-                for bits, (_, (nbytes, took)) in found.items()}, each
+        overhead = max(statistics.median(fixed), MIN_SECONDS)
+        return {bits: nbytes / max(took - overhead * heads, took / 2)
+                for bits, (_, (nbytes, took)) in timings.items()}, overhead
 
     def _decode(self, slots: int, bits: int) -> tuple[int, float]:
         """Return the bytes of KV entries and the seconds of a step over `slots` slots."""
         sizes = self.sizes
-        one = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
-        nbytes = sizes.sequences * one.nbytes
-        steps = [DecodeStep(one.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
+        records = self._records(sizes.heads, slots, sizes.head_dim, bits=bits)
+        nbytes = sizes.sequences * records.nbytes
+        steps = [DecodeStep(records.repeat(1, sizes.sequences, 1, 1, 1), bits=bits,
                             head_dim=sizes.head_dim) for _ in range(self._num_copies(nbytes))]
         q, k, v = (self._random(sizes.sequences, sizes.heads, sizes.head_dim) for _ in range(3))
         endless = itertools.cycle(steps)
@@ -411,11 +413,11 @@ class Rates:
         """Measure `ComputeRates.elementwise`: a layer without attention, minus its matmuls."""
         sizes = self.sizes
         config, weights = self._layer(sizes.hidden, max(1, sizes.hidden // sizes.head_dim))
-        do = Operations(self._device.torch)
+        operations = Operations(self._device.torch)
         x, source = (self._random(sizes.layer_rows, sizes.hidden) for _ in range(2))
         beyond = self._timer.difference(
-            lambda: run_layer(config, weights, x, do, attend=lambda q, k, v: q),
-            lambda: run_matmuls(weights, source, x, do))
+            lambda: run_layer(config, weights, x, operations, attend=lambda q, k, v: q),
+            lambda: run_matmuls(weights, source, x, operations))
         return BILLION * max(beyond, MIN_SECONDS) / x.numel()
 
     def logit_seconds(self) -> float:

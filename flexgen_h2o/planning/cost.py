@@ -324,10 +324,10 @@ class _LayerStepCosts:
             return
         for tier in ("gpu", "disk"):
             cost.add(COMPUTE, self._expert_seconds(touched, rows), ("weights", tier))
-        each = max(1.0, rows * experts.per_token / touched / READ_ROWS)
+        expert_rows = max(1.0, rows * experts.per_token / touched / READ_ROWS)
         rate = self._hardware.host_attention.decode_attention[16]
         rows *= self._moe_share
-        read = each * touched * run.expert_bytes
+        read = expert_rows * touched * run.expert_bytes
         cost.add(HOST, self._moe_share * read / rate, ("weights", "cpu"))
         sums = rows * self._model.hidden_size * (8 if run.itemsize == 4 else 4)
         inputs = rows * self._model.hidden_size * run.itemsize
@@ -351,10 +351,10 @@ class _LayerStepCosts:
         """Return the seconds of a decoder layer for `rows` tokens, without attention and experts.
         """
         compute, elements = self._compute, self._elements
-        blocks, rest = divmod(rows, ROW_BLOCK)
+        blocks, remainder = divmod(rows, ROW_BLOCK)
         products = blocks * self._matmul_seconds(ROW_BLOCK, elements)
-        if rest:
-            products += self._matmul_seconds(rest, elements)
+        if remainder:
+            products += self._matmul_seconds(remainder, elements)
         hidden = rows * self._model.hidden_size / 1e9
         return products + hidden * compute.elementwise + compute.layer_seconds
 

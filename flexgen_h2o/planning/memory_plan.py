@@ -76,17 +76,17 @@ class MemoryPlan:
             advice = f"--percent {format_percent(fitting)}{alone} would fit"
         raise InsufficientMemory(f"the run does not fit. {sums}. {advice}")
 
-    def before_loading(self, limits: MemoryLimits, *, kept: int) -> MemoryLimits:
+    def before_loading(self, limits: MemoryLimits, *, free_heap: int) -> MemoryLimits:
         """Return the free memory before weights and their buffers were loaded.
 
-        `limits` are measured since. `kept` is the bytes of unused host memory that the system does
-        not count as free.
+        `limits` are measured since. `free_heap` is the bytes of unused host memory that the system
+        does not count as free.
         """
         gpu, cpu, disk = (
             sum(getattr(row, tier) for row in self.rows if row.name in WEIGHT_ROWS)
             for tier in TIERS)
         return MemoryLimits(None if limits.gpu_bytes is None else limits.gpu_bytes + gpu,
-                            limits.cpu_bytes + cpu + kept, limits.disk_bytes + disk)
+                            limits.cpu_bytes + cpu + free_heap, limits.disk_bytes + disk)
 
     def _excess(self, tier: str, limits: MemoryLimits) -> str:
         """Return a text with a tier's need, its three largest rows and its limit."""
@@ -105,10 +105,10 @@ class MemoryPlan:
         this plan's placements, and again with everything on the fastest tier, which also finds what
         must leave a full disk.
         """
-        given = replace(self.run.policy, experts=None)  # weight shares move experts first
+        base_policy = replace(self.run.policy, experts=None)  # weight shares move experts first
         on_fastest: dict[str, Any] = dict.fromkeys(PLACED, Placement(100, 0, 0))
-        fastest = replace(given, **on_fastest)
-        for start in (given, fastest):
+        fastest = replace(base_policy, **on_fastest)
+        for start in (base_policy, fastest):
             policy: Policy | None = start
             while policy is not None:
                 short = MemoryPlan(replace(self.run, policy=policy)).shortfalls(limits)
@@ -218,7 +218,7 @@ class MemoryCheck:
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
-                 writes_weights: bool, offload_dir: str, most: Mapping[str, int | None],
+                 writes_weights: bool, offload_dir: str, max_bytes: Mapping[str, int | None],
                  device_bytes: Callable[[], int | None], stage: Stage | None = None,
                  groups: int = 1):
         self._model = model
@@ -226,7 +226,7 @@ class MemoryCheck:
         self._itemsize = itemsize
         self._writes_weights = writes_weights
         self._offload_dir = offload_dir
-        self._most = most
+        self._most = max_bytes
         self._device_bytes = device_bytes
         self._stage, self._groups = stage, groups
 
@@ -279,5 +279,5 @@ class MemoryCheck:
                            groups=self._groups)
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
-            limits = plan.before_loading(limits, kept=free_heap_bytes(loaded_bytes))
+            limits = plan.before_loading(limits, free_heap=free_heap_bytes(loaded_bytes))
         return plan, limits.capped(**self._most)

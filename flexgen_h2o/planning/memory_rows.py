@@ -104,10 +104,10 @@ def _attention_scratch(run: PlannedRun) -> int:
         logits = run.pass_rows * model.num_heads * load.prompt_len * 4
         return load.prompt_len * token + 2 * logits
     threads = 0 if run.has_gpu else os.cpu_count() or 1
-    held = max(layer_slots(cache, model, load))
+    num_slots = max(layer_slots(cache, model, load))
     tokens = load.prompt_len  # that a query attends to
     if run.evicts_chunks:
-        tokens = held + run.pass_rows
+        tokens = num_slots + run.pass_rows
     # All weights of some queries, or with AMX all keys and values of a head, in tiles of 16 bits.
     packed = -(-model.head_dim // 32) * 32
     lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
@@ -117,11 +117,11 @@ def _attention_scratch(run: PlannedRun) -> int:
     if not cache.is_unquantized_full or run.pass_rows < load.prompt_len:
         # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
-    most = held + SLOT_TILE
+    most = num_slots + SLOT_TILE
     decode = 4 * tasks * (most + 2 * model.head_dim)
     if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
-        decode += load.gpu_batch_size * held * numbers
+        decode += load.gpu_batch_size * num_slots * numbers
     return max(prefill, decode, _sparse_attention_scratch(run) if cache.attn_sparsity < 1 else 0)
 
 
@@ -192,13 +192,13 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     layers = model.over_layers(at_rest)
     head, total = head_and_total_bytes(run)
     others, _ = run.weight_placements
-    kept, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
+    head_tier, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
     vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
     for name, nbytes, apart, stays in (
             ("weights", layers, 0, vectors),
-            ("embeddings", total - layers, head if kept else 0, 0)):
-        gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == kept)
+            ("embeddings", total - layers, head if head_tier else 0, 0)):
+        gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == head_tier)
                           for tier, fraction in zip(TIERS, fractions, strict=True))
         if run.shards_weights and placement.disk > 0:
             # Vectors stay in memory, and matrices are written whole.
@@ -207,7 +207,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     away = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers, options = 0, run.weights.with_largest_layouts
     if run.shards_weights and away > 0:
-        buffers = SHARD_BUFFERS * _shard_bytes(run, head=not kept)
+        buffers = SHARD_BUFFERS * _shard_bytes(run, head=not head_tier)
     elif away > 0:
         # Whole tensors are placed: a layer may hold one more of them than its share.
         tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
@@ -218,7 +218,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         largest = max(part_bytes(options, part, run.itemsize)
                       for part in chain.from_iterable(parts))
         buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
-                                       0 if kept else head)
+                                       0 if head_tier else head)
     yield MemoryRow("weight buffers", buffers, buffers if run.has_gpu else 0)
     if model.experts is not None:
         yield from _expert_rows(run)
@@ -231,12 +231,12 @@ def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
     shapes = {*model.layer_shapes().matrices}
     if head and run.is_last_stage:
         shapes.add((model.vocab_size, model.embed_dim))
-    most = 0
+    largest = 0
     for outputs, inputs in shapes:
         rows = shard_rows(outputs, options.matrix_bytes((outputs, inputs), run.itemsize), layer)
-        most = max(most, options.matrix_bytes((rows, inputs), run.itemsize))
+        largest = max(largest, options.matrix_bytes((rows, inputs), run.itemsize))
     # A shard may begin and end anywhere in a page.
-    return -(-most // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
+    return -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
 
 
 def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
@@ -255,67 +255,68 @@ def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
 def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     """Yield the KV cache by sequences, its staging buffers, gathered prompts and eviction state."""
     model, load, options = run.model, run.workload, run.cache
-    held = layer_slots(options, model, load)
+    num_slots = layer_slots(options, model, load)
     record = kv_entry_bytes(options, model, run.itemsize)
     placed = split(load.gpu_batch_size, run.policy.cache)
     # A simulation keeps its full cache in compute memory.
     cached = (load.gpu_batch_size, 0, 0) if options.simulated else placed
-    token = record * sum(held) * load.num_gpu_batches
+    token = record * sum(num_slots) * load.num_gpu_batches
     gpu, cpu, disk = (count * token for count in cached)
     if run.recalls_from_disk:
-        fast = _paged_cache(run, held, record)
+        fast = _paged_cache(run, num_slots, record)
         disk, in_memory = cached[2] * fast.disk, cached[2] * fast.cpu
     yield MemoryRow("cache", gpu, cpu, disk)
     if run.recalls_from_disk:
         yield MemoryRow("hot set", 0, in_memory)
     if run.has_hot_set:
-        yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, held, record))
-    here, host = _staging_bytes(run, cached, record=record, max_tokens=max(held),
-                                staged_host=not run.attends_on_host)
+        yield MemoryRow("hot set", placed[1] * _hot_set_bytes(run, num_slots, record))
+    device_staging, host_staging = _staging_bytes(run, cached, record=record,
+                                                  max_tokens=max(num_slots),
+                                                  staged_host=not run.attends_on_host)
     if run.attends_on_host:
         # Buffers for queries, keys and values sent to the host, and for its results.
         rows = cached[1] * 2 * (model.q_size + model.kv_size) * run.itemsize
-        here, host = here + STARTED_BATCHES * rows, host + rows
+        device_staging, host_staging = device_staging + STARTED_BATCHES * rows, host_staging + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
         more = _staging_bytes(run, placed, record=plain, max_tokens=load.prompt_len)
-        here, host = here + more[0], host + more[1]
-    yield MemoryRow("cache buffers", here, host)
+        device_staging, host_staging = device_staging + more[0], host_staging + more[1]
+    yield MemoryRow("cache buffers", device_staging, host_staging)
     yield _prompt_cache_row(run, placed)
     if options.recalls:
-        yield _index_row(run, held, on_host=cached[1] if run.attends_on_host else 0)
-    yield _bookkeeping_row(run, held, on_host=cached[1] if run.attends_on_host else 0)
+        yield _index_row(run, num_slots, on_host=cached[1] if run.attends_on_host else 0)
+    yield _bookkeeping_row(run, num_slots, on_host=cached[1] if run.attends_on_host else 0)
 
 
-def _paged_cache(run: PlannedRun, held: Sequence[int], record: int) -> MemoryRow:
+def _paged_cache(run: PlannedRun, num_slots: Sequence[int], record: int) -> MemoryRow:
     """Return the bytes of one sequence's cache on disk, in pages, and of its part in host memory.
 
     Host memory has the hot set, the newest tokens, the slot map and each token's score.
     """
     host, disk, heads = 0, 0, run.model.num_kv_heads
-    for layer, most in enumerate(held):
-        fast = num_hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+    for layer, slots in enumerate(num_slots):
+        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.fast_set)
         if not fast:
-            disk += record * most
+            disk += record * slots
             continue
-        layout = PageLayout(heads, record // heads, most)
+        layout = PageLayout(heads, record // heads, slots)
         disk += layout.sequence_bytes
-        host += record * (fast + layout.newest) + heads * 4 * (2 * most + fast)
+        host += record * (fast + layout.newest) + heads * 4 * (2 * slots + fast)
     batches = run.workload.num_gpu_batches
     return MemoryRow("hot set", 0, batches * host, batches * disk)
 
 
-def _hot_set_bytes(run: PlannedRun, held: Sequence[int], record: int) -> int:
+def _hot_set_bytes(run: PlannedRun, num_slots: Sequence[int], record: int) -> int:
     """Return the bytes on a GPU of one sequence whose cache in host memory is recalled.
 
     They are the hot set, the newest token, the slot map, each token's score, and scratch to sort
     them.
     """
     nbytes, heads = 0, run.model.num_kv_heads
-    for layer, most in enumerate(held):
-        fast = num_hot_slots(run.cache.h2o, layer, most, run.policy.fast_set)
+    for layer, slots in enumerate(num_slots):
+        fast = num_hot_slots(run.cache.h2o, layer, slots, run.policy.fast_set)
         if fast:
-            nbytes += record * (fast + 1) + heads * 4 * (2 * most + 2 * fast)
+            nbytes += record * (fast + 1) + heads * 4 * (2 * slots + 2 * fast)
     return run.workload.num_gpu_batches * nbytes
 
 
@@ -350,28 +351,28 @@ def _prompt_cache_row(run: PlannedRun, placed: tuple[int, int, int]) -> MemoryRo
     return MemoryRow("prompt cache", gpu, cpu, disk)
 
 
-def _bookkeeping_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
+def _bookkeeping_row(run: PlannedRun, num_slots: Sequence[int], *, on_host: int) -> MemoryRow:
     """Return the row of each slot's score and position, and of its rank with rolling positions.
 
     They are per KV head, where attention runs: in host memory for `on_host` sequences of a batch.
-    `held` are the slots of each layer.
+    `num_slots` are the slots of each layer.
     """
     model, load, layers = run.model, run.workload, run.evicting_layers
     rolls = bool(layers) and run.cache.h2o.positions == "rolling"
     slot = model.num_kv_heads * (12 if rolls else 8)
-    sequence = slot * sum(held[layer] for layer in layers) * load.num_gpu_batches
+    sequence = slot * sum(num_slots[layer] for layer in layers) * load.num_gpu_batches
     return MemoryRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
                      on_host * sequence)
 
 
-def _index_row(run: PlannedRun, held: Sequence[int], *, on_host: int) -> MemoryRow:
+def _index_row(run: PlannedRun, num_slots: Sequence[int], *, on_host: int) -> MemoryRow:
     """Return the row of recall's key index; parameters as in `_bookkeeping_row`."""
     model, load, h2o = run.model, run.workload, run.cache.h2o
     if run.cache.simulated:
         return MemoryRow("index")
     layout = IndexLayout(model.head_dim, h2o.index_bits)
     sequence = load.num_gpu_batches * model.num_kv_heads * sum(
-        layout.nbytes(slots) for layer, slots in enumerate(held)
+        layout.nbytes(slots) for layer, slots in enumerate(num_slots)
         if num_selected(h2o, layer, load.prompt_len) is not None)
     return MemoryRow("index", (load.gpu_batch_size - on_host) * sequence, on_host * sequence)
 

@@ -67,10 +67,10 @@ def layer_seconds(hardware: Hardware, run: PlannedRun, ranks: int) -> list[float
     embedding, inner, head = (
         float(prefill.elapsed(shares) + steps * step.elapsed(shares))
         for prefill, step in zip(*layer_step_costs(hardware, run), strict=True))
-    found = [inner / layers] * layers
-    found[0] += embedding
-    found[-1] += head
-    return found
+    seconds = [inner / layers] * layers
+    seconds[0] += embedding
+    seconds[-1] += head
+    return seconds
 
 
 def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun,
@@ -83,10 +83,10 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
     includes them.
     """
     runs = rank_runs(run, bounds)
-    found, groups = [estimate(hardware, each) for each in runs], runs[0].groups
+    estimates, groups = [estimate(hardware, each) for each in runs], runs[0].groups
     load, phases = run.workload, []
     for name, tokens in (("prefill", load.prompt_len), ("step", 1)):
-        each = [getattr(one, name) for one in found]
+        each = [getattr(one, name) for one in estimates]
         slowest = max(each, key=lambda phase: phase.seconds)
         sent = 0.0 if network is None else network.seconds(
             load.num_gpu_batches, load.gpu_batch_size * load.num_gpu_batches * tokens
@@ -97,7 +97,7 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
                    else max(busy, through))
         phases.append(Phase(seconds, slowest.resources))
     prefill, step = phases
-    return Estimate(prefill, step, steps=found[0].steps, generated=found[0].generated)
+    return Estimate(prefill, step, steps=estimates[0].steps, generated=estimates[0].generated)
 
 
 def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: MemoryLimits,
@@ -137,12 +137,13 @@ def search_pipeline(hardware: Hardware, request: PlanRequest, ranks: int, limits
     """
     layers = math.ceil(request.model.num_layers / ranks)
     part = replace(request, model=request.model.slice_layers(0, layers), groups=ranks)
-    found = []
-    for each in search(hardware, part, limits):
-        run = replace(each.run, model=request.model, groups=1)
+    predictions = []
+    for prediction in search(hardware, part, limits):
+        run = replace(prediction.run, model=request.model, groups=1)
         with suppress(InsufficientMemory):  # balanced ranks may have more layers than `part`
-            found.append(predict_pipeline(hardware, run, ranks, limits, request.prompts, network))
-    if not found:
+            predictions.append(predict_pipeline(hardware, run, ranks, limits, request.prompts,
+                                                network))
+    if not predictions:
         raise UserError("no policy was found that fits on all ranks: give --percent and batch "
                         "sizes")
-    return sorted(found, key=lambda each: -each.choice.tokens_per_second)
+    return sorted(predictions, key=lambda prediction: -prediction.choice.tokens_per_second)

@@ -113,21 +113,21 @@ class PlacementSolver:
         adapt to the experts that the text needs. If all experts were chosen equally often, it would
         change nothing.
         """
-        experts, policy, every = run.model.experts, run.policy, run.num_experts
+        experts, policy, num_experts = run.model.experts, run.policy, run.num_experts
         if (experts is None or policy.expert_slots is not None or not run.expert_slots
                 or run.computes_experts_on_host
                 or run.touched(run.sequences, 1) > experts.count / 2):
             return run
-        surplus = every * policy.experts.gpu / 100 - run.expert_slots
+        surplus = num_experts * policy.experts.gpu / 100 - run.expert_slots
         for target in self._tiers[1:]:
-            percent = int(100 * surplus / 2 / every)
+            percent = int(100 * surplus / 2 / num_experts)
             while percent > 0:
-                added = int(percent / 100 * every * run.expert_bytes / run.slot_bytes)
-                found = replace(run, policy=replace(
+                added = int(percent / 100 * num_experts * run.expert_bytes / run.slot_bytes)
+                with_slots = replace(run, policy=replace(
                     policy, experts=_shift(policy.experts, "gpu", target, percent),
                     expert_slots=run.expert_slots + added))
-                if self._fits(found):
-                    return found
+                if self._fits(with_slots):
+                    return with_slots
                 percent //= 2
         return run
 
@@ -169,10 +169,10 @@ class PlacementSolver:
         policy = MemoryPlan(run).suggest(self._limits)
         if policy is None:
             return None
-        found = replace(run, policy=policy)
+        rounded = replace(run, policy=policy)
         if run.model.experts is None:
-            return found
-        others, experts = found.weight_placements
+            return rounded
+        others, experts = rounded.weight_placements
         return replace(run, policy=replace(policy, weights=others, experts=experts))
 
     def _apply_shares(self, shares: np.ndarray) -> PlannedRun:
@@ -197,14 +197,14 @@ class PlacementSolver:
 
     def _drop_slow_tiers(self, run: PlannedRun) -> PlannedRun:
         """Return the run without slower tiers that save next to nothing."""
-        most = self._run_seconds(run) * (1 + _NEGLIGIBLE)
+        max_seconds = self._run_seconds(run) * (1 + _NEGLIGIBLE)
         for kind in PLACED:
             for source, target in (("disk", "cpu"), ("disk", "gpu"), ("cpu", "gpu")):
                 placement = self._placement(run.policy, kind)
                 moved = _shift(placement, source, target, getattr(placement, source))
                 other = replace(run, policy=self._replace(run.policy, {kind: moved}))
                 usable = target in self._tiers and self._fits(other)
-                if usable and self._run_seconds(other) <= most:
+                if usable and self._run_seconds(other) <= max_seconds:
                     run = other
         return run
 
@@ -214,9 +214,9 @@ class PlacementSolver:
         for kind in PLACED:
             placement = self._placement(policy, kind)
             for source in self._tiers:
-                held = getattr(placement, source)
+                share = getattr(placement, source)
                 unit = max(1, sequence) if kind == "cache" else 1
-                moved = {min(held, round(step * unit)) for step in (*_MOVES, 100)} - {0}
+                moved = {min(share, round(step * unit)) for step in (*_MOVES, 100)} - {0}
                 for target in self._tiers:
                     for amount in moved if target != source else ():
                         yield self._replace(policy, {
@@ -243,17 +243,17 @@ class PlacementSolver:
             rows.append(np.hstack((layer_step.lanes[:, 1:] * weight, elapsed)))
             bounds.append(-layer_step.lanes[:, 0] * weight)
         slower = [_TIER_PENALTY * TIERS.index(tier) for _, tier in _SHARES]
-        whole = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
+        sums_to_one = np.zeros((len(PLACED), len(_SHARES) + len(self._layer_steps)))
         for index, kind in enumerate(PLACED):
-            whole[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
+            sums_to_one[index, [number for number, (k, _) in enumerate(_SHARES) if k == kind]] = 1
         shares = [(0, int(tier in self._tiers and (kind != "cache" or cache_tier in (None, tier))))
                   for kind, tier in _SHARES]
-        found = linprog(
+        solution = linprog(
             [*slower, *[1] * len(self._layer_steps)], A_ub=np.vstack(rows),
             b_ub=np.concatenate(bounds),
-            A_eq=whole, b_eq=np.ones(len(PLACED)),
+            A_eq=sums_to_one, b_eq=np.ones(len(PLACED)),
             bounds=[*shares, *[(0, None)] * len(self._layer_steps)], method="highs")
-        return found.x[: len(_SHARES)] if found.success else None
+        return solution.x[: len(_SHARES)] if solution.success else None
 
     @cached_property
     def _bytes_by_term(self) -> np.ndarray:
@@ -267,15 +267,15 @@ class PlacementSolver:
         head, weights = head_and_total_bytes(self.run) if self.run.model.experts is None else (0, 1)
         everything = dict.fromkeys(PLACED, fast)
         base = _tier_bytes(replace(self.run, policy=self._replace(self.run.policy, everything)))
-        found = np.zeros((len(TIERS), len(TERMS)))
-        found[:, 0] = base
+        nbytes = np.zeros((len(TIERS), len(TERMS)))
+        nbytes[:, 0] = base
         for number, (kind, tier) in enumerate(_SHARES, 1):
             if tier in self._tiers[1:]:
-                kept = math.ceil(1e4 * head / weights) / 1e4 if kind == "weights" else 0.0
-                there = everything | {kind: _shift(fast, "gpu", tier, 100 * (1 - kept))}
+                head_share = math.ceil(1e4 * head / weights) / 1e4 if kind == "weights" else 0.0
+                there = everything | {kind: _shift(fast, "gpu", tier, 100 * (1 - head_share))}
                 run = replace(self.run, policy=self._replace(self.run.policy, there))
-                found[:, number] = (_tier_bytes(run) - base) / (1 - kept)
-        return found
+                nbytes[:, number] = (_tier_bytes(run) - base) / (1 - head_share)
+        return nbytes
 
 
 def _tier_bytes(run: PlannedRun) -> np.ndarray:

@@ -62,12 +62,12 @@ class ExpertUse:
         self._length = choices.text_tokens / choices.texts if choices.texts else 1.0
         self._of_text = choices.text_experts / choices.texts if choices.texts else 0.0
         texts = choices.texts / self._layers or tokens or 1.0
-        found = float(np.mean((self._counted - self._alike) ** 2))
+        variance = float(np.mean((self._counted - self._alike) ** 2))
         self._set(0.0)
         for _ in range(_ROUNDS):
             independent = texts * max(tokens / texts, 1.0) ** self.locality
             by_chance = self._alike * (1 - self._alike) / independent
-            self._set(max(0.0, 1 - by_chance / found) if found > 0 else 0.0)
+            self._set(max(0.0, 1 - by_chance / variance) if variance > 0 else 0.0)
 
     def _set(self, weight: float) -> None:
         """Set frequencies between equal ones (`weight` 0) and counted ones (1), and the locality.
@@ -105,7 +105,7 @@ class ExpertUse:
         low, high = np.interp(places, np.arange(len(sums)), sums)
         return max(0.0, float(high - low)) / self._layers
 
-    def missed(self, sequences: float, tokens: float, first: float, kept: float) -> float:
+    def missed(self, sequences: float, tokens: float, first: float, num_kept: float) -> float:
         """Return the expected number of experts per layer that a forward pass has to load.
 
         Slots hold the most recently used experts: the working set (Denning, 1968) of
@@ -118,22 +118,22 @@ class ExpertUse:
             Tokens of each sequence in the pass: 1 in decode steps, more in a prefill.
         first : float
             Only experts from this quantile by frequency on are counted.
-        kept : float
+        num_kept : float
             Experts per layer that slots hold.
         """
         new = sequences * self.independent(tokens)
-        if kept <= 0:
+        if num_kept <= 0:
             return self.touched(new, first)
-        if self.touched(_MOST_TOKENS, first) <= kept:
+        if self.touched(_MOST_TOKENS, first) <= num_kept:
             return 0.0
         experts = len(self.frequencies) / self._layers
-        by_frequency = self.touched(new, min(first + kept / experts, 1.0))
-        held = _inverse(lambda many: self.touched(many, first), kept)
-        after = held + new
+        by_frequency = self.touched(new, min(first + num_kept / experts, 1.0))
+        tokens_held = _inverse(lambda many: self.touched(many, first), num_kept)
+        after = tokens_held + new
         if tokens <= 1:
-            passes = (held / sequences) ** (1 / self.locality)
+            passes = (tokens_held / sequences) ** (1 / self.locality)
             after = sequences * (passes + 1) ** self.locality
-        return min(by_frequency, max(0.0, self.touched(after, first) - kept))
+        return min(by_frequency, max(0.0, self.touched(after, first) - num_kept))
 
 
 @lru_cache(maxsize=16)
@@ -258,15 +258,15 @@ class PlannedRun:
 
     def missed(self, sequences: float, tokens: float) -> float:
         """Return the share of the chosen experts outside compute memory that no slot holds."""
-        every, choices = max(self.num_experts, 1), self.policy.expert_choices
-        kept = self.model.experts.resident_slots(sequences * tokens, self.offloaded_experts,
-                                                 self.expert_slots)
+        num_experts, choices = max(self.num_experts, 1), self.policy.expert_choices
+        resident = self.model.experts.resident_slots(sequences * tokens, self.offloaded_experts,
+                                                     self.expert_slots)
         if choices is None:  # all experts are taken to be chosen equally often
-            return 1 - kept / max(self.offloaded_experts, kept, 1)
-        first = 1 - self.offloaded_experts / every
+            return 1 - resident / max(self.offloaded_experts, resident, 1)
+        first = 1 - self.offloaded_experts / num_experts
         touched = self.touched(sequences, tokens, first)
         missed = expert_use(choices).missed(sequences, tokens, first,
-                                            kept / max(self.model.expert_layers, 1))
+                                            resident / max(self.model.expert_layers, 1))
         return missed / touched if touched > 0 else 1.0
 
     @property

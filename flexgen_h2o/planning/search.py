@@ -98,12 +98,12 @@ class PlanRequest:
 
     def counts(self, size: int) -> list[int]:
         """Return the numbers of GPU batches to try for a batch size, ascending."""
-        most = math.inf if self.prompts is None else math.ceil(self.prompts / size)
+        max_batches = math.inf if self.prompts is None else math.ceil(self.prompts / size)
         if self.num_gpu_batches is not None or self.goal == "latency":
-            return [int(min(self.num_gpu_batches or 1, most))]
-        wanted = {count * self.groups for count in NUM_GPU_BATCHES}
-        counts = {count for count in wanted if count <= most}
-        return sorted(counts | {int(min(most, max(wanted)))})
+            return [int(min(self.num_gpu_batches or 1, max_batches))]
+        block_sizes = {count * self.groups for count in NUM_GPU_BATCHES}
+        counts = {count for count in block_sizes if count <= max_batches}
+        return sorted(counts | {int(min(max_batches, max(block_sizes)))})
 
 
 @dataclass(frozen=True)
@@ -144,16 +144,17 @@ def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
 
     `estimate` predicts one block.
     """
-    load, whole = run.workload, estimate(hardware, run)
+    load, full_block = run.workload, estimate(hardware, run)
     block = load.gpu_batch_size * load.num_gpu_batches
-    blocks, rest = (1, 0) if prompts is None else divmod(prompts, block)
-    estimates = [whole] * blocks
-    if rest:
-        count = math.ceil(rest / load.gpu_batch_size)
-        partial = replace(load, gpu_batch_size=math.ceil(rest / count), num_gpu_batches=count)
+    blocks, last_prompts = (1, 0) if prompts is None else divmod(prompts, block)
+    estimates = [full_block] * blocks
+    if last_prompts:
+        count = math.ceil(last_prompts / load.gpu_batch_size)
+        partial = replace(load, gpu_batch_size=math.ceil(last_prompts / count),
+                          num_gpu_batches=count)
         estimates.append(estimate(hardware, replace(
             run, workload=partial, groups=min(run.groups, count))))
-    return Choice(run, whole, blocks * block + rest,
+    return Choice(run, full_block, blocks * block + last_prompts,
                   prefill=sum(each.prefill.seconds for each in estimates),
                   decode=sum(each.steps * each.step.seconds for each in estimates))
 
@@ -167,12 +168,12 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     UserError
         Nothing fits; the message says what is missing.
     """
-    found = [solver for run in _prune_options(hardware, request, limits)
-             for solver in _candidate_solvers(hardware, request, run, limits)]
-    found.sort(key=lambda solver: solver.amortized_seconds)
+    solvers = [solver for run in _prune_options(hardware, request, limits)
+               for solver in _candidate_solvers(hardware, request, run, limits)]
+    solvers.sort(key=lambda solver: solver.amortized_seconds)
     choices: list[Choice] = []
     least = math.inf
-    for solver in found:
+    for solver in solvers:
         near = solver.amortized_seconds <= least / TIE_RATIO**2
         if len(choices) == _MAX_CHOICES or len(choices) > _MIN_CHOICES and not near:
             break
@@ -208,33 +209,33 @@ def _prune_options(hardware: Hardware, request: PlanRequest, limits: MemoryLimit
     if len(runs) <= _FEW_OPTIONS:
         return runs
     least = [min((solver.amortized_seconds
-                  for solver in _candidate_solvers(hardware, request, run, limits, every=3)),
+                  for solver in _candidate_solvers(hardware, request, run, limits, stride=3)),
                  default=math.inf) for run in runs]
     return [run for run, seconds in zip(runs, least, strict=True)
             if seconds <= min(least) / _PRUNE_RATIO]
 
 
 def _candidate_solvers(hardware: Hardware, request: PlanRequest, run: PlannedRun,
-                       limits: MemoryLimits, every: int = 1) -> list[PlacementSolver]:
+                       limits: MemoryLimits, stride: int = 1) -> list[PlacementSolver]:
     """Return placement solvers of batch shapes that may fit, until larger ones stop helping.
 
-    Only each `every`-th batch size and count is tried.
+    Only each `stride`-th batch size and count is tried.
     """
-    found: list[PlacementSolver] = []
+    solvers: list[PlacementSolver] = []
     sizes = _EarlyStop()
-    for size in request.sizes()[::every]:
+    for size in request.sizes()[::stride]:
         counts = _EarlyStop()
-        for count in request.counts(size)[::every]:
+        for count in request.counts(size)[::stride]:
             shaped = _with_batch_shape(request, run, size, count)
             solver = _solve_placement(hardware, shaped, limits)
             if solver.seconds == math.inf:
                 break
-            found.append(solver)
+            solvers.append(solver)
             if not counts.update(solver.amortized_seconds):
                 break
         if not sizes.update(counts.least):
             break
-    return found
+    return solvers
 
 
 def _solve_placement(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) -> PlacementSolver:
@@ -246,12 +247,12 @@ def _solve_placement(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) 
     solver, experts = PlacementSolver(hardware, run, limits), run.model.experts
     if solver.seconds < math.inf or experts is None or run.policy.expert_slots is not None:
         return solver
-    slots, found = experts.slots(run.sequences, run.num_experts), [solver]
+    slots, solvers = experts.slots(run.sequences, run.num_experts), [solver]
     while slots > MIN_EXPERT_SLOTS:
         slots = max(slots // 2, MIN_EXPERT_SLOTS)
         fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
-        found.append(PlacementSolver(hardware, fewer, limits))
-    return min(found, key=lambda each: each.seconds)
+        solvers.append(PlacementSolver(hardware, fewer, limits))
+    return min(solvers, key=lambda each: each.seconds)
 
 
 class _EarlyStop:

@@ -108,7 +108,7 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
         return time.perf_counter() - began
 
     buffers = [Device().host_empty(CHUNK, touch=True) for _ in range(LANES)]
-    found = []
+    times = []
     try:
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(LANES) as lanes:
             for _ in range(REPEATS):
@@ -116,10 +116,10 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
                 while not reading.done():
                     work()
                     done += 1
-                found.append((alone, reading.result(), done))
+                times.append((alone, reading.result(), done))
     finally:
         disk.close()
-    return found
+    return times
 
 
 def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float]:

@@ -101,30 +101,30 @@ def shard_rows(outputs: int, nbytes: int, layer: int) -> int:
     return min(outputs, -(-rows // MATRIX_TILE) * MATRIX_TILE)
 
 
-def place_experts(others: int, experts: int, placement: Placement, given: Placement | None
-                  ) -> tuple[Placement, Placement]:
+def place_experts(dense_bytes: int, experts: int, placement: Placement,
+                  expert_placement: Placement | None) -> tuple[Placement, Placement]:
     """Return the placements of a model's experts and of its other weights, the others first.
 
     Parameters
     ----------
-    others, experts : int
+    dense_bytes, experts : int
         Bytes.
     placement : Placement
-        Of the others, if `given` is set. Otherwise of all weights together: the others, which every
-        token needs, get the fastest memory first.
-    given : Placement or None
+        Of the others, if `expert_placement` is set. Otherwise of all weights together: the others,
+        which every token needs, get the fastest memory first.
+    expert_placement : Placement or None
         Of the experts.
     """
-    if given is not None or experts == 0:
-        return placement, given or placement
-    capacity, parts = [share * (others + experts) for share in placement.fractions()], []
-    for nbytes in (others, experts):
-        taken, left = [], float(nbytes)
+    if expert_placement is not None or experts == 0:
+        return placement, expert_placement or placement
+    capacity, parts = [share * (dense_bytes + experts) for share in placement.fractions()], []
+    for nbytes in (dense_bytes, experts):
+        amounts, left = [], float(nbytes)
         for tier, free in enumerate(capacity):
-            taken.append(min(free, left))
-            left -= taken[-1]
-            capacity[tier] -= taken[-1]
-        parts.append(Placement(*(100 * share / max(sum(taken), 1) for share in taken))
+            amounts.append(min(free, left))
+            left -= amounts[-1]
+            capacity[tier] -= amounts[-1]
+        parts.append(Placement(*(100 * share / max(sum(amounts), 1) for share in amounts))
                      if nbytes else placement)
     return parts[0], parts[1]
 

@@ -62,7 +62,7 @@ def test_articles_are_read_as_they_are(tmp_path):
     assert found[0].lead == f"Text 1 has {'many ' * 20}words."
     assert found[1] == Article(" A b. C ", "s", (), 64) and found[1].lead == "A b."
     assert (found[2].stop, found[2].max_tokens) == (("x",), 3)
-    few = article_files.read_summary_tasks(path, most=2, max_tokens=5)
+    few = article_files.read_summary_tasks(path, max_tasks=2, max_tokens=5)
     assert [one.max_tokens for one in few] == [5, 5]
 
 
@@ -81,7 +81,7 @@ def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
     path.write_text(json.dumps(article(1)) + "\n" + record + "\n", encoding="utf-8")
     with pytest.raises(UserError, match=message):
         article_files.read_summary_tasks(str(path))
-    assert len(article_files.read_summary_tasks(str(path), most=1)) == 1 or "JSON" in message
+    assert len(article_files.read_summary_tasks(str(path), max_tasks=1)) == 1 or "JSON" in message
 
 
 @pytest.mark.parametrize(("text", "first"), [

@@ -97,7 +97,7 @@ def test_memory_is_sampled_as_long_as_the_body_runs():
             enough.set()
         return 100 + len(calls)
 
-    with sampled_memory(trace, device_bytes, every=0):
+    with sampled_memory(trace, device_bytes, interval=0):
         assert enough.wait(60) and len(samplers()) == 1
     count = len(calls)
     assert not samplers(), "the thread has ended"
@@ -114,7 +114,7 @@ def test_memory_is_sampled_as_long_as_the_body_runs():
 
 def test_an_error_ends_the_samples_too():
     trace = Trace()
-    with pytest.raises(ValueError, match="boom"), sampled_memory(trace, lambda: None, every=60):
+    with pytest.raises(ValueError, match="boom"), sampled_memory(trace, lambda: None, interval=60):
         raise ValueError("boom")
     assert not samplers()
     assert [what for what, *_ in trace.samples()] == [PROCESS_MEMORY] * 2

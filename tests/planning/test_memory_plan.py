@@ -160,8 +160,8 @@ def test_loaded_weights_are_not_counted_twice():
     left = MemoryLimits(None, plan.total("cpu") - rows(plan)["weights"][1], 0)
     with pytest.raises(UserError):
         plan.check(left)
-    plan.check(plan.before_loading(left, kept=0))
-    bare, kept = (plan.before_loading(left, kept=kept).cpu_bytes for kept in (0, 7))
+    plan.check(plan.before_loading(left, free_heap=0))
+    bare, kept = (plan.before_loading(left, free_heap=kept).cpu_bytes for kept in (0, 7))
     assert kept == bare + 7, "what the allocator keeps of earlier runs is there too"
 
 

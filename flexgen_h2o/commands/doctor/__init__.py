@@ -92,137 +92,137 @@ def guarded_section(title: str, look: Callable[[], Section]) -> Section:
         return Section(title, (("cannot be inspected", text),))
 
 
-def versions(found: Mapping[str, str]) -> Section:
+def versions(facts: Mapping[str, str]) -> Section:
     """Return the section of installed packages."""
     return Section("versions", tuple((name, text or "not installed")
-                                     for name, text in found.items()))
+                                     for name, text in facts.items()))
 
 
-def environment(found: Mapping[str, str]) -> Section:
+def environment(facts: Mapping[str, str]) -> Section:
     """Return the section of environment variables that are set."""
     slow = []
-    if found.get("FLEXGEN_H2O_ISA"):
-        slow.append(f"FLEXGEN_H2O_ISA={found['FLEXGEN_H2O_ISA']} forces this instruction "
+    if facts.get("FLEXGEN_H2O_ISA"):
+        slow.append(f"FLEXGEN_H2O_ISA={facts['FLEXGEN_H2O_ISA']} forces this instruction "
                     "set, although the CPU may have a faster one")
-    if found.get("FLEXGEN_H2O_KERNELS") == "reference":
+    if facts.get("FLEXGEN_H2O_KERNELS") == "reference":
         slow.append("FLEXGEN_H2O_KERNELS=reference: plain PyTorch runs in place of the kernels")
     slow += [f"{name} is set: idle threads spin or sleep as it says, which can slow down this and "
              "other processes" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-             if name in found]
-    rows = tuple(found.items()) or (("variables", "none that matter is set"),)
+             if name in facts]
+    rows = tuple(facts.items()) or (("variables", "none that matter is set"),)
     return Section("environment", rows, tuple(slow))
 
 
-def processor(found: ProcessorFacts) -> Section:
+def processor(facts: ProcessorFacts) -> Section:
     """Return the section of CPUs and threads."""
     slow = []
-    allowed = min(found.usable, found.quota or found.usable)
-    if found.threads > allowed:
-        slow.append(f"{found.threads} threads on {allowed:g} CPUs wait for each other: set "
+    allowed = min(facts.usable, facts.quota or facts.usable)
+    if facts.threads > allowed:
+        slow.append(f"{facts.threads} threads on {allowed:g} CPUs wait for each other: set "
                     f"OMP_NUM_THREADS={max(1, int(allowed))}")
-    elif 2 * found.threads < int(allowed):
-        slow.append(f"only {found.threads} of {allowed:g} CPUs are used: see OMP_NUM_THREADS")
-    if found.load > max(0.5, allowed / 4):
-        slow.append(f"other processes use the CPUs (load {found.load:.2g}): measure when they "
+    elif 2 * facts.threads < int(allowed):
+        slow.append(f"only {facts.threads} of {allowed:g} CPUs are used: see OMP_NUM_THREADS")
+    if facts.load > max(0.5, allowed / 4):
+        slow.append(f"other processes use the CPUs (load {facts.load:.2g}): measure when they "
                     "are idle")
-    quota = "" if found.quota is None else f", the cgroup allows {found.quota:g} CPUs' time"
+    quota = "" if facts.quota is None else f", the cgroup allows {facts.quota:g} CPUs' time"
     return Section("processor", (
-        ("name", found.name),
-        ("CPUs", f"{found.usable} of {found.cpus} for this process{quota}"),
-        ("threads", f"{found.threads} that compute; load {found.load:.2f}"),
+        ("name", facts.name),
+        ("CPUs", f"{facts.usable} of {facts.cpus} for this process{quota}"),
+        ("threads", f"{facts.threads} that compute; load {facts.load:.2f}"),
     ), tuple(slow))
 
 
-def kernels(found: KernelFacts) -> Section:
+def kernels(facts: KernelFacts) -> Section:
     """Return the section of the instruction set and of the implementation of each operation."""
-    if found.missing is not None:
-        return Section("kernels", (("C++", f"none: {found.missing}"),
+    if facts.missing is not None:
+        return Section("kernels", (("C++", f"none: {facts.missing}"),
                                    ("all operations", "plain PyTorch")),
                        ("plain PyTorch runs attention, eviction and quantized matmuls on the "
-                        f"CPU: {found.missing}",))
-    rows = [("C++", f"build {found.build}"), ("FLEXGEN_H2O_ISA takes", " ".join(found.available))]
-    if found.refused is not None:
-        return Section("kernels", (*rows, ("instruction set", f"none: {found.refused}")))
-    rows += [("instruction set", found.chosen),
+                        f"CPU: {facts.missing}",))
+    rows = [("C++", f"build {facts.build}"), ("FLEXGEN_H2O_ISA takes", " ".join(facts.available))]
+    if facts.refused is not None:
+        return Section("kernels", (*rows, ("instruction set", f"none: {facts.refused}")))
+    rows += [("instruction set", facts.chosen),
              *((operation, f"{text} (by the table, in bfloat16)")
-               for operation, text in (found.choices or {}).items()),
+               for operation, text in (facts.choices or {}).items()),
              ("all other operations", "C++")]
-    if found.measured is None:
+    if facts.measured is None:
         rows.append(("measured", "not yet: flexgen-h2o plan measures this machine"))
     else:
         rows += [(name, f"{text} (as measured, with --percent auto)")
-                 for name, text in found.measured.items()]
+                 for name, text in facts.measured.items()]
     slow = []
-    if found.chosen in NO_BFLOAT16:
-        slow.append(f"{found.chosen} has no bfloat16 matmuls, the default on a CPU (AVX512_BF16 "
+    if facts.chosen in NO_BFLOAT16:
+        slow.append(f"{facts.chosen} has no bfloat16 matmuls, the default on a CPU (AVX512_BF16 "
                     "and AMX have): PyTorch emulates them; compare with --dtype float32, or with "
                     "--weight-bits 4 --activation-bits 8, which uses integer matmuls")
-    if found.chosen == "portable":
+    if facts.chosen == "portable":
         slow.append("the kernels use plain vectors: AVX2 or AVX-512 would be several times as fast")
     return Section("kernels", tuple(rows), tuple(slow))
 
 
-def gpus(found: GpuFacts) -> Section:
+def gpus(facts: GpuFacts) -> Section:
     """Return the section of GPUs, or why there is none."""
-    triton = ("Triton", "installed" if found.triton else "not installed")
-    if not found.found:
+    triton = ("Triton", "installed" if facts.triton else "not installed")
+    if not facts.found:
         why = "PyTorch finds none"
-        if found.built_for is None:
+        if facts.built_for is None:
             why = "this PyTorch is built without CUDA"
-            if found.driver:
+            if facts.driver:
                 why += ", although there is an NVIDIA driver: install a build with CUDA"
         return Section("GPU", (("none", why), triton), (f"the CPU computes: {why}",))
     rows = tuple((f"cuda:{number}", f"{gpu.name}, {gpu.free / GB:.1f} of {gpu.total / GB:.1f} GB "
-                  "free") for number, gpu in enumerate(found.found))
-    slow = () if found.triton else ("Triton is not installed: plain PyTorch runs attention and "
+                  "free") for number, gpu in enumerate(facts.found))
+    slow = () if facts.triton else ("Triton is not installed: plain PyTorch runs attention and "
                                     "eviction on the GPU",)
     return Section("GPU", (*rows, triton), slow)
 
 
-def memory(found: MemoryFacts) -> Section:
+def memory(facts: MemoryFacts) -> Section:
     """Return the section of host memory and its limit."""
-    free = found.free if found.limit_free is None else min(found.free, found.limit_free)
-    limit = "none" if found.limit is None else (
-        f"{found.limit / GB:.1f} GB, {(found.limit_free or 0) / GB:.1f} GB of it free")
+    free = facts.free if facts.limit_free is None else min(facts.free, facts.limit_free)
+    limit = "none" if facts.limit is None else (
+        f"{facts.limit / GB:.1f} GB, {(facts.limit_free or 0) / GB:.1f} GB of it free")
     slow = []
     if free < LITTLE_MEMORY * GB:
         slow.append(f"{free / GB:.1f} GB of host memory are free: weights and cache beyond that "
                     "are read from disk at every step")
     return Section("memory", (
-        ("host", f"{found.total / GB:.1f} GB, {found.free / GB:.1f} GB free"),
+        ("host", f"{facts.total / GB:.1f} GB, {facts.free / GB:.1f} GB free"),
         ("cgroup's limit", limit), ("free for a run", f"{free / GB:.1f} GB")), tuple(slow))
 
 
-def disk(found: DiskFacts) -> Section:
+def disk(facts: DiskFacts) -> Section:
     """Return the section of the disk and its speed class."""
-    if found.problem is not None:
-        return Section("disk", (("folder", found.folder), ("cannot be used", found.problem)),
+    if facts.problem is not None:
+        return Section("disk", (("folder", facts.folder), ("cannot be used", facts.problem)),
                        ("nothing can be kept on disk: choose another --offload-dir",))
-    rate = found.read / GB
+    rate = facts.read / GB
     kind = next(name for most, name in SPEEDS if rate < most)
-    how = "past the page cache" if found.direct else "through the page cache"
+    how = "past the page cache" if facts.direct else "through the page cache"
     slow = []
-    if found.system in IN_MEMORY:
+    if facts.system in IN_MEMORY:
         kind = "that of memory"
-        slow.append(f"{found.folder} is host memory ({found.system}): the disk tier takes "
+        slow.append(f"{facts.folder} is host memory ({facts.system}): the disk tier takes "
                     "memory there; choose another --offload-dir")
-    elif not found.direct:
+    elif not facts.direct:
         slow.append("the file system refuses O_DIRECT: the disk tier goes through the page "
                     "cache, which takes memory")
     elif rate < SLOW_DISK:
         slow.append(f"the disk reads {rate:.2g} GB/s: weights of 10 GB on it take "
                     f"{10 / rate:.0f} s a step; more sequences in a block share them")
     return Section("disk", (
-        ("folder", f"{found.folder} ({found.system or 'a file system of unknown kind'})"),
-        ("space", f"{found.free / GB:.1f} of {found.total / GB:.1f} GB free"),
-        ("reads", f"{rate:.2f} GB/s {how}" + (f", {kind}" if found.direct else "")),
-        ("writes", f"{found.write / GB:.2f} GB/s"),
+        ("folder", f"{facts.folder} ({facts.system or 'a file system of unknown kind'})"),
+        ("space", f"{facts.free / GB:.1f} of {facts.total / GB:.1f} GB free"),
+        ("reads", f"{rate:.2f} GB/s {how}" + (f", {kind}" if facts.direct else "")),
+        ("writes", f"{facts.write / GB:.2f} GB/s"),
     ), tuple(slow))
 
 
-def verdict(found: Sequence[Section]) -> Iterator[str]:
+def verdict(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the warnings of all sections."""
-    slow = [line for each in found for line in each.slow]
+    slow = [line for each in sections for line in each.slow]
     yield "slow here" if slow else "nothing here is known to be slow"
     yield from (f"  - {line}" for line in slow)
 
@@ -243,11 +243,11 @@ def parts(options: DoctorOptions) -> dict[str, Callable[[], Section]]:
 
 def run(options: DoctorOptions) -> None:
     """Inspect one part after the other, and print each as soon as it is known."""
-    found = []
+    sections = []
     for title, look in parts(options).items():
-        found.append(guarded_section(title, look))
-        print_stdout(found[-1].text())
-    print_stdout("\n".join(verdict(found)))
+        sections.append(guarded_section(title, look))
+        print_stdout(sections[-1].text())
+    print_stdout("\n".join(verdict(sections)))
 
 
 main = entry_point(parse_args, run)

@@ -195,12 +195,12 @@ def gpus() -> GpuFacts:
     """Return the facts of the GPUs."""
     import torch
 
-    found = []
+    facts = []
     if torch.cuda.is_available():
         for number in range(torch.cuda.device_count()):
             free, total = torch.cuda.mem_get_info(number)
-            found.append(Gpu(torch.cuda.get_device_name(number), total, free))
-    return GpuFacts(tuple(found), torch.version.cuda, _DRIVER.exists(),
+            facts.append(Gpu(torch.cuda.get_device_name(number), total, free))
+    return GpuFacts(tuple(facts), torch.version.cuda, _DRIVER.exists(),
                     find_spec("triton") is not None)
 
 
@@ -259,21 +259,21 @@ def disk(offload_dir: str, nbytes: int = SAMPLE) -> DiskFacts:
     from flexgen_h2o.storage.free_memory import nearest_folder
     from flexgen_h2o.storage.links import disk_read_rate, disk_write_rate
 
-    found = DiskFacts(offload_dir)
+    facts = DiskFacts(offload_dir)
     try:
         folder = nearest_folder(offload_dir)  # make no folder that would stay
         space = shutil.disk_usage(folder)
-        found = DiskFacts(str(folder), file_system(folder), space.total, space.free)
+        facts = DiskFacts(str(folder), file_system(folder), space.total, space.free)
         if space.free < 2 * nbytes:
-            return replace(found, problem="the disk is full")
+            return replace(facts, problem="the disk is full")
         with contextlib.closing(RunFolder(folder)) as run:
             file = run.file("doctor.bin", nbytes)
             # Write first: a read must not hit a hole in the file.
             write = disk_write_rate(file, nbytes=nbytes)
-            return replace(found, read=disk_read_rate(file, nbytes=nbytes), write=write,
+            return replace(facts, read=disk_read_rate(file, nbytes=nbytes), write=write,
                            direct=_takes_direct(file))
     except (OSError, UserError) as error:
-        return replace(found, problem=str(error))
+        return replace(facts, problem=str(error))
 
 
 def file_system(folder: Path) -> str:

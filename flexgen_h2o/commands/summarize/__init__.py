@@ -180,17 +180,17 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> SummarizeOptions:
     """Parse flags into checked `SummarizeOptions`. Raises `UserError`."""
-    own, shared = parse(argv, parser(), SummarizeOptions)
-    check_from_csv([*own, *shared])
-    return SummarizeOptions(run=RunConfig.from_mapping(_DEFAULTS | _cache_flags(own, shared)),
-                            **own)
+    options, shared = parse(argv, parser(), SummarizeOptions)
+    check_from_csv([*options, *shared])
+    return SummarizeOptions(run=RunConfig.from_mapping(_DEFAULTS | _cache_flags(options, shared)),
+                            **options)
 
 
-def _cache_flags(own: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+def _cache_flags(options: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
     """Return the shared flags with the defaults of the cache; for a sweep, of an evicting one."""
-    h2o, sweep = own.get("enable_h2o_generation"), own.get("sweep", ())
+    h2o, sweep = options.get("enable_h2o_generation"), options.get("sweep", ())
     if sweep:
-        refuse([*shared, *own], ("eviction", *_SIZES, "enable_h2o_generation"),
+        refuse([*shared, *options], ("eviction", *_SIZES, "enable_h2o_generation"),
                "has no effect with --sweep, which sets the caches: leave it out")
     elif h2o and shared.get("eviction") == "full":
         raise UserError("--enable-h2o-generation evicts: leave --eviction full out")
@@ -213,7 +213,7 @@ def run(options: SummarizeOptions) -> None:
 def measure(options: SummarizeOptions) -> list[Row]:
     """Return a row for each cache. Summaries resume where an earlier run stopped."""
     assert options.input_path is not None
-    articles = read_summary_tasks(options.input_path, most=options.sample_num,
+    articles = read_summary_tasks(options.input_path, max_tasks=options.sample_num,
                                   max_tokens=options.gen_len)
     configs, files, rows = options.configs(), {}, {}
     for name, path in options.outputs().items():

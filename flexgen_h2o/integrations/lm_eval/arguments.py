@@ -125,13 +125,13 @@ class Arguments(StrictStruct, frozen=True):
 
     def run_config(self) -> RunConfig:
         """Return the flags of `flex_opt`."""
-        given: dict[str, Any] = {"model": self.pretrained, **self.flags}
+        values: dict[str, Any] = {"model": self.pretrained, **self.flags}
         if self.evict_prompt:
-            given |= {"evict_while_prefilling": True,
-                      "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
-        if isinstance(self.batch_size, int) and "gpu_batch_size" not in given:
-            given["gpu_batch_size"] = self.batch_size
-        return _Flags(**given)
+            values |= {"evict_while_prefilling": True,
+                       "prefill_chunk": self.prompt_chunk or PROMPT_CHUNK}
+        if isinstance(self.batch_size, int) and "gpu_batch_size" not in values:
+            values["gpu_batch_size"] = self.batch_size
+        return _Flags(**values)
 
     def h2o(self) -> H2OConfig | None:
         """Return the H2O configuration; None for the full cache."""
@@ -150,22 +150,22 @@ class Arguments(StrictStruct, frozen=True):
         return self.max_batch_size or MOST
 
 
-def parse(given: Mapping[str, object]) -> Arguments:
+def parse(values: Mapping[str, object]) -> Arguments:
     """Return checked `Arguments` of the harness's; None means not given. Raise `UserError`."""
-    own = [name for name in Arguments.__struct_fields__ if name != "flags"]
-    given = {name: value for name, value in given.items() if value is not None}
-    check_keys(given, (*own, *FLAGS), "model_args")
-    if "pretrained" not in given:
+    fields = [name for name in Arguments.__struct_fields__ if name != "flags"]
+    values = {name: value for name, value in values.items() if value is not None}
+    check_keys(values, (*fields, *FLAGS), "model_args")
+    if "pretrained" not in values:
         raise UserError("model_args name no model: give pretrained=NAME")
-    flags: dict[str, Any] = {name: value for name, value in given.items() if name in FLAGS}
+    flags: dict[str, Any] = {name: value for name, value in values.items() if name in FLAGS}
     if "percent" in flags:
         flags["percent"] = _percent(flags["percent"])
     if isinstance(flags.get("expert_percent"), str):
         flags["expert_percent"] = flags["expert_percent"].replace("/", " ")
-    rest = {name: value for name, value in given.items() if name in own}
-    if "batch_size" in rest:
-        rest["batch_size"] = _batch_size(rest["batch_size"])
-    return validate(Arguments, {"flags": flags, **rest}, "model_args")
+    options = {name: value for name, value in values.items() if name in fields}
+    if "batch_size" in options:
+        options["batch_size"] = _batch_size(options["batch_size"])
+    return validate(Arguments, {"flags": flags, **options}, "model_args")
 
 
 def _percent(value: object) -> object:

@@ -50,9 +50,9 @@ class FlexGenLM(TemplateLM):
         An argument is unknown or invalid, or the model cannot be loaded or does not fit.
     """
 
-    def __init__(self, **given):
+    def __init__(self, **arguments):
         super().__init__()
-        self.arguments = parse(given)
+        self.arguments = parse(arguments)
         from flexgen_h2o.llm import LLM  # loads torch: arguments are checked before
 
         self.llm = LLM(**self.arguments.for_llm())
@@ -260,10 +260,10 @@ class FlexGenLM(TemplateLM):
 
     def _choose_batch(self, kind: str, prompt_len: int, gen_len: int, count: int) -> None:
         """With ``--batch_size auto``, choose the largest batch that fits in memory."""
-        most = self.arguments.max_sequences
-        if most is not None:
+        max_batch_size = self.arguments.max_sequences
+        if max_batch_size is not None:
             self.llm.fit_batch(prompt_len=prompt_len, gen_len=gen_len,
-                               max_batch_size=min(most, count))
+                               max_batch_size=min(max_batch_size, count))
         self.batch_sizes[kind] = self.llm.policy.gpu_batch_size
 
     def _groups(self, order: Sequence[int]) -> Iterator[Sequence[int]]:

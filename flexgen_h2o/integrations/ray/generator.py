@@ -125,9 +125,9 @@ class BatchGenerator(Replica):
             raise UserError("a row needs a prompt or messages, one of the two")
         if prompt is not None and not isinstance(prompt, (str, list)):
             raise UserError(f"prompt must be text or token ids, got {short_repr(prompt)}")
-        given = row.get("sampling_params") or {}
-        if not isinstance(given, dict):
-            raise UserError(f"sampling_params must be a mapping, got {short_repr(given)}")
+        row_params = row.get("sampling_params") or {}
+        if not isinstance(row_params, dict):
+            raise UserError(f"sampling_params must be a mapping, got {short_repr(row_params)}")
         if messages is not None:
             if not isinstance(messages, list):
                 raise UserError(f"messages must be a list, got {short_repr(messages)}")
@@ -138,7 +138,7 @@ class BatchGenerator(Replica):
                 weakref.finalize(self, self._renderer.close)
             prompt = self._renderer.render(messages)
         assert prompt is not None  # one of the two is there
-        params = _sampling_params(given, self._seed, prompt)
+        params = _sampling_params(row_params, self._seed, prompt)
         if messages is not None and params.eos_token_id is None and llm.chat_end_tokens:
             params = replace(params, eos_token_id=llm.chat_end_tokens)
         return llm.encode(prompt, name=number, new_tokens=params.max_new_tokens,
@@ -190,12 +190,12 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _sampling_params(given: Mapping[str, Any], seed: int, prompt: str | list[int]
+def _sampling_params(params: Mapping[str, Any], seed: int, prompt: str | list[int]
                      ) -> SamplingParams:
     """Return the sampling parameters of a row. Raises `UserError`."""
-    options = {_ALIASES.get(name, name): value for name, value in given.items()}
-    if len(options) < len(given):
-        raise UserError(f"sampling_params name a value twice: {', '.join(given)}")
+    options = {_ALIASES.get(name, name): value for name, value in params.items()}
+    if len(options) < len(params):
+        raise UserError(f"sampling_params name a value twice: {', '.join(params)}")
     if "stop_strings" in options and not options["stop_strings"]:
         del options["stop_strings"]
     temperature = options.get("temperature")

@@ -68,9 +68,9 @@ class ProcessorConfig:
     def __post_init__(self) -> None:
         validate(Text, self.model_source, "model_source")
         for name in ("engine_kwargs", "runtime_env"):
-            given = getattr(self, name)
-            if not isinstance(given, Mapping) and (given, name) != (None, "runtime_env"):
-                raise UserError(f"{name} must be a mapping, got {short_repr(given)}")
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) and (value, name) != (None, "runtime_env"):
+                raise UserError(f"{name} must be a mapping, got {short_repr(value)}")
         check_bool("should_continue_on_error", self.should_continue_on_error)
         for name in ("batch_size", "num_cpus"):
             check_int(name, getattr(self, name), low=1)
@@ -98,10 +98,11 @@ class ProcessorConfig:
 
     @property
     def _range(self) -> tuple[int, int]:
-        given = self.concurrency
-        ends = tuple(given) if isinstance(given, (tuple, list)) else (given, given)
+        concurrency = self.concurrency
+        ends = (tuple(concurrency) if isinstance(concurrency, (tuple, list))
+                else (concurrency, concurrency))
         if len(ends) != 2:
-            raise UserError(f"concurrency must be a number, or two, got {short_repr(given)}")
+            raise UserError(f"concurrency must be a number, or two, got {short_repr(concurrency)}")
         for end in ends:
             check_int("concurrency", end, low=1)
         return ends[0], ends[1]
@@ -146,7 +147,7 @@ class Processor:
         """Return the dataset with generated text, which runs when it is consumed."""
         config, ray = self.config, ray_module()
         resources = config.resources()
-        others = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
+        options = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
         # Preprocessing runs in the replica: a step of its own would need a CPU, and never run if
         # the replicas have all of them.
         return map_replicas(
@@ -156,7 +157,7 @@ class Processor:
                 "seed": config.seed,
                 "should_continue_on_error": config.should_continue_on_error,
                 "preprocess": self._preprocess, "postprocess": self._postprocess},
-            **resources.arguments(), **others)
+            **resources.arguments(), **options)
 
 
 def build_processor(config: ProcessorConfig, preprocess: Callable[[Row], Row] | None = None,

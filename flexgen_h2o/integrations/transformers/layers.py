@@ -310,14 +310,14 @@ class SlotLayer(H2OLayer):
         """Return rotations by rank."""
         return self._rotations.tables(torch.arange(ranks, device=device))
 
-    def _reserve(self, step: ForwardPass, needed: int, k: torch.Tensor) -> None:
-        """Grow to at least `needed` slots. k's last dimensions are [kv_heads, head_dim]."""
+    def _reserve(self, step: ForwardPass, num_slots: int, k: torch.Tensor) -> None:
+        """Grow to at least `num_slots` slots. k's last dimensions are [kv_heads, head_dim]."""
         old = self._slots
-        if old is not None and old.shape[3] >= needed:
+        if old is not None and old.shape[3] >= num_slots:
             return
         sizes = [self._budget(step, sequence) for sequence in range(len(step.prompts))]
         evicts = sizes[0] is not None
-        slots = -(-needed // CACHE_GROWTH) * CACHE_GROWTH
+        slots = -(-num_slots // CACHE_GROWTH) * CACHE_GROWTH
         if evicts and self._h2o.evicts_generated_at(self._index):
             slots = min(slots, max(size.total for size in sizes))
         kinds, width, dtype = 2, k.shape[-1], k.dtype

@@ -71,12 +71,12 @@ def _ropes(f: Fields) -> tuple[RopeConfig, RopeConfig | None]:
     """Return the rope of global layers, and that of local layers where it is another."""
     if f.values["model_type"] == "gemma2":
         return read_rope(f), None
-    given = f.mapping("rope_parameters")
-    if not set(LAYER_TYPES) & set(given):  # transformers 4: scaling is of global layers alone
-        given = {LAYER_TYPES[0]: f.mapping("rope_scaling") or given}
-    global_rope, local_rope = (given.get(kind) or {} for kind in LAYER_TYPES)
-    return (read_rope(f, given=global_rope),
-            read_rope(f, given=local_rope, theta=f.raw("rope_local_base_freq")))
+    parameters = f.mapping("rope_parameters")
+    if not set(LAYER_TYPES) & set(parameters):  # transformers 4: scaling is of global layers alone
+        parameters = {LAYER_TYPES[0]: f.mapping("rope_scaling") or parameters}
+    global_rope, local_rope = (parameters.get(kind) or {} for kind in LAYER_TYPES)
+    return (read_rope(f, parameters=global_rope),
+            read_rope(f, parameters=local_rope, theta=f.raw("rope_local_base_freq")))
 
 
 FAMILY = Gemma()

@@ -36,11 +36,12 @@ class GptOss(MixtureDecoder):
     }
 
     def read(self, f: Fields) -> ModelConfig:
-        given = first(f.values.get("rope_scaling"), f.values.get("rope_parameters"), _ROPE)
+        rope_parameters = first(f.values.get("rope_scaling"), f.values.get("rope_parameters"),
+                                _ROPE)
         local = f.local_layers(lambda layer: layer % 2 == 0)
         bias = f.flag("attention_bias")
         return ModelConfig(
-            **f.decoder("gpt_oss", read_rope(f, given=given)),
+            **f.decoder("gpt_oss", read_rope(f, parameters=rope_parameters)),
             attention_bias=bias,
             out_bias=bias,
             attention=f.forms(local, sinks=True),

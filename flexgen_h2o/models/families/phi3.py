@@ -20,11 +20,11 @@ class Phi3(Decoder):
     }
 
     def read(self, f: Fields) -> ModelConfig:
-        given = dict(f.mapping("rope_scaling") or f.mapping("rope_parameters"))
-        kind = given.get("rope_type") or given.get("type")
+        rope_parameters = dict(f.mapping("rope_scaling") or f.mapping("rope_parameters"))
+        kind = rope_parameters.get("rope_type") or rope_parameters.get("type")
         if kind in ("su", "yarn"):  # older names of LongRoPE
-            given["rope_type"] = "longrope"
-        rope = read_rope(f, given=given, partial=True)
+            rope_parameters["rope_type"] = "longrope"
+        rope = read_rope(f, parameters=rope_parameters, partial=True)
         common = f.decoder("phi3", rope)
         return ModelConfig(
             **common,

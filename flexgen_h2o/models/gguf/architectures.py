@@ -64,9 +64,9 @@ def _yarn(meta: Metadata) -> dict[str, Any]:
     factor = meta.number("rope.scaling.factor")
     usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
     for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor"):
-        given = meta.number(key, 1.0)  # relative to the usual factor, or that factor itself
-        if min(abs(given - 1), abs(given - usual)) > 1e-3:
-            raise UserError(f"{meta.source}: YaRN with an attention factor of {given} is not "
+        scale = meta.number(key, 1.0)  # relative to the usual factor, or that factor itself
+        if min(abs(scale - 1), abs(scale - usual)) > 1e-3:
+            raise UserError(f"{meta.source}: YaRN with an attention factor of {scale} is not "
                             "supported")
     return {"rope_type": "yarn", "factor": factor,
             "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
@@ -282,12 +282,12 @@ def _phi3(meta: Metadata, head_dim: int) -> dict[str, Any]:
             "partial_rotary_factor": meta.count("rope.dimension_count", head_dim) / head_dim}
 
 
-def _alternating(meta: Metadata, every: int) -> dict[str, Any]:
-    """Return the window and the layer types: every `every`-th layer has full attention."""
+def _alternating(meta: Metadata, period: int) -> dict[str, Any]:
+    """Return the window and the layer types: every `period`-th layer has full attention."""
     layers = meta.count("block_count", least=0)
-    every = meta.count("attention.sliding_window_pattern", every) if not (
-        flags := meta.flags("attention.sliding_window_pattern", layers)) else every
-    window = flags or [place % every < every - 1 for place in range(layers)]
+    period = meta.count("attention.sliding_window_pattern", period) if not (
+        flags := meta.flags("attention.sliding_window_pattern", layers)) else period
+    window = flags or [place % period < period - 1 for place in range(layers)]
     return {"sliding_window": meta.count("attention.sliding_window"),
             "layer_types": ["sliding_attention" if each else "full_attention" for each in window]}
 

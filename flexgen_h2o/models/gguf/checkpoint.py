@@ -176,12 +176,12 @@ def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
     Raises `UserError` if one is missing or their shapes do not fit together.
     """
     for suffix, end in (("weight", ""), ("bias", "_bias")):
-        for name, needed in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
-            missing = [f"ffn_{each}_exps.{suffix}" for each in needed
-                       if f"ffn_{each}_exps.{suffix}" not in parts]
+        for name, projections in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            missing = [f"ffn_{projection}_exps.{suffix}" for projection in projections
+                       if f"ffn_{projection}_exps.{suffix}" not in parts]
             if missing:
                 raise UserError(f"{source}: a layer has experts, but no tensor {missing[0]}")
-            stacked = tuple(parts[f"ffn_{each}_exps.{suffix}"] for each in needed)
+            stacked = tuple(parts[f"ffn_{projection}_exps.{suffix}"] for projection in projections)
             kind, shape = stacked[0].kind, stacked[0].shape
             fits = (len({(part.kind.name, part.shape) for part in stacked}) == 1
                     and len(shape) == (3 if suffix == "weight" else 2))

@@ -105,25 +105,25 @@ def has_mxfp4_experts(header: GgufHeader) -> bool:
     return "MXFP4" in kinds and architecture_of(header)[1].model_type == "gpt_oss"
 
 
-def unify_layouts(kept: dict[str, MatrixLayout], gate: str, up: str) -> None:
+def unify_layouts(layouts: dict[str, MatrixLayout], gate: str, up: str) -> None:
     """Give gate and up of an expert one layout, since one kernel call multiplies with both.
 
     It holds the codes of both. Without codes of either, both lose their layout.
     """
-    first, second = kept.get(gate), kept.get(up)
+    first, second = layouts.get(gate), layouts.get(up)
     if first is None or second is None:
-        kept.pop(gate, None)
-        kept.pop(up, None)
+        layouts.pop(gate, None)
+        layouts.pop(up, None)
     elif first != second:
         bits = 8 if first.mxfp4 or second.mxfp4 else max(first.bits, second.bits)
-        kept[gate] = kept[up] = MatrixLayout(first.outputs, first.inputs, bits,
-                                             min(first.group, second.group))
+        layouts[gate] = layouts[up] = MatrixLayout(first.outputs, first.inputs, bits,
+                                                   min(first.group, second.group))
 
 
 def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
                    on_gpu: bool = False) -> WeightOptions:
     """Return `weight_options` from the header alone, with the file's tensor names."""
-    kept: dict[str, MatrixLayout] = {}
+    layouts: dict[str, MatrixLayout] = {}
     shapes: dict[str, tuple[int, int]] = {}
     exact = model.exact_shapes
     for name, tensor in header.tensors.items():
@@ -134,12 +134,13 @@ def header_options(header: GgufHeader, model: ModelConfig, bits: int | str, *,
         for entry in range(math.prod(tensor.shape[:-2])):
             shapes[f"{name}.{entry}"] = outputs, inputs
             if layout is not None:
-                kept[f"{name}.{entry}"] = layout
+                layouts[f"{name}.{entry}"] = layout
     for name in shapes:
         if "ffn_gate_exps" in name:
-            unify_layouts(kept, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
-    plain = [shape for name, shape in shapes.items() if name not in kept]
+            unify_layouts(layouts, name, name.replace("ffn_gate_exps", "ffn_up_exps"))
+    unquantized_shapes = [shape for name, shape in shapes.items() if name not in layouts]
     stored = quantization({"quantization_config": MXFP4}, model.name) if (
         has_mxfp4_experts(header)) else None
-    return weight_options(WeightOptions(layouts=kept, unquantized_shapes=tuple(plain)), bits, model,
+    return weight_options(WeightOptions(layouts=layouts,
+                                        unquantized_shapes=tuple(unquantized_shapes)), bits, model,
                           stored, on_gpu=on_gpu)

@@ -114,9 +114,9 @@ def describe_gguf(header: GgufHeader) -> Path:
 
 
 def _write_small_files(folder: Path, header: GgufHeader, dtype: str | None,
-                       more: Mapping[str, Any]) -> None:
+                       extra_config: Mapping[str, Any]) -> None:
     """Write configuration and tokenizer."""
-    config = {**config_of(header, dtype), **more}
+    config = {**config_of(header, dtype), **extra_config}
     ends = save_tokenizer(header, folder)
     suppressed = header.values.get("tokenizer.ggml.suppress_tokens")
     generation = {name: config[name] for name in _GENERATION} | {

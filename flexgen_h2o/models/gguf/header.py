@@ -143,12 +143,12 @@ def read_header(source: Path) -> GgufHeader:
                         "download or copy it")
     tensors = dict(header.tensors)
     for file in files[1:]:
-        more = _read_one(file).tensors
-        twice = next((name for name in more if name in tensors), None)
+        split_tensors = _read_one(file).tensors
+        twice = next((name for name in split_tensors if name in tensors), None)
         if twice is not None:
             raise UserError(f"{file} has a tensor {twice}, as another file of the model: get them "
                             "again")
-        tensors.update(more)
+        tensors.update(split_tensors)
     expected = header.values.get("split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise UserError(f"{source} and the other files of the model have {len(tensors)} tensors, "
