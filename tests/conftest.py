@@ -27,10 +27,6 @@ from flexgen_h2o.storage.tiers import Device
 # torch.compile imports it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A slow machine is no failure, and a failure is the same one every time.
-hypothesis.settings.register_profile("project", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("project")
-
 # Under nohup hang-ups are ignored, and in the background of a script Ctrl-C is. What is ignored
 # stays so in every program that is started.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -172,6 +168,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     selection.every_case = config.getoption("--all")
+    # A slow machine is no failure, and a failure is the same one every time.
+    hypothesis.settings.register_profile("project", deadline=None, derandomize=True,
+                                         max_examples=selection.examples(100))
+    hypothesis.settings.load_profile("project")
 
 
 def pytest_collection_modifyitems(config, items):

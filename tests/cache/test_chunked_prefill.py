@@ -8,6 +8,7 @@ import pytest
 import torch
 from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
 from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import in_turn
@@ -42,7 +43,7 @@ def naive(q, keys, values, alive):
     return out, scores
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5), heavy=st.integers(0, 6),
        recent=st.integers(1, 6), sinks=st.integers(0, 2), mean=st.booleans(),
        bits=st.sampled_from([(16, 16), (8, 8), (8, 4)]), shuffle=st.booleans())

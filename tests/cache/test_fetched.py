@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_sparse_attention import run as run_sparsely
@@ -21,7 +22,7 @@ from flexgen_h2o.config.limits import CACHE_GROWTH, WRITE_BACK_TOKENS
 DISK = Placement(0, 0, 100)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(lines=st.tuples(st.just(2), st.integers(1, 5), st.integers(1, 5)), few=st.integers(1, 9),
        more=st.integers(0, 30), width=st.integers(1, 5), itemsize=st.sampled_from([1, 2, 4]),
        seed=st.integers(0, 2**32))

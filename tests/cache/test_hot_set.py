@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +54,7 @@ def histories(draw):
         max_size=12))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(histories())
 def test_a_hot_set_evicts_the_tokens_of_least_weight(history):
     slots, steps = history

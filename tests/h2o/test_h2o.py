@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.fakes import LazyDevice
 from helpers.internals import buffer_bytes, cache_of, open_devices
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
@@ -123,7 +124,7 @@ def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions):
         assert got == expected, (place, options)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_budget_any_batch(tiny_model, data):
     """Budgets, prompts and batches at random, against the simulation."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def keys_with_outliers(tokens, kv_heads, dim, *, seed):
 
 
 @given(HEAD_DIMS, st.integers(0, 2**31))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_hadamard_matrix_is_orthogonal_and_its_own_inverse(dim, seed):
     x = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed))
     turned = hadamard(x)
@@ -38,7 +39,7 @@ def test_the_hadamard_matrix_is_orthogonal_and_its_own_inverse(dim, seed):
 
 
 @given(HEAD_DIMS, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_products_differ_by_a_constant_of_the_query(dim, kv_heads, group, centered, seed):
     keys = keys_with_outliers(9, kv_heads, dim, seed=seed)
     queries = torch.randn(4, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed))

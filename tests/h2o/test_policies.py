@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, tokens
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def state_of(seed: int, filled: int, empty: int) -> PolicyState:
     return PolicyState(attention.masked_fill(gone, 0), positions, TOKENS, *draw)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS), empty=st.integers(0, 3),
        name=st.sampled_from(names.BUILT_IN))
 def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, name):
@@ -51,7 +52,7 @@ def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, nam
         torch.testing.assert_close(policy.score(alone)[0], found[head, here])
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS))
 def test_caote_is_the_distance_that_the_output_moves(seed, filled):
     state = state_of(seed, filled, 0)

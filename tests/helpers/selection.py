@@ -12,6 +12,11 @@ every_case = False
 """Whether pytest was given --all; set before tests are collected."""
 
 
+def examples(count: int) -> int:
+    """Return how many examples of a property to try: `count` with --all, else a quarter."""
+    return count if every_case else max(5, count // 4)
+
+
 def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the items that cover their test functions, except those marked ``full``.
 

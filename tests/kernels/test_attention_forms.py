@@ -14,6 +14,7 @@ from helpers.kernel_cases import (
     decode_case,
     prefill_case,
 )
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,7 +67,7 @@ def test_prefill_behind_more_keys_than_a_cache_holds(isa, window):
                                               dtype=torch.bfloat16, attention=form))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(lengths=st.lists(st.tuples(st.integers(1, 70), st.integers(0, 200)), min_size=1, max_size=3),
        form=st.builds(AttentionForm, scale=st.sampled_from((None, 0.05, 1.0)),
                       softcap=st.sampled_from((0.0, 1.0, 30.0)),
@@ -126,7 +127,7 @@ def test_decode_of_grouped_queries_over_many_records(isa, stored, form, group):
                                          eviction=eviction, attention=form, offsets=True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(cached=st.lists(st.integers(3, 80), min_size=1, max_size=3), window=st.integers(0, 90),
        cap=st.sampled_from((0.0, 5.0)), sinks=st.booleans(),
        stored=st.sampled_from([*FORMS, *MIXED]), group=st.integers(1, 5))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, poisoned_memory, threads, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def table_of(made):
 @given(st.sampled_from([*SETS]), st.sampled_from([16, 8, 4, MXFP4]), st.integers(1, 40),
        st.integers(1, 70), st.integers(1, 50), st.integers(1, 9), st.integers(1, 4),
        st.sampled_from([*abi.ACTIVATIONS, (1.7, 0.6)]), st.integers(1, 3), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
                                             team, seed):
     """With an activation, or with biases and gpt-oss's gate."""

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def poisoned_slots() -> torch.Tensor:
 
 
 @BUILT
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), room=st.sampled_from([1, 7, 80, 5000]),
        counts=st.lists(st.sampled_from([0, 1, 9, 200, SLOTS]), min_size=HEADS, max_size=HEADS),
        direct=st.booleans())
@@ -125,7 +126,7 @@ def test_heads_tokens_and_slots_that_are_not_there_are_refused(file, fetch, wron
     assert (slots == UNTOUCHED).all()
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
 def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
     runs = list(runs_of(numbers, gap=gap, max_records=most))

@@ -5,6 +5,7 @@ import struct
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +65,7 @@ def test_sizes():
 
 @given(WAYS, st.integers(1, 40), st.integers(1, 90), st.sampled_from([8, 32, 64]),
        st.sampled_from([0.0, 1.0, 5.0]), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 def test_what_is_not_far_below_the_largest_comes_back_exactly(way, outputs, inputs, group, spread,
                                                               seed):
     generator = torch.Generator().manual_seed(seed)
@@ -85,7 +86,7 @@ def test_what_is_not_far_below_the_largest_comes_back_exactly(way, outputs, inpu
 
 @given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
        st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_every_way_gives_the_bytes_of_the_layout(way, dtype, seed):
     """Of numbers that are rounded, too large, too small, or none."""
     generator = torch.Generator().manual_seed(seed)
@@ -126,7 +127,7 @@ def check_product(layout, rows, *, dtype, add, seed=0):
 @given(st.sampled_from(SETS or [None]), st.integers(1, 140), st.integers(1, 70),
        st.integers(1, 200), st.sampled_from([8, 32, 64]), st.sampled_from([*EPSILON]),
        st.booleans(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 def test_products_of_any_size(name, rows, outputs, inputs, group, dtype, add, seed):
     with using(name), poisoned_memory():
         if dispatch.choice("linear_quantized", rows, dtype, 12) == "codes":

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, threads, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def near(got, expected, rounding, *, beside=1.0):
 
 @given(WAYS, DTYPES, st.integers(1, 5), st.integers(1, 200), st.booleans(), st.booleans(),
        st.booleans(), st.booleans(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 def test_norms(way, dtype, rows, width, centred, weighted, biased, in_place, seed):
     x, whole = wide(rows, width, dtype, seed=seed)
     weight, bias = (wide(1, width, dtype, seed=seed + i)[0][0] for i in (1, 2))
@@ -72,7 +73,7 @@ def test_norms(way, dtype, rows, width, centred, weighted, biased, in_place, see
 
 @given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 3), SIZES, st.integers(0, 5),
        st.integers(0, 2**31))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 def test_rotations(way, dtype, rows, heads, half, rest, seed):
     dim = 2 * half + rest
     x, whole = wide(rows, heads * (dim + 2), dtype, seed=seed)
@@ -93,7 +94,7 @@ def test_rotations(way, dtype, rows, heads, half, rest, seed):
 @given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),
        st.sampled_from([2, 6, 20, 24, 64, 80, 96, 128, 256]), st.integers(0, 12), st.booleans(),
        st.integers(0, 2**31))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 def test_rotation_and_smoothing(way, dtype, rows, kv_heads, group, dim, half, shifted, seed):
     half = min(half, dim // 2)
     x, whole = wide(rows, kv_heads * group * (dim + 2), dtype, seed=seed)
@@ -127,7 +128,7 @@ def test_rotation_and_smoothing(way, dtype, rows, kv_heads, group, dim, half, sh
 
 @given(WAYS, DTYPES, st.sampled_from(abi.ACTIVATIONS), st.integers(1, 4), st.integers(1, 100),
        st.booleans(), st.sampled_from([0.1, 1.0, 20.0]), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 def test_activations(way, dtype, function, rows, width, gated, scale, seed):
     x, whole = wide(rows, width, dtype, seed=seed)
     x *= scale

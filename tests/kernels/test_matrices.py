@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -348,7 +349,7 @@ def test_products_in_tiles(rows, shape, bits):
        st.sampled_from([4, COMPACT, 6, 8]),
        st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]),
        st.sampled_from(SETS or [None]))
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, name):
     with using(name):
         check_product(layout_of((outputs, inputs), bits, group), rows, dtype=dtype, bias=not add,

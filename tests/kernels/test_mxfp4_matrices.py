@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,7 +50,7 @@ def test_sizes():
 
 @given(st.sampled_from(["reference", *SETS]), st.integers(1, 50), st.integers(1, 100),
        st.integers(0, 2**31))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 def test_rows_are_exact(way, outputs, inputs, seed):
     """Whatever the exponents, up to the largest whose numbers float32 holds."""
     matrix, values = case(outputs, inputs, low=0, high=252, seed=seed)
@@ -78,7 +79,7 @@ def check_product(rows, outputs, inputs, *, dtype, add, seed=0):
 
 @given(EVERY, st.integers(1, 140), st.integers(1, 70), st.integers(1, 200),
        st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=examples(80))
 def test_products_of_any_size(name, rows, outputs, inputs, dtype, add, seed):
     with using(name), poisoned_memory():
         if dispatch.choice("linear_quantized", rows, dtype, 4) == "codes":

@@ -31,6 +31,7 @@ from helpers.kernel_cases import (
     tied,
     using,
 )
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,7 +150,7 @@ def test_select(isa, draw, form):
        size=st.sampled_from([1.0, 1e-6, 3e-8, 1e5]), offset=st.sampled_from([0, 0, 3.5, -9e4]),
        dtype=st.sampled_from(list(BOUND)), name=st.sampled_from(SETS or ("none",)),
        seed=st.integers(0, 999))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, name, seed):
     torch.default_generator.manual_seed(seed)
     layout = GroupLayout(dim, bits)

@@ -21,6 +21,7 @@ from helpers.kernel_cases import (
     select_case,
     tied,
 )
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,7 +99,7 @@ def test_long_prefill(dtype):
                         min_size=1, max_size=4),
        group=st.integers(1, 9), kv_heads=st.integers(1, 3), dim=st.integers(1, 40),
        decay=st.sampled_from([1.0, 0.98, 0.5]), dtype=st.sampled_from(list(BOUND)))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_any_prefill(lengths, group, kv_heads, dim, decay, dtype):
     rows, before = map(list, zip(*lengths, strict=True))
     check_prefill(PREFILL, prefill_case(rows, [a + b for a, b in lengths], group=group, dim=dim,
@@ -232,7 +233,7 @@ def test_select_from_long_prompts(draw, mean):
                      min_size=1, max_size=5),
        sinks=st.integers(0, 5), mean=st.booleans(), kv_heads=st.integers(1, 4),
        draw=st.sampled_from([torch.rand, tied, torch.ones]))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_any_selection(cuts, sinks, mean, kv_heads, draw):
     check_select(SELECT, select_case(cuts, eviction=Eviction(mean=mean, sinks=sinks),
                                      kv_heads=kv_heads, draw=draw, dim=4))
@@ -357,7 +358,7 @@ def test_elements_that_lie_apart(function):
        kv_heads=st.integers(1, 3), half=st.integers(1, 36), rotary=st.integers(0, 36),
        form=st.sampled_from([*FORMS, *MIXED]), eviction=st.sampled_from([None, *VARIANTS]),
        room=st.integers(1, 300), data=st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_decode(cached, group, kv_heads, half, rotary, form, eviction, room, data):
     many = [s for s, c in enumerate(cached) if c > 20]
     full = data.draw(st.sets(st.sampled_from(many))) if many and eviction else ()

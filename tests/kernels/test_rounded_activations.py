@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.kernel_cases import BUILT, SETS, poisoned_memory, threads, using
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def by_hand(x, group):
 
 @given(st.integers(1, 5), st.integers(1, 200), st.sampled_from([8, 32, 64]),
        st.integers(-40, 30), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator) * 2.0**exponent
@@ -57,7 +58,7 @@ def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
 
 @given(st.sampled_from(["reference", *SETS]), FORMS, st.integers(1, 140), st.integers(1, 70),
        st.integers(1, 300), st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=examples(120))
 def test_products_of_what_was_rounded(way, form, rows, outputs, inputs, dtype, add, seed):
     """Sums of integers are exact: what is left is float32's error, and the result's."""
     matrix = rounding_matrix(outputs, inputs, *form, seed=seed)

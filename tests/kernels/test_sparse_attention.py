@@ -10,6 +10,7 @@ import torch
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices, own_attention, sparse_attention
 from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -109,7 +110,7 @@ def test_sparse_attention(form, group, cached, sparsity):
 @given(cached=st.lists(st.integers(1, 70), min_size=1, max_size=4), group=st.integers(1, 5),
        kv_heads=st.integers(1, 3), form=st.sampled_from(FORMS), room=st.integers(1, 9),
        sparsity=st.floats(0.001, 1), dim=st.sampled_from([8, 12, 40]))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_sparse_attention(cached, group, kv_heads, form, room, sparsity, dim):
     hold_to_definition(decode_case(cached, form=form, group=group, kv_heads=kv_heads, dim=dim,
                                    n=max(cached) + room), sparsity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.fakes import A100, T4
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
@@ -245,7 +246,7 @@ def test_linear_of_short_floats(rows, form, dtype):
 
 @given(st.sampled_from(SHORT_FLOATS), st.integers(1, 10), st.integers(1, 40), st.integers(1, 300),
        st.integers(0, 3))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_linear_of_any_short_floats(form, rows, outputs, inputs, options):
     check_linear(rows, (outputs, inputs), form, bias=options % 2 == 0, add=options < 2)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.fakes import LazyComputeDevice, LazyPool
 from helpers.internals import flush, keep_latest_in, lanes_with
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +123,7 @@ class Engine:
         del self.live[key]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(count=st.integers(1, 3),
        acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 11)), min_size=30,
                      max_size=60))

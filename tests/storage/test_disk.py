@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.internals import keep_latest_in, under_lock
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def disk():
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_any_extents_come_back_as_they_lie_in_the_file(tmp_path_factory, seed):
     rng = random.Random(seed)
     folder = tmp_path_factory.mktemp("reads")
@@ -121,7 +122,7 @@ def test_parts_of_a_buffer_go_to_places_of_their_own(tmp_path, disk):
 
 
 @given(order=st.permutations([True, True, False, False]))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 def test_what_is_read_far_ahead_comes_after_what_is_asked_for_later(tmp_path_factory, order):
     path, moved, submitted = tmp_path_factory.mktemp("disk") / "a", [], queue.SimpleQueue()
     path.write_bytes(bytes(len(order) * PAGE))
