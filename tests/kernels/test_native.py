@@ -169,7 +169,7 @@ def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, 
 
 @BUILT
 def test_unknown_kernels_are_named(monkeypatch):
-    for name in ("avx1024", *(name for name in cpu_library.SETS if name not in SETS)):
+    for name in {"avx1024", *cpu_library.SETS} - {*cpu_library.cpu_sets()}:
         monkeypatch.setenv("FLEXGEN_H2O_ISA", name)
         with pytest.raises(UserError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
             ops.prefill_attention(**prefill_case([3]))
@@ -178,6 +178,27 @@ def test_unknown_kernels_are_named(monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "native")
     with pytest.raises(UserError, match="FLEXGEN_H2O_KERNELS=native: it is reference, or not set"):
         ops.prefill_attention(**prefill_case([3]))
+
+
+def test_an_instruction_set_that_was_not_built_is_never_chosen(monkeypatch):
+    def mask(*names):
+        return lambda: sum(1 << cpu_library.SETS.index(name) for name in names)
+
+    class Library:
+        h2o_isa_cpu = staticmethod(mask("portable", "avx2", "avx512", "avx512vnni"))
+        h2o_isa_built = staticmethod(mask("portable", "avx2", "avx512bf16"))
+        h2o_isa_available = staticmethod(mask("portable", "avx2"))
+
+    kernel_internals.load_library(monkeypatch, Library)
+    monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
+    assert cpu_library.instruction_set() == "avx2"
+    monkeypatch.setenv("FLEXGEN_H2O_ISA", "avx512")
+    with pytest.raises(UserError, match="built for portable, avx2, avx512bf16; reinstall with "
+                                        "FLEXGEN_H2O_BUILD=all"):
+        cpu_library.instruction_set()
+    monkeypatch.setenv("FLEXGEN_H2O_ISA", "avx512bf16")
+    with pytest.raises(UserError, match="this machine has portable, avx2, avx512, avx512vnni$"):
+        cpu_library.instruction_set()
 
 
 @BUILT

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -94,6 +95,36 @@ def test_another_compiler_is_another_build(tmp_path):
     assert packaging()["described"](command) == f"{command}\n"
 
 
+def test_sets_to_build_are_refused_by_name():
+    setup = packaging()
+    assert setup["requested_sets"]("native") is None
+    assert setup["requested_sets"]("none") == ()
+    assert setup["requested_sets"]("all") == tuple(setup["INSTRUCTION_SETS"])
+    assert setup["requested_sets"]("portable") == ("portable",)
+    with pytest.raises(SystemExit, match="^FLEXGEN_H2O_BUILD=avx9,portable: avx9 is unknown; .*"):
+        setup["requested_sets"]("avx9,portable")
+
+
+@needs("g++", "nm")
+def test_each_set_finds_its_kernels_in_a_library_built_for_it_alone(tmp_path):
+    """A symbol of a set that was not built would keep the library from loading."""
+    setup = packaging()
+    (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")
+    sources = [path.stem for path in (ROOT / setup["KERNELS"]).glob("*.cpp")]
+    names = [*setup["INSTRUCTION_SETS"]]
+    assert names == [*cpu_library.SETS] or names == ["portable"]
+    for name in names:
+        sets = setup["with_fallbacks"]([name])
+        mask, made = sum(1 << names.index(each) for each in sets), tmp_path / f"{name}.o"
+        run("g++", *setup["FLAGS"], "-fPIC", f"-DH2O_SETS={mask}", '-DH2O_BUILD=""',
+            f"-I{tmp_path}", "-c", ROOT / setup["KERNELS"] / "dispatch.cpp", "-o", made)
+        undefined = re.findall(r"_ZN(\d+)(\w+)", run("nm", "--undefined-only", made))
+        used = {text[:int(length)] for length, text in undefined}
+        built = {each for each in sets if any(
+            each in setup["SOURCES"].get(source, setup["VECTORS"]) for source in sources)}
+        assert used == built == {*sets}, name
+
+
 @needs("g++", "nm")
 def test_no_function_is_shared_between_instruction_sets(tmp_path):
     """Of functions of one name the linker keeps one, maybe that of a CPU that is not there.
@@ -160,7 +191,7 @@ def arm_library(tmp_path_factory) -> Path:
         "--build-temp", folder / "objects", env=os.environ | {
             "_PYTHON_HOST_PLATFORM": "linux-aarch64", "CC": f"{ARM}-gcc", "CXX": f"{ARM}-g++",
             "LDSHARED": f"{ARM}-gcc -shared"})
-    return next(folder.glob("flexgen_h2o/kernels/_cpu*.so"))
+    return folder / "flexgen_h2o" / "kernels" / "_cpu.so"
 
 
 @needs(f"{ARM}-g++", f"{ARM}-nm")
@@ -369,7 +400,7 @@ def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, 
     assert {call.name for call in calls} == OPERATIONS
     assert all(call.before != call.after for call in calls)
     run(f"{ARM}-g++", "-std=c++17", "-O1", ROOT / "tests" / "helpers" / "replay_kernels.cpp", "-o",
-        tmp_path / "replay", "-ldl")
+        tmp_path / "replay", "-ldl", "-Wl,--no-as-needed", "-lgomp")
     (tmp_path / "calls").write_bytes(
         struct.pack("<q", len(calls)) + b"".join(call.packed() for call in calls))
     run("qemu-aarch64", "-L", f"/usr/{ARM}", tmp_path / "replay", arm_library, tmp_path / "calls",

@@ -140,9 +140,15 @@ def kernels(facts: KernelFacts) -> Section:
                                    ("all operations", "plain PyTorch")),
                        ("plain PyTorch runs attention, eviction and quantized matmuls on the "
                         f"CPU: {facts.missing}",))
-    rows = [("C++", f"build {facts.build}"), ("FLEXGEN_H2O_ISA takes", " ".join(facts.available))]
+    rows = [("C++", f"build {facts.build}, with {' '.join(facts.built)}"),
+            ("FLEXGEN_H2O_ISA takes", " ".join(facts.available))]
+    slow = []
+    if facts.lacking:
+        slow.append(f"the CPU has {' '.join(facts.lacking)}, but the kernels were built for "
+                    "another one: reinstall the package (FLEXGEN_H2O_BUILD=all builds it for both)")
     if facts.refused is not None:
-        return Section("kernels", (*rows, ("instruction set", f"none: {facts.refused}")))
+        return Section("kernels", (*rows, ("instruction set", f"none: {facts.refused}")),
+                       tuple(slow))
     rows += [("instruction set", facts.chosen),
              *((operation, f"{text} (by the table, in bfloat16)")
                for operation, text in (facts.choices or {}).items()),
@@ -152,7 +158,6 @@ def kernels(facts: KernelFacts) -> Section:
     else:
         rows += [(name, f"{text} (as measured, with --percent auto)")
                  for name, text in facts.measured.items()]
-    slow = []
     if facts.chosen in NO_BFLOAT16:
         slow.append(f"{facts.chosen} has no bfloat16 matmuls, the default on a CPU (AVX512_BF16 "
                     "and AMX have): PyTorch emulates them; compare with --dtype float32, or with "

@@ -97,7 +97,7 @@ class KernelFacts:
     missing : str or None
         Why there are none.
     available : tuple of str
-        Values of `FLEXGEN_H2O_ISA` that this machine supports.
+        Instruction sets that the library has and this machine runs: values of `FLEXGEN_H2O_ISA`.
     chosen : str
         The instruction set in use.
     refused : str or None
@@ -107,6 +107,10 @@ class KernelFacts:
         Implementations by rows, from the dispatch table.
     measured : mapping of str to str, or None
         The same from this machine's autotune table, by operation and bits; None if not measured.
+    built : tuple of str
+        Instruction sets that the library has.
+    lacking : tuple of str
+        Better instruction sets than those available, of this CPU, that the library lacks.
     """
 
     missing: str | None
@@ -116,6 +120,8 @@ class KernelFacts:
     build: str = ""
     choices: Mapping[str, str] | None = None
     measured: Mapping[str, str] | None = None
+    built: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
 
 def kernels(offload_dir: str) -> KernelFacts:
@@ -124,12 +130,17 @@ def kernels(offload_dir: str) -> KernelFacts:
 
     if (missing := cpu_library.missing()) is not None:
         return KernelFacts(missing)
-    available, build = cpu_library.available_sets(), cpu_library.build()
+    available = cpu_library.available_sets()
+    best = max(cpu_library.SETS.index(name) for name in available if name != cpu_library.EMULATED)
+    lacking = tuple(name for name in cpu_library.cpu_sets() if name != cpu_library.EMULATED
+                    and cpu_library.SETS.index(name) > best)
+    found = KernelFacts(None, available, build=cpu_library.build(), built=cpu_library.built_sets(),
+                        lacking=lacking)
     try:
-        return KernelFacts(None, available, cpu_library.instruction_set(), None, build, _choices(),
-                           measured_choices(offload_dir))
+        return replace(found, chosen=cpu_library.instruction_set(), choices=_choices(),
+                       measured=measured_choices(offload_dir))
     except UserError as error:
-        return KernelFacts(None, available, refused=str(error), build=build)
+        return replace(found, refused=str(error))
 
 
 def by_rows(choose: Callable[[int], str], rows: Sequence[int] = ROWS) -> str:

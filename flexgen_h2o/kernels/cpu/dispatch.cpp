@@ -45,7 +45,8 @@ bool avx_vnni() {
 
 constexpr int bit(Set set) { return 1 << set; }
 
-int available() {
+// Return a bit mask of the instruction sets that this CPU runs.
+int of_cpu() {
     __builtin_cpu_init();
     int sets = bit(PORTABLE);
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
@@ -63,33 +64,34 @@ int available() {
     return sets | bit(AVX512_BF16) | (amx() ? bit(AMX) : 0);
 }
 
-#define CALL(function, ...)                                  \
-    switch (isa) {                                           \
-        case AMX:                                            \
-        case AVX512_BF16:                                    \
-        case AVX512_VNNI:                                    \
-        case AVX512: return avx512::function(__VA_ARGS__);   \
-        case AMX_EMULATED:                                   \
-        case AVX_VNNI:                                       \
-        case AVX2: return avx2::function(__VA_ARGS__);       \
-        default: return portable::function(__VA_ARGS__);     \
+// Call the kernel of a set for the instruction sets of a mask. H2O_SETS is the mask of sets that were
+// built: the library has no symbols of others.
+#define TRY(set, isas, call)              \
+    if constexpr (H2O_SETS & bit(set)) {  \
+        if ((isas) >> isa & 1) return call; \
     }
+#define CALL(function, ...)                                                         \
+    TRY(AVX512, bit(AVX512) | bit(AVX512_VNNI) | bit(AVX512_BF16) | bit(AMX),       \
+        avx512::function(__VA_ARGS__))                                              \
+    TRY(AVX2, bit(AVX2) | bit(AVX_VNNI) | bit(AMX_EMULATED), avx2::function(__VA_ARGS__)) \
+    TRY(PORTABLE, ~0, portable::function(__VA_ARGS__))                              \
+    return INVALID;
 // The same for integer matmuls of the key index and of weights.
-#define CALL_CHOOSE(function, ...)                                       \
-    if (isa == AVX512_VNNI || isa == AVX512_BF16 || isa == AMX)          \
-        return avx512vnni::function(__VA_ARGS__);                        \
+#define CALL_CHOOSE(function, ...)                                     \
+    TRY(AVX512_VNNI, bit(AVX512_VNNI) | bit(AVX512_BF16) | bit(AMX),   \
+        avx512vnni::function(__VA_ARGS__))                             \
     CALL(function, __VA_ARGS__)
-#define CALL_ROUNDED(function, ...)                                      \
-    if (isa == AVX_VNNI) return avxvnni::function(__VA_ARGS__);          \
-    if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
+#define CALL_ROUNDED(function, ...)                                         \
+    TRY(AVX_VNNI, bit(AVX_VNNI), avxvnni::function(__VA_ARGS__))            \
+    TRY(AMX_EMULATED, bit(AMX_EMULATED), amx_emulated::function(__VA_ARGS__)) \
     CALL_CHOOSE(function, __VA_ARGS__)
 // The same for kernels with tile matmuls or bfloat16 pair matmuls.
-#define CALL_TILES(function, ...)                                        \
-    if (isa == AMX) return amx::function(__VA_ARGS__);                   \
-    if (isa == AMX_EMULATED) return amx_emulated::function(__VA_ARGS__); \
+#define CALL_TILES(function, ...)                                           \
+    TRY(AMX, bit(AMX), amx::function(__VA_ARGS__))                          \
+    TRY(AMX_EMULATED, bit(AMX_EMULATED), amx_emulated::function(__VA_ARGS__)) \
     CALL(function, __VA_ARGS__)
-#define CALL_PAIRS(function, ...)                                        \
-    if (isa == AVX512_BF16) return avx512bf16::function(__VA_ARGS__);    \
+#define CALL_PAIRS(function, ...)                                             \
+    TRY(AVX512_BF16, bit(AVX512_BF16), avx512bf16::function(__VA_ARGS__))     \
     CALL_TILES(function, __VA_ARGS__)
 
 // Return the instruction set for a dtype. Tiles and pairs support only bfloat16.
@@ -99,7 +101,7 @@ int of_dtype(int isa, int64_t dtype) {
     return isa == AMX_EMULATED ? AVX2 : isa;
 }
 #else
-int available() { return 1 << PORTABLE; }
+int of_cpu() { return 1 << PORTABLE; }
 
 #define CALL(function, ...) \
     (void)isa;              \
@@ -118,11 +120,13 @@ int of_dtype(int isa, int64_t) { return isa; }
 
 extern "C" {
 
-// Return a bit mask of the instruction sets that have kernels and run on this machine.
-EXPORT int h2o_isa_available() {
-    static const int found = available();  // CPUID takes microseconds on a VM
+// Return bit masks of instruction sets: those that this CPU runs, those that were built, and both.
+EXPORT int h2o_isa_cpu() {
+    static const int found = of_cpu();  // CPUID takes microseconds on a VM
     return found;
 }
+EXPORT int h2o_isa_built() { return H2O_SETS; }
+EXPORT int h2o_isa_available() { return h2o_isa_cpu() & H2O_SETS; }
 
 // Return the fingerprint of the struct definitions, and that of the sources and the compiler.
 EXPORT const char* h2o_abi() { return H2O_ABI; }

@@ -1,7 +1,8 @@
 """The shared library of the CPU kernels: loading it, and calling or capturing its functions.
 
-setup.py builds it. Environment variables: ``FLEXGEN_H2O_ISA`` selects an instruction set of `SETS`
-(default: the best that the CPU has), ``FLEXGEN_H2O_NATIVE`` the path of another library.
+setup.py builds it for some of the instruction sets. Environment variables: ``FLEXGEN_H2O_ISA``
+selects an instruction set of `SETS` (default: the best that both the library and the CPU have),
+``FLEXGEN_H2O_NATIVE`` the path of another library.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Sequence
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ STRUCTS = abi.structs()
 def _file() -> Path | None:
     if path := os.environ.get("FLEXGEN_H2O_NATIVE"):
         return Path(path)
-    # Not sysconfig's suffix: it is not thread-safe while a first thread loads the variables.
-    file = Path(__file__).parents[1] / f"_cpu{EXTENSION_SUFFIXES[0]}"
+    file = Path(__file__).parents[1] / "_cpu.so"
     return file if file.exists() else None
 
 
@@ -47,8 +46,9 @@ def _library() -> Any:
     if path is None:
         return "the C++ kernels were not built (pip install found no g++ 11 or newer that works)"
     try:
-        # PyTorch has loaded its OpenMP, and the library links to the same one: there is one thread
-        # pool, of the size that torch.set_num_threads sets.
+        # The library is linked to no OpenMP library. It finds the symbols of the one that PyTorch
+        # has loaded globally: there is one thread pool, of the size that torch.set_num_threads
+        # sets.
         library = ctypes.CDLL(str(path))
         for text in (library.h2o_abi, library.h2o_build):
             text.restype = ctypes.c_char_p
@@ -71,10 +71,23 @@ def build() -> str:
     return _library().h2o_build().decode()
 
 
+def _names(mask: int) -> tuple[str, ...]:
+    return tuple(name for number, name in enumerate(SETS) if mask >> number & 1)
+
+
 def available_sets() -> tuple[str, ...]:
+    """Return the instruction sets of `SETS` that the library has and this machine can run."""
+    return _names(_library().h2o_isa_available())
+
+
+def built_sets() -> tuple[str, ...]:
+    """Return the instruction sets of `SETS` that the library has."""
+    return _names(_library().h2o_isa_built())
+
+
+def cpu_sets() -> tuple[str, ...]:
     """Return the instruction sets of `SETS` that this machine can run."""
-    bits = _library().h2o_isa_available()
-    return tuple(name for number, name in enumerate(SETS) if bits >> number & 1)
+    return _names(_library().h2o_isa_cpu())
 
 
 def instruction_set() -> str:
@@ -83,14 +96,17 @@ def instruction_set() -> str:
     Raises
     ------
     UserError
-        `FLEXGEN_H2O_ISA` names one that the kernels or the CPU do not have.
+        `FLEXGEN_H2O_ISA` names one that the library or the CPU does not have.
     """
     name = os.environ.get("FLEXGEN_H2O_ISA")
     if not name:
         return SETS[(_library().h2o_isa_available() & ~_EMULATED_BIT).bit_length() - 1]
-    if name not in (available := available_sets()):
-        raise UserError(f"FLEXGEN_H2O_ISA={name}: this machine has {', '.join(available)}")
-    return name
+    if name in available_sets():
+        return name
+    if name in (has := cpu_sets()):
+        raise UserError(f"FLEXGEN_H2O_ISA={name}: the kernels were built for "
+                        f"{', '.join(built_sets())}; reinstall with FLEXGEN_H2O_BUILD=all")
+    raise UserError(f"FLEXGEN_H2O_ISA={name}: this machine has {', '.join(has)}")
 
 
 def has_tiles() -> bool:

@@ -6,6 +6,13 @@
 #include "kernels.h"
 #include "simd.h"
 
+// The symbol version of glibc 2.29 differs only in errno, and a manylinux_2_28 wheel must not need it.
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pow, pow@GLIBC_2.2.5");
+#elif defined(__GLIBC__) && defined(__aarch64__)
+__asm__(".symver pow, pow@GLIBC_2.17");
+#endif
+
 namespace ISA {
 
 struct Sequence {
