@@ -182,10 +182,10 @@ def header() -> str:
 
 def structs() -> dict[str, type[ctypes.Structure]]:
     """Return a ctypes structure for each of `STRUCTS`, by name."""
-    made: dict[str, type[ctypes.Structure]] = {}
+    types: dict[str, type[ctypes.Structure]] = {}
     for struct in STRUCTS:
-        known = _CTYPES | made
-        made[struct] = type(struct, (ctypes.Structure,), {"_fields_": [
+        known = _CTYPES | types
+        types[struct] = type(struct, (ctypes.Structure,), {"_fields_": [
             (name, ctypes.c_void_p if kind.endswith("*") else known[kind])
             for kind, name in fields(struct)]})
-    return made
+    return types

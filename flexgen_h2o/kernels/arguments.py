@@ -152,11 +152,11 @@ def check_attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:
             and shape[1] and size[1] % shape[1] == 0
             and dtype in DTYPES and dtype == k.dtype == v.dtype
             and q.is_cpu and k.is_cpu and v.is_cpu):
-        each = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device}" for x in (q, k, v))
+        shapes = ", ".join(f"{x.dtype} {list(x.shape)} on {x.device}" for x in (q, k, v))
         raise ValueError(
             f"{name}: q must be [rows, heads, head_dim] and k and v [key rows, KV heads, head_dim] "
             "of one of float32, bfloat16 and float16 on the CPU, with heads a multiple of KV "
-            f"heads; got {each}")
+            f"heads; got {shapes}")
     return dtype
 
 

@@ -113,10 +113,10 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, *, form: AttentionForm) -> Tensor:
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
         first = max(0, start + 1 - window)
-        seen = torch.ones(end - start, end - first, dtype=torch.bool, device=q.device)
-        seen = seen.tril(start - first).triu(start - first + 1 - window)
+        visible = torch.ones(end - start, end - first, dtype=torch.bool, device=q.device)
+        visible = visible.tril(start - first).triu(start - first + 1 - window)
         out[:, :, start:end] = attend(q[:, :, start:end], k[:, :, first:end], v[:, :, first:end],
-                                      attn_mask=seen)
+                                      attn_mask=visible)
     return out
 
 
@@ -130,9 +130,10 @@ def blockwise_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequen
     """
     out = q.new_empty(q.shape)
     received = [None] * len(lengths) if scores is None else scores.split(list(key_lengths), dim=1)
-    for one in zip(q.split(list(lengths)), k.split(list(key_lengths)), v.split(list(key_lengths)),
-                   received, out.split(list(lengths)), strict=True):
-        _attend_sequence(*one, decay=decay, form=form)
+    for sequence in zip(q.split(list(lengths)), k.split(list(key_lengths)),
+                        v.split(list(key_lengths)),
+                        received, out.split(list(lengths)), strict=True):
+        _attend_sequence(*sequence, decay=decay, form=form)
     return out
 
 
@@ -146,25 +147,25 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out
     step = max(1, BLOCK_BYTES // (4 * heads * max(1, tokens)))
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        seen = tokens - rows + start + count  # keys up to the last row of the block
-        first = max(0, seen - count + 1 - form.window) if form.window else 0
+        num_keys = tokens - rows + start + count  # keys up to the last row of the block
+        first = max(0, num_keys - count + 1 - form.window) if form.window else 0
         mine = q[start : start + count].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = _float_product(mine.flatten(1, 2), keys[..., first:seen]).unflatten(
+        logits = _float_product(mine.flatten(1, 2), keys[..., first:num_keys]).unflatten(
             1, (-1, count))
         # Scaling the queries instead would round them again.
         logits.mul_(form.scale or dim**-0.5)
         if form.softcap:
             logits.div_(form.softcap).tanh_().mul_(form.softcap)
         future = torch.ones(count, count, dtype=torch.bool, device=q.device).triu_(1)
-        logits[..., seen - count - first :].masked_fill_(future, float("-inf"))
+        logits[..., num_keys - count - first :].masked_fill_(future, float("-inf"))
         if form.window:
-            key = torch.arange(first, seen, device=q.device)
-            query = torch.arange(seen - count, seen, device=q.device)[:, None]
+            key = torch.arange(first, num_keys, device=q.device)
+            query = torch.arange(num_keys - count, num_keys, device=q.device)[:, None]
             logits.masked_fill_(key <= query - form.window, float("-inf"))
         p = _softmax(logits, form.sink_logits)
         if scores is not None:
-            scores[:, first:seen] += _summed(p, decay, rows - start - count)
-        attended = torch.bmm(p.to(v.dtype).flatten(1, 2), values[:, first:seen])
+            scores[:, first:num_keys] += _summed(p, decay, rows - start - count)
+        attended = torch.bmm(p.to(v.dtype).flatten(1, 2), values[:, first:num_keys])
         out[start : start + count] = attended.unflatten(1, (-1, count)).permute(
             2, 0, 1, 3).flatten(1, 2)
 

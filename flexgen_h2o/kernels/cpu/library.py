@@ -218,18 +218,18 @@ def _fuse(first: _Call, second: _Call) -> bool:
 
     The caller keeps both structs alive.
     """
-    (name, arguments), (other_name, others) = first, second
+    (name, arguments), (other_name, other_arguments) = first, second
     if name != other_name or name not in _SHARED_FIELDS or any(
-            getattr(arguments, field) != getattr(others, field)
+            getattr(arguments, field) != getattr(other_arguments, field)
             for field in _SHARED_FIELDS[name]):
         return False
     if name == "linear_quantized" and any(
-            getattr(arguments.matrix, field) != getattr(others.matrix, field)
+            getattr(arguments.matrix, field) != getattr(other_arguments.matrix, field)
             for field in _SHARED_MATRIX_FIELDS):
         return False
     while arguments.next:
         arguments = type(arguments).from_address(arguments.next)
-    arguments.next = ctypes.addressof(others)
+    arguments.next = ctypes.addressof(other_arguments)
     return True
 
 
@@ -244,11 +244,11 @@ def _replay_function(calls: Sequence[_Call]) -> Callable[[], None]:
         step(numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
     program = ctypes.byref(STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
     function, isa = _library().h2o_program, SETS.index(instruction_set())
-    kept = steps, list(calls)  # the structs live as long as the function
+    keep_alive = steps, list(calls)  # the structs live as long as the function
 
     def replay() -> None:
         status = function(isa, program)
         if status:
-            _check_status(f"one of {', '.join(dict(kept[1]))}", status)
+            _check_status(f"one of {', '.join(dict(keep_alive[1]))}", status)
 
     return replay

@@ -121,11 +121,12 @@ class OpenMPWaitPolicy:
         usage = self._usage()
         if usage is None:
             return
-        elapsed, busy, own = (now - last for now, last in zip(usage, self._last, strict=True))
+        elapsed, busy, process_seconds = (
+            now - last for now, last in zip(usage, self._last, strict=True))
         self._last = usage
         threads = torch.get_num_threads()
         free = max(len(os.sched_getaffinity(0)) - threads, 0)
-        sleep = threads > 1 and (busy - own) / elapsed > free + BUSY_CPUS
+        sleep = threads > 1 and (busy - process_seconds) / elapsed > free + BUSY_CPUS
         if sleep and self._team is None:
             self._team = IdleTeam()
         elif not sleep and self._team is not None:

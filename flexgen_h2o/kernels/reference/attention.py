@@ -57,9 +57,9 @@ def prefill_attention(q, k, v, lengths, *, key_lengths=None, scores=None, decay=
     out = torch.empty_like(q)
     key_lengths = lengths if key_lengths is None else key_lengths
     all_scores = [None] * len(lengths) if scores is None else scores.split(key_lengths, dim=1)
-    for one in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
-                   out.split(lengths), strict=True):
-        _attend_sequence(*one, decay=decay, form=form, sinks=sinks)
+    for sequence in zip(q.split(lengths), k.split(key_lengths), v.split(key_lengths), all_scores,
+                        out.split(lengths), strict=True):
+        _attend_sequence(*sequence, decay=decay, form=form, sinks=sinks)
     return out
 
 
@@ -126,14 +126,14 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
             if state.smoothing is not None:  # policies see unsmoothed keys
                 vectors = torch.stack((state.smoothing.restored(vectors[0]), vectors[1].float()))
         index = state.eviction.select(prompt_scores, cut, vectors=vectors)
-        kept = index.shape[1]
+        num_kept = index.shape[1]
         place = index[..., None].expand(-1, -1, k.shape[-1])
         kept_vectors = torch.stack([x.transpose(0, 1).gather(1, place) for x in (keys, values)])
-        slots[:, sequence, :, :kept] = pack_slots(kept_vectors, layout)
-        state.scores[sequence, :, :kept] = prompt_scores.gather(1, index)
-        state.positions[sequence, :, :kept] = index.to(torch.int32)
+        slots[:, sequence, :, :num_kept] = pack_slots(kept_vectors, layout)
+        state.scores[sequence, :, :num_kept] = prompt_scores.gather(1, index)
+        state.positions[sequence, :, :num_kept] = index.to(torch.int32)
         if state.ranks is not None:
-            state.ranks[sequence, :, :kept] = torch.arange(kept, device=index.device)
+            state.ranks[sequence, :, :num_kept] = torch.arange(num_kept, device=index.device)
 
 
 def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=DEFAULT_FORM,
@@ -222,14 +222,14 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     return out, taken.contiguous()
 
 
-def _victims(state, metadata, own, cached_vectors, new):
+def _victims(state, metadata, new_scores, cached_vectors, new):
     """Return the slots of the victims, int64 [sequences, kv_heads].
 
     Parameters
     ----------
     state : EvictionState
     metadata : int64 Tensor [4, sequences]
-    own : float32 Tensor [sequences, kv_heads, 1]
+    new_scores : float32 Tensor [sequences, kv_heads, 1]
         Attention score of the new token, which a user's policy considers as a candidate.
     cached_vectors : pair of Tensor [sequences, kv_heads, slots, head_dim]
         Cached keys and values.
@@ -240,8 +240,8 @@ def _victims(state, metadata, own, cached_vectors, new):
     if state.eviction.policy is None:
         return state.eviction.victims(state.scores, state.positions, tokens=tokens, recent=recent)
     position = (tokens - 1).to(state.positions.dtype)[:, None, None]
-    scores = torch.cat((state.scores, own), dim=-1)
-    positions = torch.cat((state.positions, position.expand_as(own)), dim=-1)
+    scores = torch.cat((state.scores, new_scores), dim=-1)
+    positions = torch.cat((state.positions, position.expand_as(new_scores)), dim=-1)
     vectors = None
     if state.eviction.needs:
         filled = (state.positions != EMPTY)[..., None]
@@ -259,10 +259,10 @@ def cache_token(k, v, *, slots, taken, layout):
     slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
 
 
-def _update_state(state, metadata, place, own):
+def _update_state(state, metadata, place, new_scores):
     """Add new tokens to the eviction state: place (slot) and own score [sequences, kv_heads, 1]."""
     cached, tokens, _, full = (x[:, None, None] for x in metadata)
-    state.scores.scatter_(-1, place, own)
+    state.scores.scatter_(-1, place, new_scores)
     if state.ranks is not None:
         # Close the gap that each victim leaves among the ranks. The new token has the last rank.
         gone = state.ranks.gather(-1, place)

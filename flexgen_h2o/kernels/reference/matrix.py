@@ -230,10 +230,10 @@ def _lengthened(words, exponents):
     p3 = (w0 >> 4 & 0x07800780) | (w1 >> 7 & 0x00700070) | (w2 >> 11 & 0x000F000F)
     pairs = torch.stack((w0, w1, w2, p3 | (w1 & 0x40004000) << 1), dim=-1)
     codes = torch.stack((pairs << 16, pairs), dim=-1).flatten(-3)  # in the upper half of a word
-    some = codes & 0x07FF0000 != 0
+    normal = codes & 0x07FF0000 != 0
     codes &= ~0x7800FFFF  # the sign and the eleven bits
     codes |= 0x38000000  # 2 ** -15 for an exponent of 0
-    return codes.view(torch.float32).mul_(some).mul_((exponents << 23).view(torch.float32))
+    return codes.view(torch.float32).mul_(normal).mul_((exponents << 23).view(torch.float32))
 
 
 def _neighbours(scale, layout):
@@ -414,9 +414,9 @@ def linear_quantized(x, matrix, bias, out, *, add=False):
         Add the result to out, such as a residual.
     """
     data, layout = matrix.data, matrix.layout
-    every = torch.arange(layout.outputs, device=data.device)
+    outputs = torch.arange(layout.outputs, device=data.device)
     x = x.float() if matrix.activation_bits == 16 else quantize_activations(x, layout.group)
-    result = x @ unpack_rows(data, layout, every, torch.float32).T
+    result = x @ unpack_rows(data, layout, outputs, torch.float32).T
     for summand in (bias, out if add else None):
         if summand is not None:
             result += summand.float()

@@ -36,9 +36,10 @@ def index_keys(keys, index, spans, *, layout, records=None):
     codes_end = layout.code_rows * INDEX_TILE
     scales_end = codes_end + 2 * INDEX_TILE * layout.groups
     for sequence, (first, token, count) in enumerate(spans.T.tolist()):
-        mine = keys[sequence, :, first : first + count]
-        mine = mine if records is None else dequantize_groups(mine, records)
-        codes, scales, zeros = index_codes(mine, layout)
+        sequence_keys = keys[sequence, :, first : first + count]
+        sequence_keys = sequence_keys if records is None else dequantize_groups(sequence_keys,
+                                                                                records)
+        codes, scales, zeros = index_codes(sequence_keys, layout)
         shifts = layout.bits * torch.arange(layout.per_byte, device=keys.device)
         packed = (codes.unflatten(-1, (-1, layout.per_byte)).int() << shifts).sum(-1)
         places = torch.arange(token, token + count, device=keys.device)
@@ -174,10 +175,10 @@ def attend_recalled(q, k, v, *, slots, selected, metadata, layout=None, form=DEF
     filled = (torch.arange(top_k, device=q.device) < counts[:, None])[:, None]
     at = selected.long().where(filled, 0)[None, ..., None].expand(
         len(slots), -1, -1, -1, slots.shape[-1])
-    held = unpack_slots(slots.gather(3, at), layout)
+    cached = unpack_slots(slots.gather(3, at), layout)
     keys, values = (
-        torch.cat([x.float().masked_fill(~filled[..., None], 0), own.float()[:, :, None]], dim=2)
-        for x, own in zip(held, (k, v), strict=True))
+        torch.cat([x.float().masked_fill(~filled[..., None], 0), new.float()[:, :, None]], dim=2)
+        for x, new in zip(cached, (k, v), strict=True))
     products = torch.einsum("skgd,sktd->skgt", q.float().unflatten(1, (kv_heads, -1)), keys)
     if offsets is not None:
         products = products + offsets.view(len(q), kv_heads, -1, 1)
@@ -233,21 +234,21 @@ def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
         raise ValueError("take_slots: a tensor of indices points outside of what it indexes")
     slots = (num_slots + heads % newest).where(heads >= 0, -1)
     missing = []
-    for head, (tokens, mine) in enumerate(zip(heads, old, strict=True)):
-        tokens = tokens[mine]
-        here = slot_of[head, tokens]
-        away = tokens[here < 0]
+    for head, (tokens, is_old) in enumerate(zip(heads, old, strict=True)):
+        tokens = tokens[is_old]
+        token_slots = slot_of[head, tokens]
+        away = tokens[token_slots < 0]
         held = token_of[head]
         keys = log_weights[head, held.clamp(min=0)].where(held >= 0, 0)
-        keys[here[here >= 0]] = torch.iinfo(torch.int32).max
-        given = keys.argsort(stable=True)[: len(away)].sort().values
-        gone = token_of[head, given]
-        slot_of[head, gone[gone >= 0]] = -1
-        slot_of[head, away], token_of[head, given] = given.int(), away
-        slots[head, mine] = slot_of[head, tokens]
-        missing.append(torch.stack((torch.full_like(given, head), away.long(), given)))
-    found = torch.cat(missing, 1)
-    return slots.view(selected.shape), found, int(old.sum()) - found.shape[1]
+        keys[token_slots[token_slots >= 0]] = torch.iinfo(torch.int32).max
+        replaced = keys.argsort(stable=True)[: len(away)].sort().values
+        evicted = token_of[head, replaced]
+        slot_of[head, evicted[evicted >= 0]] = -1
+        slot_of[head, away], token_of[head, replaced] = replaced.int(), away
+        slots[head, is_old] = slot_of[head, tokens]
+        missing.append(torch.stack((torch.full_like(replaced, head), away.long(), replaced)))
+    all_missing = torch.cat(missing, 1)
+    return slots.view(selected.shape), all_missing, int(old.sum()) - all_missing.shape[1]
 
 
 def claim_slots(selected, *, slot_of, token_of, log_weights):
@@ -341,20 +342,20 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
         raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
     record = head * layout.rows + token // layout.tokens
     nbytes, max_records = 0, min(layout.max_read_records, len(landing) // layout.record_bytes)
-    for mine, together in runs_of(record.tolist(), gap=layout.gap, max_records=max_records):
-        held = landing[: len(together) * layout.record_bytes].view(-1, layout.record_bytes)
+    for members, together in runs_of(record.tolist(), gap=layout.gap, max_records=max_records):
+        buffer = landing[: len(together) * layout.record_bytes].view(-1, layout.record_bytes)
         try:
-            got = os.preadv(file, [memoryview(held.numpy()).cast("B")],
+            got = os.preadv(file, [memoryview(buffer.numpy()).cast("B")],
                             offset + together.start * layout.record_bytes)
         except OSError:
             got = 0
-        if got != held.nbytes:
-            return mine.start, nbytes
+        if got != buffer.nbytes:
+            return members.start, nbytes
         nbytes += got
-        for i in mine:
+        for i in members:
             start = token[i] % layout.tokens * layout.token_bytes
-            lines[head[i], slot[i]] = held[record[i] - together.start,
-                                           start : start + layout.token_bytes]
+            lines[head[i], slot[i]] = buffer[record[i] - together.start,
+                                             start : start + layout.token_bytes]
     return missing.shape[1], nbytes
 
 

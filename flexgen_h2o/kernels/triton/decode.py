@@ -52,12 +52,12 @@ NO_EVICTION = EvictionArguments()
 
 
 @triton.jit
-def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+def _logits(q_low, q_high, k_low, k_high, slot, live, stored, n, g, scale, cap, visible,
             HEADS: tl.constexpr, CAPPED: tl.constexpr):
     """Return the logits of a block of slots: [slots] for one query head, else [heads, slots].
 
-    Slots that are not `seen` are masked. Logits are stored at `kept`, in rows of n for each head,
-    unless it is None.
+    Slots that are not `visible` are masked. Logits are stored at `stored`, in rows of n for each
+    head, unless it is None.
     """
     if HEADS == 1:
         products = (k_low.to(tl.float32) * q_low.to(tl.float32)
@@ -65,24 +65,24 @@ def _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, se
         logit = tl.sum(products, axis=1) * scale
         if CAPPED:
             logit = soft_capped(logit, cap) * LOG2_E
-        logit = tl.where(seen, logit, float("-inf"))
-        if kept is not None:
-            tl.store(kept + slot, logit, mask=live)
+        logit = tl.where(visible, logit, float("-inf"))
+        if stored is not None:
+            tl.store(stored + slot, logit, mask=live)
     else:
         logit = tl.dot(q_low.to(k_low.dtype), tl.trans(k_low), input_precision="tf32")
         logit = tl.dot(q_high.to(k_high.dtype), tl.trans(k_high), logit, input_precision="tf32")
         logit = logit * scale
         if CAPPED:
             logit = soft_capped(logit, cap) * LOG2_E
-        logit = tl.where(seen[None, :], logit, float("-inf"))
-        if kept is not None:
-            tl.store(kept + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
+        logit = tl.where(visible[None, :], logit, float("-inf"))
+        if stored is not None:
+            tl.store(stored + g.to(tl.int64)[:, None] * n + slot[None, :], logit,
                      mask=(g < HEADS)[:, None] & live[None, :])
     return logit
 
 
 @triton.jit
-def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
+def _attend(logit, v_low, v_high, maximum, total, low, high, HEADS: tl.constexpr):
     """Return maximum, sum and both halves of the output after a step of the online softmax.
 
     With one query head, each lane of slots has its own softmax, and these are combined at the end.
@@ -90,14 +90,14 @@ def _attend(logit, v_low, v_high, most, total, low, high, HEADS: tl.constexpr):
     flight. A group of heads uses tensor cores, with one softmax per head.
     """
     if HEADS == 1:
-        new = tl.maximum(most, logit)
-        shrink, p = tl.exp2(most - new), tl.exp2(logit - new)
+        new = tl.maximum(maximum, logit)
+        shrink, p = tl.exp2(maximum - new), tl.exp2(logit - new)
         total = total * shrink + p
         low = low * shrink[:, None] + p[:, None] * v_low.to(tl.float32)
         high = high * shrink[:, None] + p[:, None] * v_high.to(tl.float32)
     else:
-        new = tl.maximum(most, tl.max(logit, axis=1))
-        shrink, p = tl.exp2(most - new), tl.exp2(logit - new[:, None])
+        new = tl.maximum(maximum, tl.max(logit, axis=1))
+        shrink, p = tl.exp2(maximum - new), tl.exp2(logit - new[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         p = p.to(v_low.dtype)
         low = tl.dot(p, v_low, low * shrink[:, None], input_precision="tf32")
@@ -113,8 +113,8 @@ def _fitting(tuned, named_args, **constants):
     if not constants["ROTARY"] and named_args["selected"] is None:
         return tuned
     of_a_warp = 4 if constants["WIDTH"] > 64 or named_args["q"].dtype == torch.float32 else 8
-    return [one for one in tuned
-            if one.kwargs["BLOCK"] < 64 and one.kwargs["BLOCK"] <= of_a_warp * one.num_warps]
+    return [config for config in tuned
+            if config.kwargs["BLOCK"] <= min(63, of_a_warp * config.num_warps)]
 
 
 @triton.autotune(
@@ -151,11 +151,11 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
     rows = q + sequence * q_row + ((head * SHARERS + sharer) * HEADS + g) * q_head
     q_low, q_high = load_rotated(rows, g < HEADS, tl.zeros_like(g) + cached, cos, sin, ROTARY,
                                  LENGTH, LENGTH, 16, WIDTH)
-    mine = tl.program_id(0).to(tl.int64) * HEADS + g  # row of parts and stats
-    kept = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
+    head_rows = tl.program_id(0).to(tl.int64) * HEADS + g  # row of parts and stats
+    stored = None if logits is None else logits + tl.program_id(0).to(tl.int64) * HEADS * n
     slots += (sequence * s_row + head * s_head) * UNIT
-    most = tl.full((BLOCK if HEADS == 1 else TALL,), LOWEST, tl.float32)
-    total = tl.zeros_like(most)
+    maximum = tl.full((BLOCK if HEADS == 1 else TALL,), LOWEST, tl.float32)
+    total = tl.zeros_like(maximum)
     low = tl.zeros((BLOCK if HEADS == 1 else TALL, WIDTH), tl.float32)
     high = tl.zeros_like(low)
     for start in range(first, last, BLOCK):
@@ -172,33 +172,33 @@ def _read(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata, rank
                                      WIDTH)
         v_low, v_high = load_halves(place + s_kind * UNIT, live, LENGTH, VALUE_GROUP, VALUE_BITS,
                                     WIDTH)
-        seen = live
+        visible = live
         if WINDOWED:
             tokens = tl.load(metadata + tl.num_programs(0) // (kv_heads * SHARERS) + sequence)
             position = tl.load(positions + sequence * b_row + head * b_head + slot, mask=live,
                                other=0)
-            seen = live & (position > tokens - 1 - window)
-        logit = _logits(q_low, q_high, k_low, k_high, slot, live, kept, n, g, scale, cap, seen,
+            visible = live & (position > tokens - 1 - window)
+        logit = _logits(q_low, q_high, k_low, k_high, slot, live, stored, n, g, scale, cap, visible,
                         HEADS, CAPPED)
-        most, total, low, high = _attend(logit, v_low, v_high, most, total, low, high, HEADS)
-    _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH, WIDTH, HEADS)
+        maximum, total, low, high = _attend(logit, v_low, v_high, maximum, total, low, high, HEADS)
+    _keep_part(parts, stats, head_rows, g, maximum, total, low, high, LENGTH, WIDTH, HEADS)
 
 
 @triton.jit
-def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constexpr,
+def _keep_part(parts, stats, rows, g, maximum, total, low, high, LENGTH: tl.constexpr,
                WIDTH: tl.constexpr, HEADS: tl.constexpr):
-    """Store a split's partial softmax of the query heads `mine`."""
+    """Store a split's partial softmax of the query heads `rows`."""
     if HEADS == 1:
-        weight = tl.exp2(most - tl.max(most, axis=0))
-        most = tl.max(most, axis=0) + tl.zeros_like(g)
+        weight = tl.exp2(maximum - tl.max(maximum, axis=0))
+        maximum = tl.max(maximum, axis=0) + tl.zeros_like(g)
         total = tl.sum(total * weight, axis=0) + tl.zeros_like(g)
         low = tl.sum(low * weight[:, None], axis=0)[None, :]
         high = tl.sum(high * weight[:, None], axis=0)[None, :]
     live = g < HEADS
     lane = tl.arange(0, WIDTH)
-    place = mine * tl.num_programs(1) + tl.program_id(1)
+    place = rows * tl.num_programs(1) + tl.program_id(1)
     everyone = tl.num_programs(0).to(tl.int64) * HEADS * tl.num_programs(1)
-    tl.store(stats + place, most, mask=live)
+    tl.store(stats + place, maximum, mask=live)
     tl.store(stats + everyone + place, total, mask=live)
     mask = live[:, None] & (lane < LENGTH // 2)[None, :]
     place = parts + place[:, None] * LENGTH + lane[None, :]
@@ -208,8 +208,8 @@ def _keep_part(parts, stats, mine, g, most, total, low, high, LENGTH: tl.constex
 
 def _split(n: int, programs: int, device: torch.device) -> int:
     """Return the slots per split, for enough splits to fill the device several times."""
-    least, wanted = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
-    splits = min(max(1, wanted // programs), MOST_SPLITS)
+    least, target_programs = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
+    splits = min(max(1, target_programs // programs), MOST_SPLITS)
     return max(least, ceil_div(ceil_div(n, splits), least) * least)
 
 

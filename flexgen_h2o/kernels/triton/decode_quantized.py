@@ -149,9 +149,9 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
     q6, q7 = _query(query, word, scale, 2, HALF), _query(query, word, scale, 3, HALF)
     sum_low, sum_high = tl.sum(q0 + q1 + q2 + q3, axis=2), tl.sum(q4 + q5 + q6 + q7, axis=2)
     q0, q1, q2, q3, q4, q5, q6, q7 = _divided(q0, q1, q2, q3, q4, q5, q6, q7, BITS)
-    mine = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     slots += (sequence * s_row + head * s_head) * UNIT
-    most = tl.full((BLOCK,), LOWEST, tl.float32)
+    maximum = tl.full((BLOCK,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     zero_low, zero_high = tl.zeros_like(total), tl.zeros_like(total)
     a0 = tl.zeros((BLOCK, WORDS), tl.float32)
@@ -180,18 +180,18 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
             logit += z0 * sum_low + z1 * sum_high
         if CAPPED:
             logit = soft_capped(logit, cap) * LOG2_E
-        seen = live
+        visible = live
         if WINDOWED:
             tokens = tl.load(metadata + tl.num_programs(0) // (kv_heads * SHARERS) + sequence)
             position = tl.load(positions + sequence * b_row + head * b_head + slot, mask=live,
                                other=0)
-            seen = live & (position > tokens - 1 - window)
-        logit = tl.where(seen, logit, float("-inf"))
+            visible = live & (position > tokens - 1 - window)
+        logit = tl.where(visible, logit, float("-inf"))
         if logits is not None:
-            tl.store(logits + mine * n + slot, logit, mask=live)
-        new = tl.maximum(most, tl.max(logit, axis=1))
-        shrink, p = tl.exp2(most - new), tl.exp2(logit - new[:, None])
-        most = new
+            tl.store(logits + row * n + slot, logit, mask=live)
+        new = tl.maximum(maximum, tl.max(logit, axis=1))
+        shrink, p = tl.exp2(maximum - new), tl.exp2(logit - new[:, None])
+        maximum = new
         total = total * shrink + tl.sum(p, axis=1)
         zero_low = zero_low * shrink + tl.sum(p * y0, axis=1)
         zero_high = zero_high * shrink + tl.sum(p * y1, axis=1)
@@ -205,9 +205,9 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
         a5 = a5 * less + tl.sum(p1 * x5, axis=1)
         a6 = a6 * less + tl.sum(p1 * x6, axis=1)
         a7 = a7 * less + tl.sum(p1 * x7, axis=1)
-    highest = tl.max(most, axis=0)
-    weight = tl.exp2(most - highest)
-    place = mine * tl.num_programs(1) + tl.program_id(1)
+    highest = tl.max(maximum, axis=0)
+    weight = tl.exp2(maximum - highest)
+    place = row * tl.num_programs(1) + tl.program_id(1)
     everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
     tl.store(stats + place, highest)
     tl.store(stats + everyone + place, tl.sum(total * weight, axis=0))

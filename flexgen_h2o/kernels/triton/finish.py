@@ -67,62 +67,63 @@ def _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, ca
                 LENGTH: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr):
     """Return the logits of a group's query heads with the new token's key: [TALL]."""
     g = tl.arange(0, TALL)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     q_low, q_high = load_rotated(q + sequence * q_row + (head * HEADS + g) * q_head, g < HEADS,
                                  tl.zeros_like(g) + cached, cos, sin, ROTARY, LENGTH, LENGTH, 16,
                                  WIDTH)
-    k_low, k_high = load_rotated(k + one, one == 0, one + cached, cos, sin, ROTARY, LENGTH,
+    k_low, k_high = load_rotated(k + zero, zero == 0, zero + cached, cos, sin, ROTARY, LENGTH,
                                  LENGTH, 16, WIDTH)
-    own = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
-                         + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
+    logit = scale * tl.sum(q_low.to(tl.float32) * k_low.to(tl.float32)
+                           + q_high.to(tl.float32) * k_high.to(tl.float32), axis=1)
     if CAPPED:
-        own = soft_capped(own, cap) * LOG2_E
-    return own
+        logit = soft_capped(logit, cap) * LOG2_E
+    return logit
 
 
 @triton.jit
-def _denominators(stats, mine, own, sink_logits, head, count, splits, everyone,
+def _denominators(stats, rows, new_logit, sink_logits, head, count, splits, everyone,
                   HEADS: tl.constexpr, TALL: tl.constexpr, SPLITS: tl.constexpr):
     """The whole softmax's maximum and sum, [TALL] each: of splits, new token and sink."""
     g = tl.arange(0, TALL)
     part = tl.arange(0, SPLITS)
     there = (g < HEADS)[:, None] & (part < count)[None, :]
-    place = stats + mine[:, None] * splits + part[None, :]
-    mosts = tl.load(place, mask=there, other=LOWEST)
+    place = stats + rows[:, None] * splits + part[None, :]
+    maxima = tl.load(place, mask=there, other=LOWEST)
     totals = tl.load(place + everyone, mask=there, other=0.0)
-    most = tl.maximum(tl.max(mosts, axis=1), own)
-    sink = own
+    maximum = tl.maximum(tl.max(maxima, axis=1), new_logit)
+    sink = new_logit
     if sink_logits is not None:
         sink = tl.load(sink_logits + head * HEADS + g, mask=g < HEADS, other=0.0) * LOG2_E
-        most = tl.maximum(most, sink)
-    total = tl.sum(tl.exp2(mosts - most[:, None]) * totals, axis=1) + tl.exp2(own - most)
+        maximum = tl.maximum(maximum, sink)
+    total = tl.sum(tl.exp2(maxima - maximum[:, None]) * totals,
+                   axis=1) + tl.exp2(new_logit - maximum)
     if sink_logits is not None:
-        total += tl.exp2(sink - most)
-    return most, total
+        total += tl.exp2(sink - maximum)
+    return maximum, total
 
 
 @triton.jit
-def _combine(parts, stats, v, out, mine, live, own, most, total, count, splits,
+def _combine(parts, stats, v, out, rows, live, new_logit, maximum, total, count, splits,
              LENGTH: tl.constexpr, CHUNK: tl.constexpr):
     """Combine the splits and the new token to the output of each head."""
     lane = tl.arange(0, triton.next_power_of_2(LENGTH))
     value = tl.load(v + lane, mask=lane < LENGTH, other=0).to(tl.float32)
-    result = tl.exp2(own - most)[:, None] * value[None, :]
+    result = tl.exp2(new_logit - maximum)[:, None] * value[None, :]
     for start in range(0, count, CHUNK):
-        some = start + tl.arange(0, CHUNK)
-        mask = live[:, None] & (some < count)[None, :]
-        index = mine[:, None] * splits + some[None, :]
-        weight = tl.exp2(tl.load(stats + index, mask=mask, other=LOWEST) - most[:, None])
+        split = start + tl.arange(0, CHUNK)
+        mask = live[:, None] & (split < count)[None, :]
+        index = rows[:, None] * splits + split[None, :]
+        weight = tl.exp2(tl.load(stats + index, mask=mask, other=LOWEST) - maximum[:, None])
         chunk = tl.load(parts + index[:, :, None] * LENGTH + lane[None, None, :],
                         mask=mask[:, :, None] & (lane < LENGTH)[None, None, :], other=0.0)
         result += tl.sum(chunk * weight[:, :, None], axis=1)
-    tl.store(out + mine[:, None] * LENGTH + lane[None, :],
+    tl.store(out + rows[:, None] * LENGTH + lane[None, :],
              (result / total[:, None]).to(out.dtype.element_ty),
              mask=live[:, None] & (lane < LENGTH)[None, :])
 
 
 @triton.jit
-def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, recent, n, decay,
+def _score(logits, scores, positions, rows, heads, lse, first, last, tokens, recent, n, decay,
            sinks, window, MEAN: tl.constexpr, WINDOWED: tl.constexpr, BLOCK: tl.constexpr):
     """Add attention weights to the scores of slots first to last, and find the best victim.
 
@@ -136,7 +137,7 @@ def _score(logits, scores, positions, mine, heads, lse, first, last, tokens, rec
     for start in range(first, last, BLOCK):
         slot = start + lane
         live = slot < last
-        logit = tl.load(logits + mine[:, None] * n + slot[None, :],
+        logit = tl.load(logits + rows[:, None] * n + slot[None, :],
                         mask=heads[:, None] & live[None, :], other=float("-inf"))
         received = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
         score = tl.load(scores + slot, mask=live, other=0.0) * decay + received
@@ -159,8 +160,8 @@ def _lowest(scores, positions, slots):
     """Return score, position and slot of the lowest score; of equal scores, the oldest token."""
     score = tl.min(scores, axis=0)
     position = tl.min(tl.where(scores == score, positions, EMPTY), axis=0)
-    mine = (scores == score) & (positions == position)
-    return score, position, tl.min(tl.where(mine, slots, EMPTY), axis=0)
+    is_lowest = (scores == score) & (positions == position)
+    return score, position, tl.min(tl.where(is_lowest, slots, EMPTY), axis=0)
 
 
 @triton.jit
@@ -183,15 +184,17 @@ def _score_part(q, q_row, q_head, k, k_row, k_head, metadata, scores, positions,
     if first >= cached:
         return
     g = tl.arange(0, TALL)
-    mine = tl.program_id(0).to(tl.int64) * HEADS + g
-    own = _new_logits(q, q_row, q_head, k + sequence * k_row + head * k_head, cos, sin, sequence,
-                      head, cached, scale, cap, HEADS, CAPPED, TALL, LENGTH, WIDTH, ROTARY)
-    most, total = _denominators(stats, mine, own, sink_logits, head, tl.cdiv(cached, split), splits,
-                                tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
-                                SPLITS)
+    rows = tl.program_id(0).to(tl.int64) * HEADS + g
+    new_logit = _new_logits(q, q_row, q_head, k + sequence * k_row + head * k_head, cos, sin,
+                            sequence, head, cached, scale, cap, HEADS, CAPPED, TALL, LENGTH, WIDTH,
+                            ROTARY)
+    maximum, total = _denominators(stats, rows, new_logit, sink_logits, head,
+                                   tl.cdiv(cached, split), splits,
+                                   tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
+                                   SPLITS)
     state = sequence * b_row + head * b_head
     score, position, slot = _score(
-        logits, scores + state, positions + state, mine, g < HEADS, most + tl.log2(total), first,
+        logits, scores + state, positions + state, rows, g < HEADS, maximum + tl.log2(total), first,
         tl.minimum(first + part, cached), tl.load(metadata + sequences + sequence),
         tl.load(metadata + 2 * sequences + sequence), n, decay, sinks, window, MEAN, WINDOWED,
         BLOCK)
@@ -216,20 +219,20 @@ def _lowest_part(lowest, victims, count, score_parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.constexpr):
+def _note(scores, positions, ranks, place, score, cached, tokens, full, BLOCK: tl.constexpr):
     """Add the new token in slot `place` to the eviction state of one head."""
     # Wait for threads that store this score, and read this position.
     tl.debug_barrier()
-    tl.store(scores + place, own)
+    tl.store(scores + place, score)
     tl.store(positions + place, tokens - 1)
     if ranks is not None:
-        gone = tl.load(ranks + place)
+        evicted_rank = tl.load(ranks + place)
         tl.debug_barrier()  # every thread has read it before it changes
         lane = tl.arange(0, BLOCK)
         for start in range(0, cached * full, BLOCK):
             slot = start + lane
             rank = tl.load(ranks + slot, mask=slot < cached, other=-1)
-            tl.store(ranks + slot, rank - 1, mask=(slot < cached) & (rank > gone))
+            tl.store(ranks + slot, rank - 1, mask=(slot < cached) & (rank > evicted_rank))
         tl.debug_barrier()
         tl.store(ranks + place, cached - full)
 
@@ -237,7 +240,7 @@ def _note(scores, positions, ranks, place, own, cached, tokens, full, BLOCK: tl.
 @triton.jit
 def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
             s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
-            parts, stats, lowest, victims, taken, given, kv_heads, n, split, splits, part,
+            parts, stats, lowest, victims, taken, given_slots, kv_heads, n, split, splits, part,
             score_parts, scale, cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr,
             CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TALL: tl.constexpr,
             LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
@@ -247,41 +250,42 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
     """Write the output of one KV head, update its eviction state, and cache the new token.
 
     All in-place updates are here, but scores are updated by `_score_part` if `lowest` and `victims`
-    are given. Without an eviction state the new token takes slot `given`, or the next one.
+    are given. Without an eviction state the new token takes slot `given_slots`, or the next one.
     """
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     sequences = tl.num_programs(0) // kv_heads
     cached = tl.load(metadata + sequence)
     g = tl.arange(0, TALL)
-    one = tl.arange(0, 1)
+    zero = tl.arange(0, 1)
     k += sequence * k_row + head * k_head
     v += sequence * v_row + head * v_head
-    own = _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, cap, HEADS,
-                      CAPPED, TALL, LENGTH, WIDTH, ROTARY)
-    mine = tl.program_id(0).to(tl.int64) * HEADS + g
+    new_logit = _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, cap,
+                            HEADS, CAPPED, TALL, LENGTH, WIDTH, ROTARY)
+    rows = tl.program_id(0).to(tl.int64) * HEADS + g
     count = tl.cdiv(cached, split)
-    most, total = _denominators(stats, mine, own, sink_logits, head, count, splits,
-                                tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
-                                SPLITS)
-    _combine(parts, stats, v, out, mine, g < HEADS, own, most, total, count, splits, LENGTH, CHUNK)
+    maximum, total = _denominators(stats, rows, new_logit, sink_logits, head, count, splits,
+                                   tl.num_programs(0).to(tl.int64) * HEADS * splits, HEADS, TALL,
+                                   SPLITS)
+    _combine(parts, stats, v, out, rows, g < HEADS, new_logit, maximum, total, count, splits,
+             LENGTH, CHUNK)
     place = cached
-    if given is not None:
-        place = tl.load(given + sequence)
+    if given_slots is not None:
+        place = tl.load(given_slots + sequence)
     if scores is not None:
         tokens = tl.load(metadata + sequences + sequence)
         recent = tl.load(metadata + 2 * sequences + sequence)
         full = tl.load(metadata + 3 * sequences + sequence)
         state = sequence * b_row + head * b_head
-        lse = most + tl.log2(total)
+        lse = maximum + tl.log2(total)
         if lowest is not None:
             victim = _lowest_part(lowest, victims, tl.cdiv(cached, part), score_parts, PARTS)
         else:
-            _, _, victim = _score(logits, scores + state, positions + state, mine, g < HEADS, lse,
+            _, _, victim = _score(logits, scores + state, positions + state, rows, g < HEADS, lse,
                                   0, cached, tokens, recent, n, decay, sinks, window, MEAN,
                                   WINDOWED, BLOCK)
         place = tl.where(full == 1, victim, cached)
-        received = tl.sum(tl.where(g < HEADS, tl.exp2(own - lse), 0.0), axis=0)
+        received = tl.sum(tl.where(g < HEADS, tl.exp2(new_logit - lse), 0.0), axis=0)
         _note(scores + state, positions + state, None if ranks is None else ranks + state, place,
               received, cached, tokens, full, BLOCK)
     tl.store(taken + tl.program_id(0), place.to(tl.int64))
@@ -292,8 +296,8 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
         tl.store(slots + lane, tl.load(k + lane, mask=lane < LENGTH), mask=lane < LENGTH)
         tl.store(values + lane, tl.load(v + lane, mask=lane < LENGTH), mask=lane < LENGTH)
     else:
-        store_records(k + one, slots + one, one == 0, LENGTH, GROUP, BITS)
-        store_records(v + one, values + one, one == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
+        store_records(k + zero, slots + zero, zero == 0, LENGTH, GROUP, BITS)
+        store_records(v + zero, values + zero, zero == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
 def _score_slots(n: int, programs: int, device: torch.device) -> int:
@@ -303,10 +307,10 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
     takes 0.22 ms with parts and 0.29 without for 32 heads, 0.087 and 0.112 for 8 KV heads of 4
     query heads. With 8,192 slots the launch costs what the parts save.
     """
-    least, wanted = (16, 8) if interpreted() else (1024, 4 * multiprocessors(device))
-    if programs >= wanted // 4 or n < 16 * least:
+    least, target_programs = (16, 8) if interpreted() else (1024, 4 * multiprocessors(device))
+    if programs >= target_programs // 4 or n < 16 * least:
         return n
-    return max(least, power_of_2(ceil_div(n * programs, wanted)))
+    return max(least, power_of_2(ceil_div(n * programs, target_programs)))
 
 
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
@@ -334,9 +338,9 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     # H200 with 1 warp and 256 slots per iteration; with all slots at once 0.015 ms with 2 warps,
     # 0.058 with 4 and 0.102 with 8. Long caches with few heads have few programs, and up to 16
     # warps. Groups get more warps than single heads, since some spill otherwise.
-    most = power_of_2(n)
-    warps = max(1, min(16, tall * most // (1024 if group == 1 else 512)))
-    block = max(16, min(most, max(256, tall * most // 4) // tall, FINISH_ELEMENTS // tall))
+    width = power_of_2(n)
+    warps = max(1, min(16, tall * width // (1024 if group == 1 else 512)))
+    block = max(16, min(width, max(256, tall * width // 4) // tall, FINISH_ELEMENTS // tall))
     chunk = max(1, min(power_of_2(splits), FINISH_ELEMENTS // (tall * wide)))
     if score_parts > 1:
         lowest = q.new_empty(pairs * score_parts, dtype=torch.float32)

@@ -42,14 +42,14 @@ def _scaled(codes, rows, live, element, FIRST: tl.constexpr, LAST: tl.constexpr,
 
 
 @triton.jit
-def load_elements(rows, live, element, wanted, FIRST: tl.constexpr, LAST: tl.constexpr,
+def load_elements(rows, live, element, in_vector, FIRST: tl.constexpr, LAST: tl.constexpr,
                   LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Load elements of vectors at pointers `rows`: [rows, elements], 0 unless live and wanted.
+    """Load elements of vectors at `rows`: [rows, elements], 0 unless live and in the vector.
 
     Plain vectors (BITS of 16) keep their dtype. Quantized ones become float32; their elements are
     within groups FIRST to LAST.
     """
-    mask = live[:, None] & wanted[None, :]
+    mask = live[:, None] & in_vector[None, :]
     if BITS == 4:
         HALF: tl.constexpr = LENGTH // 2
         values = tl.load(rows[:, None] + (element % HALF)[None, :], mask=mask, other=0)
@@ -58,8 +58,8 @@ def load_elements(rows, live, element, wanted, FIRST: tl.constexpr, LAST: tl.con
         values = tl.load(rows[:, None] + element[None, :], mask=mask, other=0)
     if BITS != 16:
         values = _scaled(values, rows, live, element, FIRST, LAST, LENGTH, GROUP, BITS)
-        # Elements that are not wanted would be the zero point.
-        values = tl.where(wanted[None, :], values, 0.0)
+        # Elements outside of the vector would be the zero point.
+        values = tl.where(in_vector[None, :], values, 0.0)
     return values
 
 
@@ -70,17 +70,17 @@ def load_halves(rows, live, LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.
     HALF: tl.constexpr = LENGTH // 2
     GROUPS: tl.constexpr = LENGTH // GROUP
     lane = tl.arange(0, WIDTH)
-    wanted = lane < HALF
+    in_half = lane < HALF
     if BITS == 4:
-        both = tl.load(rows[:, None] + lane[None, :], mask=live[:, None] & wanted[None, :],
+        both = tl.load(rows[:, None] + lane[None, :], mask=live[:, None] & in_half[None, :],
                        other=0)
         low = _scaled(both & 15, rows, live, lane, 0, (HALF - 1) // GROUP, LENGTH, GROUP, BITS)
         high = _scaled(both >> 4, rows, live, lane + HALF, HALF // GROUP, GROUPS - 1, LENGTH,
                        GROUP, BITS)
-        low, high = tl.where(wanted[None, :], low, 0.0), tl.where(wanted[None, :], high, 0.0)
+        low, high = tl.where(in_half[None, :], low, 0.0), tl.where(in_half[None, :], high, 0.0)
     else:
-        low = load_elements(rows, live, lane, wanted, 0, (HALF - 1) // GROUP, LENGTH, GROUP, BITS)
-        high = load_elements(rows, live, lane + HALF, wanted, HALF // GROUP, GROUPS - 1, LENGTH,
+        low = load_elements(rows, live, lane, in_half, 0, (HALF - 1) // GROUP, LENGTH, GROUP, BITS)
+        high = load_elements(rows, live, lane + HALF, in_half, HALF // GROUP, GROUPS - 1, LENGTH,
                              GROUP, BITS)
     return low, high
 
@@ -143,7 +143,7 @@ def _values(x, mask, element):
 
 
 @triton.jit
-def _codes(x, records, live, part, wanted, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+def _codes(x, records, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.constexpr,
            BITS: tl.constexpr):
     """Quantize half groups to [rows, parts, members], and store scales and zero points of groups.
 
@@ -154,7 +154,7 @@ def _codes(x, records, live, part, wanted, LENGTH: tl.constexpr, GROUP: tl.const
     GROUPS: tl.constexpr = LENGTH // GROUP
     member = tl.arange(0, triton.next_power_of_2(GROUP))
     inside = (member < GROUP)[None, None, :]
-    there = live[:, None, None] & wanted[None, :, None]
+    there = live[:, None, None] & in_vector[None, :, None]
     group = part // 2
     values = _values(x, there & inside, group[:, None] * GROUP + member[None, :])
     low = tl.min(tl.where(inside, values, float("inf")), axis=2)
@@ -164,9 +164,10 @@ def _codes(x, records, live, part, wanted, LENGTH: tl.constexpr, GROUP: tl.const
     levels = tl.full(extent.shape, 2**BITS - 1, tl.float32)
     scale = tl.abs(_half_below(tl.div_rn(extent, levels)).to(tl.float32))  # rounded up
     halves = (records + (CODES + CODES % 2)).to(tl.pointer_type(tl.float16))[:, None]
-    whole = live[:, None] & (wanted & (part % 2 == 0))[None, :]  # one of a group's two halves
-    tl.store(halves + group[None, :], scale.to(tl.float16), mask=whole)
-    tl.store(halves + (GROUPS + group)[None, :], zero, mask=whole)
+    first_half = live[:,
+                      None] & (in_vector & (part % 2 == 0))[None, :]  # one of a group's two halves
+    tl.store(halves + group[None, :], scale.to(tl.float16), mask=first_half)
+    tl.store(halves + (GROUPS + group)[None, :], zero, mask=first_half)
 
     member = tl.arange(0, triton.next_power_of_2(GROUP // 2))
     inside = (member < GROUP // 2)[None, None, :]

@@ -34,12 +34,12 @@ def _note_missing(selected, slot_of, marks, missing, top_k, CHUNK: tl.constexpr)
 @triton.jit
 def _at_most(keys, bound, slots, CHUNK: tl.constexpr):
     """Return the number of keys that are at most `bound`."""
-    found = tl.zeros((CHUNK,), tl.int32)
+    counts = tl.zeros((CHUNK,), tl.int32)
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
         key = tl.load(keys + slot, mask=slot < slots, other=2**31 - 1)
-        found += ((key <= bound) & (slot < slots)).to(tl.int32)
-    return tl.sum(found, axis=0)
+        counts += ((key <= bound) & (slot < slots)).to(tl.int32)
+    return tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -86,22 +86,22 @@ def _claim(selected, slot_of, token_of, log_weights, keys, taken, missing, place
             tl.store(keys + slot, tl.where(marked != 0, 2**31 - 1, key), mask=live)
         tl.debug_barrier()
         bound, below = _lowest(keys, slots, count, CHUNK)
-        given, seen = 0, 0
+        num_given, num_equal = 0, 0
         for start in range(0, slots, CHUNK):
             slot = start + tl.arange(0, CHUNK)
             key = tl.load(keys + slot, mask=slot < slots, other=2**31 - 1)
             equal = (key == bound) & (slot < slots)
-            before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
+            before = num_equal + tl.cumsum(equal.to(tl.int32), axis=0)
             gives = (key < bound) | (equal & (before <= count - below))
-            number = given + tl.cumsum(gives.to(tl.int32), axis=0) - 1
+            number = num_given + tl.cumsum(gives.to(tl.int32), axis=0) - 1
             new = tl.load(missing + number, mask=gives, other=0)
             old = tl.load(token_of + slot, mask=gives, other=-1)
             tl.store(slot_of + old, -1, mask=gives & (old >= 0))
             tl.store(slot_of + new, slot, mask=gives)
             tl.store(token_of + slot, new, mask=gives)
             tl.store(places + number, slot, mask=gives)
-            seen += tl.sum(equal.to(tl.int32), axis=0)
-            given += tl.sum(gives.to(tl.int32), axis=0)
+            num_equal += tl.sum(equal.to(tl.int32), axis=0)
+            num_given += tl.sum(gives.to(tl.int32), axis=0)
         tl.debug_barrier()
     for start in range(0, top_k, CHUNK):
         number = start + tl.arange(0, CHUNK)

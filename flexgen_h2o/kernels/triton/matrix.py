@@ -99,8 +99,8 @@ def _step(dots, sums, words, x, x_row, word, live, rows, inputs, magic, j: tl.co
 
 def _fitting(tuned, named_args, **constants):
     """Return the configs whose accumulators and products of all rows fit into registers."""
-    return [one for one in tuned
-            if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 2048 * one.num_warps]
+    return [config for config in tuned
+            if constants["ROWS"] * config.kwargs["BLOCK"] * MATRIX_TILE <= 2048 * config.num_warps]
 
 
 @triton.autotune(
@@ -274,10 +274,10 @@ def _words_of(layout: MatrixLayout) -> int:
     return layout.groups * layout.words * (8 if layout.bits == 6 else layout.bits) // layout.bits
 
 
-def _split(units: int, programs: int, wanted: int) -> int:
-    """Return the words, or units of words, per split for about `wanted` programs."""
+def _split(units: int, programs: int, target_programs: int) -> int:
+    """Return the words, or units of words, per split for about `target_programs` programs."""
     least = 16 if interpreted() else 64
-    splits = max(1, wanted // programs)
+    splits = max(1, target_programs // programs)
     return ceil_div(ceil_div(units, splits), least) * least
 
 
@@ -287,18 +287,18 @@ def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tens
     stride = ceil_div(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
     most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
     slices = ceil_div(layout.tiles, most)
-    some = min(ceil_div(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
-    buffer = x.new_empty((some, stride))
-    for first in range(0, layout.outputs, some):
-        part = out[:, first : first + some]
+    num_outputs = min(ceil_div(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
+    buffer = x.new_empty((num_outputs, stride))
+    for first in range(0, layout.outputs, num_outputs):
+        part = out[:, first : first + num_outputs]
         weight = buffer[: part.shape[1], : layout.inputs]
         _unpack_to(weight, data, layout, first=first)
-        some_bias = None if bias is None else bias[first : first + some]
+        outputs_bias = None if bias is None else bias[first : first + num_outputs]
         if add:
             part.addmm_(x, weight.T)
             if bias is not None:
-                part += some_bias
+                part += outputs_bias
         elif bias is not None:
-            torch.addmm(some_bias, x, weight.T, out=part)
+            torch.addmm(outputs_bias, x, weight.T, out=part)
         else:
             torch.mm(x, weight.T, out=part)

@@ -85,8 +85,8 @@ def _powers(heads, mask, BITS: tl.constexpr):
 
 def _fitting(tuned, named_args, **constants):
     """Return the configs whose accumulators and products of all rows fit into registers."""
-    return [one for one in tuned
-            if constants["ROWS"] * one.kwargs["BLOCK"] * MATRIX_TILE <= 1024 * one.num_warps]
+    return [config for config in tuned
+            if constants["ROWS"] * config.kwargs["BLOCK"] * MATRIX_TILE <= 1024 * config.num_warps]
 
 
 _CONFIGS = configs({"BLOCK": 8}, ({"BLOCK": 8}, 2, 1), ({"BLOCK": 16}, 4, 1), ({"BLOCK": 32}, 4, 1),

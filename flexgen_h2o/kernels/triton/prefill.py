@@ -56,11 +56,11 @@ def _fitting(tuned, named_args, **constants):
     wide, gpu = constants["WIDTH"] > 128, gpu_of(named_args["q"].device)
     hopper = wide and constants["DIM"] == constants["WIDTH"] and (
         gpu is not None and gpu.architecture >= 90)
-    most = MOST_SUMS | ({8: MOST_SUMS_HOPPER} if hopper else {})
+    limits = MOST_SUMS | ({8: MOST_SUMS_HOPPER} if hopper else {})
     # Three stages of keys and values of wide heads do not fit into shared memory.
-    return [one for one in tuned if (one.num_stages == 2 if wide else one not in _WIDE)
-            and one.kwargs["BLOCK_M"] * (one.kwargs["BLOCK_N"] + constants["WIDTH"])
-            <= most[one.num_warps]]
+    return [config for config in tuned if (config.num_stages == 2 if wide else config not in _WIDE)
+            and config.kwargs["BLOCK_M"] * (config.kwargs["BLOCK_N"] + constants["WIDTH"])
+            <= limits[config.num_warps]]
 
 
 def _fitting_columns(tuned, named_args, **constants):
@@ -69,9 +69,9 @@ def _fitting_columns(tuned, named_args, **constants):
     Heads that fill their tiles need no masks in registers, so small ones may have wider blocks or
     more stages.
     """
-    most = 2 * 32 if constants["WIDTH"] > 128 else {64: 2 * 128, 128: 3 * 64}.get(
+    limit = 2 * 32 if constants["WIDTH"] > 128 else {64: 2 * 128, 128: 3 * 64}.get(
         constants["DIM"], 2 * 64)
-    return [one for one in tuned if one.num_stages * one.kwargs["BLOCK_N"] <= most]
+    return [config for config in tuned if config.num_stages * config.kwargs["BLOCK_N"] <= limit]
 
 
 _TUNED = configs(
@@ -102,7 +102,7 @@ def _tile(x, row, stride, last, DIM: tl.constexpr, WIDTH: tl.constexpr, WHOLE: t
 
 
 @triton.jit
-def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, last, scale,
+def _attend(q, k, k_stride, v, v_stride, maximum, total, result, position, first, last, scale,
             inner, cap, window, DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
             CAPPED: tl.constexpr, WINDOWED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Update the online softmax with keys first to last.
@@ -121,14 +121,14 @@ def _attend(q, k, k_stride, v, v_stride, most, total, result, position, first, l
         if WINDOWED:
             logits = tl.where(key[None, :] > position[:, None] - window, logits, float("-inf"))
         # Scaling after the maximum makes scaling and subtraction one instruction.
-        new = tl.maximum(most, tl.max(logits, axis=1) * scale)
-        shrink = tl.exp2(most - new)
+        new = tl.maximum(maximum, tl.max(logits, axis=1) * scale)
+        shrink = tl.exp2(maximum - new)
         p = tl.exp2(logits * scale - new[:, None])
         total = total * shrink + tl.sum(p, axis=1)
         values = _tile(v, key, v_stride, last, DIM, WIDTH, not MASKED)
         result = tl.dot(p.to(values.dtype), values, result * shrink[:, None])
-        most = new
-    return most, total, result
+        maximum = new
+    return maximum, total, result
 
 
 @triton.autotune([*_TUNED, *_WIDE], key=["DIM", "LONG"],
@@ -155,28 +155,30 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
     v += k_start.to(tl.int64) * v_row + head // GROUP * v_head
     tile = _tile(q + q_start.to(tl.int64) * q_row + head * q_head, row, q_row, n, DIM, WIDTH,
                  False)
-    most = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    maximum = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if sinks is not None:  # a first key with this logit, and a value of zeros
-        most = tl.maximum(most, tl.load(sinks + head) * 1.4426950408889634)
+        maximum = tl.maximum(maximum, tl.load(sinks + head) * 1.4426950408889634)
         total += 1.0
     result = tl.zeros((BLOCK_M, WIDTH), tl.float32)
     last = tl.minimum(tokens - n + first_row + BLOCK_M, tokens)
     if WINDOWED:
-        seen = tl.maximum(tokens - n + first_row + 1 - window, 0) // BLOCK_N * BLOCK_N
+        unmasked_end = tl.maximum(tokens - n + first_row + 1 - window, 0) // BLOCK_N * BLOCK_N
     else:
         # Every row sees the keys up to `seen`. Later blocks need a mask.
-        seen = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
-        most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, 0,
-                                      seen, scale, inner, cap, window, DIM, WIDTH, False, CAPPED,
-                                      False, BLOCK_N)
-    most, total, result = _attend(tile, k, k_row, v, v_row, most, total, result, position, seen,
-                                  last, scale, inner, cap, window, DIM, WIDTH, True, CAPPED,
-                                  WINDOWED, BLOCK_N)
+        unmasked_end = (tokens - n + first_row + 1) // BLOCK_N * BLOCK_N
+        maximum, total, result = _attend(tile, k, k_row, v, v_row, maximum, total, result, position,
+                                         0,
+                                         unmasked_end, scale, inner, cap, window, DIM, WIDTH, False,
+                                         CAPPED, False, BLOCK_N)
+    maximum, total, result = _attend(tile, k, k_row, v, v_row, maximum, total, result, position,
+                                     unmasked_end,
+                                     last, scale, inner, cap, window, DIM, WIDTH, True, CAPPED,
+                                     WINDOWED, BLOCK_N)
     row = q_start.to(tl.int64) + row
     live = row < q_start + n
     if stats is not None:
-        tl.store(stats + head * rows + row, most, mask=live)
+        tl.store(stats + head * rows + row, maximum, mask=live)
         tl.store(stats + (tl.num_programs(1) + head) * rows + row, 1.0 / total, mask=live)
     lane = tl.arange(0, WIDTH)[None, :]
     place = out + (row[:, None] * tl.num_programs(1) + head) * DIM + lane
@@ -185,7 +187,7 @@ def _forward(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, stats, s
 
 
 @triton.jit
-def _columns(keys, q, q_stride, most, inverse, weights, position, before, n, first, last, scale,
+def _columns(keys, q, q_stride, maximum, inverse, weights, position, before, n, first, last, scale,
              inner, cap, window, received, DIM: tl.constexpr, WIDTH: tl.constexpr,
              MASKED: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
              BLOCK_M: tl.constexpr):
@@ -196,14 +198,15 @@ def _columns(keys, q, q_stride, most, inverse, weights, position, before, n, fir
     """
     for start in range(first, last, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        held = tl.minimum(row, n - 1)  # rows past the end repeat the last one, with a factor of 0
-        tile = _tile(q, held, q_stride, n, DIM, WIDTH, True)
-        highest = tl.load(most + held)
+        clamped_row = tl.minimum(row,
+                                 n - 1)  # rows past the end repeat the last one, with a factor of 0
+        tile = _tile(q, clamped_row, q_stride, n, DIM, WIDTH, True)
+        highest = tl.load(maximum + clamped_row)
         # The inverse of a row's sum and its decay are one factor.
-        factor = tl.load(inverse + held)
+        factor = tl.load(inverse + clamped_row)
         logits = tl.dot(tile, tl.trans(keys))
         if weights is not None:
-            factor *= tl.load(weights + (n - 1 - held))
+            factor *= tl.load(weights + (n - 1 - clamped_row))
         factor = tl.where(row < n, factor, 0.0)
         if CAPPED:
             logits = soft_capped(logits * inner, cap)
@@ -240,23 +243,25 @@ def _sum_columns(q, q_row, q_head, k, k_row, k_head, stats, scores, m_head, m_ro
     before = tokens - n
     # The first row that sees any of the keys, and the first row that sees all of them.
     first = tl.maximum(first_key - before, 0)
-    every = tl.maximum(first_key + BLOCK_N - 1 - before, 0)
-    every = tl.minimum(first + tl.cdiv(every - first, BLOCK_M) * BLOCK_M, n)
+    masked_end = tl.maximum(first_key + BLOCK_N - 1 - before, 0)
+    masked_end = tl.minimum(first + tl.cdiv(masked_end - first, BLOCK_M) * BLOCK_M, n)
     if WINDOWED:  # up to the last row whose window has the last key
-        every = tl.minimum(tl.maximum(first_key + BLOCK_N - 1 + window - before, 0), n)
+        masked_end = tl.minimum(tl.maximum(first_key + BLOCK_N - 1 + window - before, 0), n)
     received = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for g in range(GROUP):
         query = head * GROUP + g
-        mine = q + q_start.to(tl.int64) * q_row + query * q_head
-        most = stats + query * rows + q_start
-        inverse = most + tl.num_programs(1).to(tl.int64) * GROUP * rows
-        received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n, first,
-                            every, scale, inner, cap, window, received, DIM, WIDTH, True, CAPPED,
-                            WINDOWED, BLOCK_M)
+        query_rows = q + q_start.to(tl.int64) * q_row + query * q_head
+        maximum = stats + query * rows + q_start
+        inverse = maximum + tl.num_programs(1).to(tl.int64) * GROUP * rows
+        received = _columns(keys, query_rows, q_row, maximum, inverse, weights, position, before, n,
+                            first,
+                            masked_end, scale, inner, cap, window, received, DIM, WIDTH, True,
+                            CAPPED, WINDOWED, BLOCK_M)
         if not WINDOWED:
-            received = _columns(keys, mine, q_row, most, inverse, weights, position, before, n,
-                                every, n, scale, inner, cap, window, received, DIM, WIDTH, False,
-                                CAPPED, False, BLOCK_M)
+            received = _columns(keys, query_rows, q_row, maximum, inverse, weights, position,
+                                before, n,
+                                masked_end, n, scale, inner, cap, window, received, DIM, WIDTH,
+                                False, CAPPED, False, BLOCK_M)
     place = scores + head * m_head + (k_start + position.to(tl.int64)) * m_row
     old = tl.load(place, mask=position < tokens, other=0.0)
     if weights is not None:

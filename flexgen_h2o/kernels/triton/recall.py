@@ -107,7 +107,7 @@ def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: 
     """
     GROUPS: tl.constexpr = LENGTH // GROUP
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    mine = sequence * tl.num_programs(1) + head
+    query_row = sequence * tl.num_programs(1) + head
     group = tl.arange(0, triton.next_power_of_2(GROUPS))
     lane = tl.arange(0, triton.next_power_of_2(GROUP))
     element = group[:, None] * GROUP + lane[None, :]
@@ -119,8 +119,8 @@ def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: 
     divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], x.shape)
     code = (tl.div_rn(x, divisor) + ROUND) - ROUND
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS).to(tl.int32)
-    tl.store(codes + mine * LENGTH + element, code, mask=there)
-    steps += mine * GROUPS + group
+    tl.store(codes + query_row * LENGTH + element, code, mask=there)
+    steps += query_row * GROUPS + group
     tl.store(steps, step, mask=group < GROUPS)
     everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUPS
     tl.store(steps + everyone, tl.sum(code, axis=1).to(tl.float32), mask=group < GROUPS)
@@ -156,9 +156,9 @@ def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_head
     cached = tl.load(metadata + sequence)
     if block * BLOCK >= cached:
         return
-    mine = pair.to(tl.int64) * HEADS + first
-    codes += mine * LENGTH
-    steps += mine * GROUPS
+    first_row = pair.to(tl.int64) * HEADS + first
+    codes += first_row * LENGTH
+    steps += first_row * GROUPS
     sums = steps + tl.num_programs(0).to(tl.int64) * HEADS * GROUPS
     token = block * BLOCK + 4 * tl.arange(0, BLOCK // 4)
     live = token < cached
@@ -189,12 +189,12 @@ def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_head
             zeros += _two_halves(tl.load(place + GROUPS * (INDEX_TILE // 2), mask=live, other=0))
         added = ()
         for h in tl.static_range(PART):
-            held = h * GROUPS + group
-            step = tl.load(steps + held, mask=first + h < HEADS, other=0.0)
-            total = tl.load(sums + held, mask=first + h < HEADS, other=0.0)
+            head_group = h * GROUPS + group
+            step = tl.load(steps + head_group, mask=first + h < HEADS, other=0.0)
+            total = tl.load(sums + head_group, mask=first + h < HEADS, other=0.0)
             for i in tl.static_range(4):
-                found = dots[4 * h + i].to(tl.float32) * scales[i] + total * zeros[i]
-                added += (totals[4 * h + i] + step * found,)
+                product = dots[4 * h + i].to(tl.float32) * scales[i] + total * zeros[i]
+                added += (totals[4 * h + i] + step * product,)
         totals = added
     token = block * BLOCK + tl.arange(0, BLOCK)
     live = token < cached
@@ -206,11 +206,11 @@ def _logits(codes, steps, index, i_row, i_head, metadata, logits, stats, kv_head
             if CAPPED:
                 logit = soft_capped(logit, cap) * LOG2_E
             logit = tl.where(live, logit, float("-inf"))
-            tl.store(logits + (mine + h) * n + token, logit, mask=live)
-            most = tl.max(logit, axis=0)
-            place = stats + (mine + h) * tl.num_programs(1) + block
-            tl.store(place, most)
-            tl.store(place + everyone, tl.sum(tl.exp2(logit - most), axis=0))
+            tl.store(logits + (first_row + h) * n + token, logit, mask=live)
+            maximum = tl.max(logit, axis=0)
+            place = stats + (first_row + h) * tl.num_programs(1) + block
+            tl.store(place, maximum)
+            tl.store(place + everyone, tl.sum(tl.exp2(logit - maximum), axis=0))
 
 
 @triton.jit
@@ -227,19 +227,19 @@ def _add_products(dots, words, query, first, HEADS: tl.constexpr, PART: tl.const
         odd += (tl.zeros(words[0].shape, tl.int32),)
     for i in tl.static_range(DEPTH):
         low, high = (words[i] >> SHIFT) & MASK, (words[i] >> (SHIFT + 8)) & MASK
-        more, others = (), ()
+        new_even, new_odd = (), ()
         for h in tl.static_range(PART):
             x = tl.load(query + h * LENGTH + i * PER, mask=first + h < HEADS, other=0)
-            more += (even[h] + low * x,)
-            others += (odd[h] + high * x,)
-        even, odd = more, others
-    found = ()
+            new_even += (even[h] + low * x,)
+            new_odd += (odd[h] + high * x,)
+        even, odd = new_even, new_odd
+    sums = ()
     for h in tl.static_range(PART):
-        below, above = (even[h] << 16) >> 16, (odd[h] << 16) >> 16
-        found += (dots[4 * h] + below, dots[4 * h + 1] + above,
-                  dots[4 * h + 2] + ((even[h] - below) >> 16),
-                  dots[4 * h + 3] + ((odd[h] - above) >> 16))
-    return found
+        lower, upper = (even[h] << 16) >> 16, (odd[h] << 16) >> 16
+        sums += (dots[4 * h] + lower, dots[4 * h + 1] + upper,
+                 dots[4 * h + 2] + ((even[h] - lower) >> 16),
+                 dots[4 * h + 3] + ((odd[h] - upper) >> 16))
+    return sums
 
 
 @triton.jit
@@ -258,25 +258,25 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
     queries = q + sequence * q_row + (head * HEADS + g)[:, None] * q_head + lane[None, :]
     key = tl.load(k + sequence * k_row + head * k_head + lane, mask=lane < LENGTH, other=0.0)
     query = tl.load(queries, mask=there[:, None] & (lane < LENGTH)[None, :], other=0.0)
-    own = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+    new_logit = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
     if CAPPED:
-        own = soft_capped(own, cap) * LOG2_E
-    mine = pair.to(tl.int64) * HEADS + g
+        new_logit = soft_capped(new_logit, cap) * LOG2_E
+    rows = pair.to(tl.int64) * HEADS + g
     part = tl.arange(0, BLOCKS)
     mask = there[:, None] & (part < tl.cdiv(cached, BLOCK))[None, :]
-    place = stats + mine[:, None] * blocks + part[None, :]
-    mosts = tl.load(place, mask=mask, other=float("-inf"))
+    place = stats + rows[:, None] * blocks + part[None, :]
+    maxima = tl.load(place, mask=mask, other=float("-inf"))
     sums = tl.load(place + tl.num_programs(0).to(tl.int64) * HEADS * blocks, mask=mask, other=0.0)
-    most = tl.maximum(tl.max(mosts, axis=1), own)
+    maximum = tl.maximum(tl.max(maxima, axis=1), new_logit)
     if sink_logits is not None:
         sink = tl.load(sink_logits + head * HEADS + g, mask=there, other=0.0) * LOG2_E
-        most = tl.maximum(most, sink)
-    total = tl.sum(tl.exp2(mosts - most[:, None]) * sums, axis=1) + tl.exp2(own - most)
+        maximum = tl.maximum(maximum, sink)
+    total = tl.sum(tl.exp2(maxima - maximum[:, None]) * sums, axis=1) + tl.exp2(new_logit - maximum)
     if sink_logits is not None:
-        total += tl.exp2(sink - most)
-    lse = most + tl.log2(total)
+        total += tl.exp2(sink - maximum)
+    lse = maximum + tl.log2(total)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    logit = tl.load(logits + mine[:, None] * n + token[None, :],
+    logit = tl.load(logits + rows[:, None] * n + token[None, :],
                     mask=there[:, None] & (token < cached)[None, :], other=float("-inf"))
     weight = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
     tl.store(weights + pair.to(tl.int64) * n + token, weight, mask=token < cached)
@@ -298,15 +298,15 @@ def _choose(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr
     count = tl.load(metadata + tl.num_programs(0) // kv_heads + sequence)
     weights += pair.to(tl.int64) * n
     selected += pair.to(tl.int64) * top_k
-    bound, above, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite weights
+    bound, num_above, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite weights
     first = cached  # no choice: all tokens are before the first candidate
     if count < cached:
         first = 0
         if count > 0:
-            bound, above, equals = threshold(weights, 1, 0, cached, cached, count, False, WHOLE,
-                                             BLOCK)
-    store_staying(weights, 1, first, cached, cached, bound, equals, count - above, selected, None,
-                  False, CHUNK)
+            bound, num_above, equals = threshold(weights, 1, 0, cached, cached, count, False, WHOLE,
+                                                 BLOCK)
+    store_staying(weights, 1, first, cached, cached, bound, equals, count - num_above, selected,
+                  None, False, CHUNK)
     for start in range(0, top_k, CHUNK):
         place = start + tl.arange(0, CHUNK)
         tl.store(selected + place, -1, mask=(place >= count) & (place < top_k))
@@ -324,9 +324,9 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     rows = max(1, (256 if interpreted() else 4096) // power_of_2(length))
     rows = min(rows, power_of_2(max(counts)))
     unit, strides = in_units(keys)
-    told = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
+    device_spans = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
     _index[(ceil_div(max(counts), rows), len(counts), kv_heads)](
-        keys, *strides, index, *index.stride()[:2], told, LENGTH=length,
+        keys, *strides, index, *index.stride()[:2], device_spans, LENGTH=length,
         RECORD=length if records is None else records.group,
         BITS=16 if records is None else records.bits, UNIT=unit,
         GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)

@@ -61,13 +61,13 @@ def _count(keys, bound, scores, stride, first, last, length, MEAN: tl.constexpr,
            WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the number of keys that are at least `bound`."""
     if WHOLE:
-        found = (keys >= bound.to(tl.int32)).to(tl.int32)
+        counts = (keys >= bound.to(tl.int32)).to(tl.int32)
     else:
-        found = tl.zeros((BLOCK,), tl.int32)
+        counts = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, length, BLOCK):
             keys = _keys(scores, stride, start, first, last, length, MEAN, BLOCK)
-            found += (keys >= bound.to(tl.int32)).to(tl.int32)
-    return tl.sum(found, axis=0)
+            counts += (keys >= bound.to(tl.int32)).to(tl.int32)
+    return tl.sum(counts, axis=0)
 
 
 @triton.jit
@@ -85,38 +85,38 @@ def threshold(scores, stride, first, last, length, heavy, MEAN: tl.constexpr,
         high = tl.max(keys, axis=0).to(tl.int64) + 1
     while high - low > 1:
         middle = (low + high) >> 1
-        found = _count(keys, middle, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
-        low = tl.where(found >= heavy, middle, low)
-        high = tl.where(found > heavy, high, tl.where(found == heavy, middle + 1, middle))
+        count = _count(keys, middle, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
+        low = tl.where(count >= heavy, middle, low)
+        high = tl.where(count > heavy, high, tl.where(count == heavy, middle + 1, middle))
     least = _count(keys, low, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
-    above = _count(keys, low + 1, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
-    return low.to(tl.int32), above, least - above
+    num_above = _count(keys, low + 1, scores, stride, first, last, length, MEAN, WHOLE, BLOCK)
+    return low.to(tl.int32), num_above, least - num_above
 
 
 @triton.jit
-def store_staying(scores, stride, first, last, length, bound, equals, needed, positions,
+def store_staying(scores, stride, first, last, length, bound, equals, num_equal, positions,
                   kept_scores, MEAN: tl.constexpr, CHUNK: tl.constexpr):
     """Write the tokens that stay in ascending order, and their scores unless `kept_scores` is None.
 
-    These are the tokens outside of first to last, those with keys above `bound`, and the `needed`
-    newest of the `equals` tokens with keys equal to it.
+    These are the tokens outside of first to last, those with keys above `bound`, and the
+    `num_equal` newest of the `equals` tokens with keys equal to it.
     """
-    taken, seen = 0, 0
+    num_stored, num_seen = 0, 0
     for start in range(0, length, CHUNK):
         token = start + tl.arange(0, CHUNK)
         keys = _keys(scores, stride, start, first, last, length, MEAN, CHUNK)
         equal = (keys == bound) & (token >= first) & (token < last)
         # Of equal keys the newest stay: those with at least equals - needed of them before.
-        before = seen + tl.cumsum(equal.to(tl.int32), axis=0)
-        stays = (keys > bound) | (equal & (before > equals - needed))
+        before = num_seen + tl.cumsum(equal.to(tl.int32), axis=0)
+        stays = (keys > bound) | (equal & (before > equals - num_equal))
         stays = (stays | (token < first) | (token >= last)) & (token < length)
-        place = taken + tl.cumsum(stays.to(tl.int32), axis=0) - 1
+        place = num_stored + tl.cumsum(stays.to(tl.int32), axis=0) - 1
         tl.store(positions + place, token, mask=stays)
         if kept_scores is not None:
             tl.store(kept_scores + place,
                      tl.load(scores + token.to(tl.int64) * stride, mask=stays), mask=stays)
-        seen += tl.sum(equal.to(tl.int32), axis=0)
-        taken += tl.sum(stays.to(tl.int32), axis=0)
+        num_seen += tl.sum(equal.to(tl.int32), axis=0)
+        num_stored += tl.sum(stays.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -131,30 +131,30 @@ def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b
         scores += head * m_head + tl.load(cuts + 4 * sequence).to(tl.int64) * m_row
     state = sequence.to(tl.int64) * b_row + head * b_head
     first, last = sinks, length - recent
-    kept = tl.minimum(length, heavy + recent + sinks)
-    bound, needed, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite scores
-    if (kept < length) & (heavy > 0):
-        bound, above, equals = threshold(scores, m_row, first, last, length, heavy, MEAN, WHOLE,
-                                          BLOCK)
-        needed = heavy - above
-    elif kept == length:
+    num_kept = tl.minimum(length, heavy + recent + sinks)
+    bound, num_equal, equals = tl.full((), 2**31 - 1, tl.int32), 0, 0  # above all finite scores
+    if (num_kept < length) & (heavy > 0):
+        bound, num_above, equals = threshold(scores, m_row, first, last, length, heavy, MEAN, WHOLE,
+                                              BLOCK)
+        num_equal = heavy - num_above
+    elif num_kept == length:
         first, last = length, length  # all tokens stay, as sinks do
-    store_staying(scores, m_row, first, last, length, bound, equals, needed, positions + state,
+    store_staying(scores, m_row, first, last, length, bound, equals, num_equal, positions + state,
                   None if scores is None else kept_scores + state, MEAN, CHUNK)
-    _fill(kept_scores, positions, ranks, state, kept, slots, scores is None, CHUNK)
+    _fill(kept_scores, positions, ranks, state, num_kept, slots, scores is None, CHUNK)
 
 
 @triton.jit
-def _fill(kept_scores, positions, ranks, state, kept, slots, MASSLESS: tl.constexpr,
+def _fill(kept_scores, positions, ranks, state, num_kept, slots, MASSLESS: tl.constexpr,
           CHUNK: tl.constexpr):
     """Write ranks, and the empty slots of the eviction state."""
     for start in range(0, slots, CHUNK):
         slot = start + tl.arange(0, CHUNK)
-        empty = (slot >= kept) & (slot < slots)
+        empty = (slot >= num_kept) & (slot < slots)
         tl.store(kept_scores + state + slot, 0.0, mask=(slot < slots) if MASSLESS else empty)
         tl.store(positions + state + slot, EMPTY, mask=empty)
         if ranks is not None:
-            tl.store(ranks + state + slot, tl.where(slot < kept, slot, 0), mask=slot < slots)
+            tl.store(ranks + state + slot, tl.where(slot < num_kept, slot, 0), mask=slot < slots)
 
 
 @triton.jit
@@ -166,9 +166,9 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
     sequence, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     length = tl.load(cuts + 4 * sequence + 1)
-    kept = tl.load(cuts + 4 * sequence + 2) + tl.load(cuts + 4 * sequence + 3) + sinks
-    kept = tl.minimum(length, kept)
-    live = slot < kept
+    num_kept = tl.load(cuts + 4 * sequence + 2) + tl.load(cuts + 4 * sequence + 3) + sinks
+    num_kept = tl.minimum(length, num_kept)
+    live = slot < num_kept
     token = tl.load(positions + sequence.to(tl.int64) * b_row + head * b_head + slot, mask=live,
                     other=0)
     token = token.to(tl.int64) + tl.load(cuts + 4 * sequence)
@@ -189,22 +189,22 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
         store_records(v, values, live, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
-def launch_shape(needed: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
-    """Return constants of a program that selects among `needed` scores of up to `longest` tokens.
+def launch_shape(heavy: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
+    """Return constants of a program that selects among `heavy` scores of up to `longest` tokens.
 
     It has the fewest warps that can hold the scores, since each step synchronizes all of them: with
     prompts of 2,048 tokens an H200 takes 0.052 ms with 4 warps, 0.069 with 16. With `mean` it holds
     half as many, since divisors take registers too.
     """
     if interpreted():
-        whole, chunk, warps = needed <= 64, 32, 4
+        in_registers, chunk, warps = heavy <= 64, 32, 4
     else:
-        held = MOST_IN_REGISTERS // (2 if mean else 1)
-        whole, warps = needed <= held, 4 if needed <= held // 4 else 16
+        capacity = MOST_IN_REGISTERS // (2 if mean else 1)
+        in_registers, warps = heavy <= capacity, 4 if heavy <= capacity // 4 else 16
         chunk = 2048 if warps == 4 else 4096
     chunk = max(32, min(chunk, power_of_2(longest)))
-    block = max(32, power_of_2(needed)) if whole else chunk
-    return {"WHOLE": whole, "BLOCK": block, "CHUNK": chunk, "num_warps": warps}
+    block = max(32, power_of_2(heavy)) if in_registers else chunk
+    return {"WHOLE": in_registers, "BLOCK": block, "CHUNK": chunk, "num_warps": warps}
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[int],
@@ -230,16 +230,16 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     table = device_ints(tuple(zip(starts(lengths), lengths, heavy, recent, strict=True)),
                         k.device)
     # Prompts whose selection does not depend on scores need no registers for them.
-    needed = max((n for n, h, r in zip(lengths, heavy, recent, strict=True)
-                  if 0 < h < n - r - sinks), default=1)
-    shape = launch_shape(needed, max(lengths), mean=mean)
+    max_candidates = max((n for n, h, r in zip(lengths, heavy, recent, strict=True)
+                          if 0 < h < n - r - sinks), default=1)
+    shape = launch_shape(max_candidates, max(lengths), mean=mean)
     kv_heads, length, state = k.shape[1], k.shape[2], kept_scores.stride()[:2]
     _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, **shape)
     rows = max(1, 4096 // power_of_2(length))
-    kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
+    max_kept = max(min(n, h + r + sinks) for n, h, r in zip(lengths, heavy, recent, strict=True))
     unit, strides = slots_in_units(slots, layout)
-    _gather[(ceil_div(kept, rows), len(lengths), kv_heads)](
+    _gather[(ceil_div(max_kept, rows), len(lengths), kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *state, slots,
         *strides, sinks, LENGTH=length, **record_shape(length, layout), UNIT=unit, ROWS=rows)

@@ -176,9 +176,9 @@ def _narrow(x, x_row, data, bias, out, out_row, rows, outputs, groups, split, ma
     thread = tl.arange(0, 32 * SIDE * HIGH)  # [HIGH, SIDE, 8, 4]
     side, word = thread // 32 % SIDE, thread // (32 * SIDE) * 4 + thread % 4
     codes = _codes(data, tl.program_id(0) * 8 + thread // 4 % 8, word, outputs, groups, WORDS)
-    one = tl.arange(0, 32 * SIDE)  # [SIDE, 8, 4]: four threads share one
-    of_header = one // 32
-    header = _header(data, tl.program_id(0) * 8 + one // 4 % 8, outputs, groups, WORDS)
+    unit = tl.arange(0, 32 * SIDE)  # [SIDE, 8, 4]: four threads share one
+    of_header = unit // 32
+    header = _header(data, tl.program_id(0) * 8 + unit // 4 % 8, outputs, groups, WORDS)
     row = tl.minimum(thread // 4 % 8, rows - 1)  # past the end, the last one
     x += row.to(tl.int64)[:, None] * x_row
     k = (side * WORDS + word)[:, None] * PER + tl.arange(0, PER)[None, :]
@@ -335,7 +335,7 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
         `out`, and for small weights, which fill the device only if their inputs are split.
     """
     rows, outputs, narrow = len(x), layout.outputs, len(x) <= NARROW.value
-    x = _whole(x, layout)
+    x = _pad_groups(x, layout)
     tile = 8 * RUN.value * (1 if narrow else WARPS.value)
     split = _split(layout.groups, ceil_div(outputs, tile), rows, multiprocessors(x.device))
     splits = ceil_div(layout.groups, split)
@@ -358,16 +358,16 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
     return parts
 
 
-def _whole(x: Tensor, layout: MatrixLayout) -> Tensor:
+def _pad_groups(x: Tensor, layout: MatrixLayout) -> Tensor:
     """Return x padded with zeros to whole groups, with rows aligned to 16 bytes.
 
     Usually that is x itself. A copy of few rows costs less than masks in the kernel, for which
     there are no registers.
     """
-    whole = layout.groups * layout.group
-    if layout.inputs == whole and not (x.stride(0) % 16 or x.data_ptr() % 16):
+    padded_inputs = layout.groups * layout.group
+    if layout.inputs == padded_inputs and not (x.stride(0) % 16 or x.data_ptr() % 16):
         return x
-    padded = x.new_zeros((len(x), whole))
+    padded = x.new_zeros((len(x), padded_inputs))
     padded[:, : layout.inputs] = x
     return padded
 
@@ -380,6 +380,6 @@ def _split(groups: int, tiles: int, rows: int, processors: int) -> int:
     """
     narrow = rows <= NARROW.value
     least = 1 if not narrow else 2 if interpreted() else 8  # a multiple of any SIDE
-    wanted = processors * (8 if narrow else 4 if rows <= 32 else 2)
-    splits = 1 if narrow and tiles >= 2.5 * processors else max(1, wanted // tiles)
+    target_programs = processors * (8 if narrow else 4 if rows <= 32 else 2)
+    splits = 1 if narrow and tiles >= 2.5 * processors else max(1, target_programs // tiles)
     return ceil_div(ceil_div(groups, splits), least) * least
