@@ -67,9 +67,9 @@ from gpu_kernels import (
 from gpu_recall import RECALLS, check_claims, check_recall, time_recall
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.disk_cache import cache_dir
 from flexgen_h2o.files.rows import write_csv
 from flexgen_h2o.metrics.provenance import source_commit
-from flexgen_h2o.models.convert import cache_dir
 
 COLUMNS = ("date", "commit", "host", "device", "torch", "triton", "kind", "operation", "shape",
            "dtype", "measured", "unit", "limit", "roofline_ms", "passed")

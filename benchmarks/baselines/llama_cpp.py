@@ -250,12 +250,13 @@ def gguf_file(folder: Path, weights: str) -> Path:
         The architecture is not supported, rows do not fill blocks, or a file cannot be read or
         written.
     """
-    from flexgen_h2o.models.convert import build_once, converted, weight_files
+    from flexgen_h2o.files.disk_cache import build_once, model_title
+    from flexgen_h2o.models.convert import converted, weight_files
 
     folder = Path(folder).resolve()
     config = gguf_config(folder)
     built = build_once([*weight_files(folder), folder / "config.json"], f"gguf-{weights}",
-                       folder.name, lambda made: _write(folder, config, made, weights),
+                       model_title(folder), lambda made: _write(folder, config, made, weights),
                        keep=converted())
     return _file(built)
 

@@ -28,18 +28,12 @@ from flexgen_h2o.config.weight_layout import (
 )
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.disk_cache import Keep, build_once, cache_dir, find_copy, model_title
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
-from flexgen_h2o.models.convert import (
-    Keep,
-    build_once,
-    cache_dir,
-    cached_folder,
-    converted_folder,
-    weight_files,
-)
+from flexgen_h2o.models.convert import converted_folder, weight_files
 from flexgen_h2o.models.dummy import DummyCheckpoint
 from flexgen_h2o.models.generation_config import GenerationDefaults, read_generation_config
 from flexgen_h2o.models.gguf.checkpoint import GgufCheckpoint
@@ -198,9 +192,8 @@ class ModelSource:
 
     def is_cached(self, weight_cache: str | os.PathLike | None) -> bool:
         """Return True if the weight cache has the quantized weights."""
-        return weight_cache is not None and cached_folder(
-            self._files, tag(self.form, self.calibration), self._title,
-            _weight_cache(weight_cache)).is_dir()
+        return weight_cache is not None and find_copy(
+            self._files, tag(self.form, self.calibration), _weight_cache(weight_cache)) is not None
 
     @property
     def _files(self) -> list[Path]:
@@ -210,7 +203,7 @@ class ModelSource:
     @property
     def _title(self) -> str:
         """The beginning of folder names in the weight cache."""
-        return self.folder.name if self.gguf is None else self.gguf.source.stem
+        return model_title(self.folder) if self.gguf is None else self.gguf.source.stem
 
     def cached_constants(self, measure: Callable[[], np.ndarray], what: str,
                        weight_cache: str | os.PathLike | None) -> np.ndarray:
@@ -229,15 +222,15 @@ class ModelSource:
             return measure()
         dtype = str(self.dtype).removeprefix("torch.")
         form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
-        place = self._files, form, self._title
         keep = _weight_cache(weight_cache)
-        with suppress(OSError, ValueError):  # missing or damaged
-            return np.load(cached_folder(*place, keep) / "constants.npy", allow_pickle=False)
+        if (folder := find_copy(self._files, form, keep)) is not None:
+            with suppress(OSError, ValueError):  # damaged
+                return np.load(folder / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
         constants = measure()
         if time.perf_counter() - began > LEAST_KEPT_SECONDS:
             with suppress(UserError):  # an unwritable folder must not end the run
-                build_once(*place, lambda folder: np.save(
+                build_once(self._files, form, self._title, lambda folder: np.save(
                     folder / "constants.npy", constants, allow_pickle=False), keep=keep)
         return constants
 

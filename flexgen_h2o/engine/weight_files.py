@@ -22,10 +22,10 @@ import torch
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.disk_cache import Keep, locked, use
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
-from flexgen_h2o.models.convert import Keep, locked
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.models.quantized import WeightFormat
 from flexgen_h2o.storage.disk import AlignedRead, Checksums, Extent, RunFolder, plan_reads
@@ -188,6 +188,7 @@ class PersistentOffloadFile:
         index = self._folder / "written.json"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            use(self._folder)
             with locked(self._folder / ".lock"):
                 written = self._written(index)
                 absent = set(names) - set(written)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.disk_cache import Keep, build_once
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
-from flexgen_h2o.models.convert import ByteProgress, Keep, build_once, natural_key, write_weights
+from flexgen_h2o.models.convert import ByteProgress, natural_key, write_weights
 from flexgen_h2o.models.model_config import TensorSpec
 from flexgen_h2o.storage.disk import Disk, plan_reads
 from flexgen_h2o.storage.tiers import Device, typed

@@ -30,13 +30,13 @@ from flexgen_h2o.config.limits import WRITE_BACK_TOKENS
 from flexgen_h2o.config.version import VERSION
 from flexgen_h2o.config.weight_layout import INTEGER_BITS, WEIGHT_BITS
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.disk_cache import cache_dir
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
 from flexgen_h2o.metrics.provenance import cpu_model
 from flexgen_h2o.metrics.trace import LINKS, LinkStats, Trace
-from flexgen_h2o.models.convert import cache_dir
 from flexgen_h2o.planning.cache_cost import RecalledTokens, fit_recall_rates
 from flexgen_h2o.planning.compute_rates import MIN_SECONDS, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import (

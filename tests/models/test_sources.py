@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,9 +21,10 @@ from helpers.internals import LLAMA3_ROPE, before_conversions
 from helpers.subprocesses import environment
 from safetensors.torch import load_file, save_file
 
+from flexgen_h2o.files.disk_cache import cache_dir
 from flexgen_h2o.models import convert
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
-from flexgen_h2o.models.convert import cache_dir, converted_folder
+from flexgen_h2o.models.convert import converted_folder
 from flexgen_h2o.models.registry import read_config
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
 
@@ -92,7 +94,11 @@ def test_cache_dir(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / "cache"
     monkeypatch.delenv("FLEXGEN_H2O_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / ".cache" / "flexgen_h2o"
+    for base in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert cache_dir() == tmp_path / ".cache" / "flexgen_h2o"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "flexgen_h2o"
 
 
 def test_read_config(tmp_path):
@@ -247,8 +253,8 @@ def test_conversion_happens_once_and_again_when_the_source_changes(tmp_path):
     assert converted_folder(tmp_path / "mine", "bfloat16") != first
 
 
-def test_another_checkpoint_of_the_same_name_size_and_times_is_not_taken_for_the_first(tmp_path):
-    """As images that are built reproducibly hold: all times are alike."""
+def test_copies_are_keyed_by_content(tmp_path):
+    """Names, sizes and times are equal, as in reproducible container images."""
     def put(parent: str, *changed: int) -> Path:
         """The copy of a checkpoint of 4 MB with other bytes from changed[0] to changed[1]."""
         path = tmp_path / parent / "tuned"
@@ -263,13 +269,16 @@ def test_another_checkpoint_of_the_same_name_size_and_times_is_not_taken_for_the
 
     first = put("a")
     assert put("a") == first
-    # In the same place what has changed must be sampled, and in another one it need not.
+    assert put("b") == first
+    # In the same place a change must be sampled; in a new place every byte counts.
     places = [(20_000 * k, 20_000 * (k + 1)) for k in (5, 99, 202)]
-    made = {first, *(put("a", *place) for place in places), put("a", -1, None),
-            put("b"), put("c", 999_999, 1_000_000)}
-    assert len(made) == 7
+    one_byte = put("c", 999_999, 1_000_000)
+    made = {first, *(put("a", *place) for place in places), put("a", -1, None), one_byte}
+    assert len(made) == 6
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    assert put("link") in made
+    assert put("link") == first and put("d", 999_999, 1_000_000) == one_byte
+    shutil.rmtree(first)
+    assert put("b") == first and (first / "model.safetensors").is_file()
 
 
 def test_conversion_that_fails_leaves_nothing(tmp_path, cache, monkeypatch):

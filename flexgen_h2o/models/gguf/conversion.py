@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from flexgen_h2o.errors import UserError, short_repr
+from flexgen_h2o.files.disk_cache import build_once
 from flexgen_h2o.models.convert import (
     ByteProgress,
-    build_once,
     converted,
     natural_key,
     torch_dtype,
@@ -110,7 +110,12 @@ def describe_gguf(header: GgufHeader) -> Path:
         _write_small_files(folder, header, None, {"quantization_config": MXFP4}
                            if has_mxfp4_experts(header) else {})
 
-    return build_once(header.files, "description", header.source.stem, build, keep=converted())
+    # Models of other weights have the same description: only the headers matter.
+    ends: dict[Path, int] = {}
+    for tensor in header.tensors.values():
+        ends[tensor.source] = min(tensor.offset, ends.get(tensor.source, tensor.offset))
+    return build_once(header.files, "description", header.source.stem, build, keep=converted(),
+                      ends=ends)
 
 
 def _write_small_files(folder: Path, header: GgufHeader, dtype: str | None,

@@ -1,0 +1,423 @@
+"""The cache on disk: converted models, quantized weights, measured rates. No torch.
+
+A converted copy is found by the content of its source files, wherever they are. Its name has a hash
+of samples of them. Files at a known place (path, size and time) need no more than that. Files at
+another place are hashed completely, once, and compared with the hash that the copy keeps: samples
+alone would take a fine-tune that changes a few rows for the model that it was made from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.writing import open_atomic
+
+KINDS = ("converted", "weights", "hardware")
+"""Folders of the cache: converted models, quantized weights, measured rates of machines."""
+
+_FORMAT = 5  # raise it when the files change, which invalidates older copies
+# This many chunks of each source file are sampled, from its beginning to its end. Files of up to a
+# megabyte are sampled completely. 100 MB take 1 ms, 35 ms without page cache.
+_SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
+_PART_BYTES, _BLOCK_BYTES = 64 << 20, 1 << 20  # hashed by a thread at a time; read at a time
+_MOST_PLACES = 32  # of sources that a copy remembers
+_SOURCE, _USED = ".source", ".used"
+"""Files of an entry: what it was made from; the time of its last use, and the lock of its users."""
+
+_log = logging.getLogger(__name__)
+
+
+def cache_dir() -> Path:
+    """Return `$FLEXGEN_H2O_CACHE`, or flexgen_h2o in `$XDG_CACHE_HOME` or in ``~/.cache``."""
+    if chosen := os.environ.get("FLEXGEN_H2O_CACHE"):
+        return Path(os.path.expanduser(chosen))
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says to ignore a relative path.
+    return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "flexgen_h2o"
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A cache folder of converted copies.
+
+    Attributes
+    ----------
+    root : Path
+    advice : str
+        What to do if it cannot be written, for error messages: continues "free some or ...".
+    """
+
+    root: Path
+    advice: str
+
+
+def build_once(
+    sources: Sequence[Path], form: str, title: str, build: Callable[[Path], None], *, keep: Keep,
+    ends: Mapping[Path, int] | None = None,
+) -> Path:
+    """Return the cached folder for these sources, which is built if it is missing.
+
+    It is built under a temporary name and renamed, so a folder with the final name is complete.
+    Other processes and threads that need the same folder wait. Leftovers of killed processes are
+    removed by the next build.
+
+    Parameters
+    ----------
+    sources : sequence of Path
+        The source files. Equal content has one folder, wherever the files are.
+    form : str
+        The target format; part of the key.
+    title : str
+        Readable part of the folder's name; not part of the key.
+    build : callable
+        Fills an empty folder.
+    keep : Keep
+        The cache.
+    ends : mapping of Path to int, optional
+        Bytes at the beginning of a source file that matter. Default: all.
+
+    Raises
+    ------
+    UserError
+        If the folder cannot be written, or the sources change meanwhile.
+    """
+    source = _Source(sources, form, ends)
+    if (found := source.find(keep.root)) is not None:
+        return found
+    try:
+        keep.root.mkdir(parents=True, exist_ok=True)
+        temporary = keep.root / f".{form}-{source.key}.tmp"
+        with locked(temporary.with_suffix(".lock")):
+            return source.find(keep.root) or _build(temporary, source, title, build)
+    except OSError as error:
+        raise UserError(
+            f"cannot write a converted copy to {keep.root} ({error.strerror or error}); "
+            f"free space there or {keep.advice}"
+        ) from error
+
+
+def find_copy(sources: Sequence[Path], form: str, keep: Keep) -> Path | None:
+    """Return the folder of `build_once`; None if it is missing."""
+    return _Source(sources, form).find(keep.root)
+
+
+def model_title(folder: Path) -> str:
+    """Return the name of a model's folder; for a snapshot of the hub, that of its repository."""
+    hub = folder.parent.name == "snapshots"
+    return folder.parent.parent.name.removeprefix("models--") if hub else folder.name
+
+
+class _Source:
+    """The source files of a copy.
+
+    Attributes
+    ----------
+    key : str
+        Hash of the target format, and of sizes and samples of the files.
+    files : list of (path, size, time)
+    """
+
+    _digests: dict[str, str] = {}  # by key and files
+
+    def __init__(self, paths: Sequence[Path], form: str, ends: Mapping[Path, int] | None = None):
+        self.paths, self.form, self._given = paths, form, ends
+        self.files: list[list] = []
+        self._ends: list[tuple[Path, int]] = []
+        parts: list[object] = [_FORMAT, form]
+        for path in paths:
+            with _reading(path) as fd:
+                status = os.fstat(fd)
+                end = min(status.st_size, (ends or {}).get(path, status.st_size))
+                digest = _sampled(fd, end, path.suffix == ".safetensors")
+            # The name of a single file means nothing.
+            parts.append([path.name if len(paths) > 1 else path.suffix, end, digest])
+            self.files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+            self._ends.append((path, end))
+        self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @property
+    def place(self) -> dict[str, object]:
+        """The files, and their folder for people to read."""
+        first = self.paths[0].absolute()
+        return {"from": str(first if len(self.paths) == 1 else first.parent), "files": self.files}
+
+    def find(self, root: Path) -> Path | None:
+        """Return the copy of these files in a folder of the cache, and mark it as used."""
+        made = [(folder, _made_from(folder)) for folder in _folders(root)
+                if f"-{self.key}-" in folder.name]
+        for folder, about in made:
+            if any(place["files"] == self.files for place in about["places"]) and use(folder):
+                return folder
+        if made:
+            _log.info("comparing %s with the source of a copy", self.place["from"])
+            with self.hashing(min(4, os.cpu_count() or 1)) as digest:
+                equal = [(folder, about) for folder, about in made if about["digest"] == digest()]
+            for folder, about in equal:
+                if use(folder):
+                    about["places"] = [*about["places"], self.place][-_MOST_PLACES:]
+                    with contextlib.suppress(OSError):  # a cache that is only readable
+                        _write_source(folder, about)
+                    return folder
+        return None
+
+    @contextlib.contextmanager
+    def hashing(self, threads: int) -> Iterator[Callable[[], str]]:
+        """Hash all bytes in other threads. Yields a function that waits for the digest."""
+        name = json.dumps([self.key, self.files])
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="hashing sources")
+        try:
+            parts = [] if name in self._digests else [
+                pool.submit(_hashed, path, start, min(end, start + _PART_BYTES))
+                for path, end in self._ends for start in range(0, end, _PART_BYTES)]
+
+            def digest() -> str:
+                if name not in self._digests:
+                    whole = b"".join(part.result() for part in parts)
+                    self._digests[name] = hashlib.sha256(whole).hexdigest()
+                return self._digests[name]
+
+            yield digest
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def check_unchanged(self) -> None:
+        """Raise `UserError` if the files have changed: a copy would mix both versions."""
+        again = _Source(self.paths, self.form, self._given)
+        if (again.key, again.files) != (self.key, self.files):
+            raise UserError(f"{self.paths[0].parent} has changed while it was converted: run it "
+                            "again when its files are whole")
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield file.fileno()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _sampled(fd: int, size: int, has_header: bool) -> str:
+    """Return the hash of samples of a file, and of its safetensors header if it has one."""
+    digest = hashlib.sha256()
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or 32 times as much is read ahead
+    if has_header:
+        length = int.from_bytes(os.pread(fd, 8, 0), "little")
+        digest.update(os.pread(fd, min(length, size), 8))
+    last = max(0, size - _SAMPLE_BYTES)
+    step = max(_SAMPLE_BYTES, -(-last // (_SAMPLES - 1)))
+    for start in (*range(0, last, step), last):
+        digest.update(os.pread(fd, min(_SAMPLE_BYTES, size - start), start))
+    return digest.hexdigest()
+
+
+def _hashed(path: Path, start: int, end: int) -> bytes:
+    """Return the hash of a part of a file."""
+    digest = hashlib.sha256()
+    with _reading(path) as fd:
+        for place in range(start, end, _BLOCK_BYTES):
+            digest.update(os.pread(fd, min(_BLOCK_BYTES, end - place), place))
+    return digest.digest()
+
+
+def _build(temporary: Path, source: _Source, title: str, build: Callable[[Path], None]) -> Path:
+    """Build and rename. The caller holds the lock of `temporary`, so its contents are leftovers."""
+    remove_left_over(temporary.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        with source.hashing(1) as digest:
+            build(temporary)
+            source.check_unchanged()
+            about = {"model": title, "form": source.form, "digest": digest(),
+                     "places": [source.place]}
+        _write_source(temporary, about)
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", title)[:60]
+        target = temporary.with_name(f"{name}-{source.form}-{source.key}-{digest()[:16]}")
+        if target.is_dir():  # its description is damaged
+            _write_source(target, about)
+        else:
+            temporary.rename(target)
+        use(target)
+        return target
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, for which other processes and threads wait."""
+    lock = FileLock(path)  # released when the process ends, so never stale
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        _log.info("waiting for another process that makes %s", path)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def remove_left_over(root: Path) -> None:
+    """Remove the temporary folders that no process has locked."""
+    for temporary in root.glob(".*.tmp"):
+        with contextlib.suppress(Timeout), FileLock(temporary.with_suffix(".lock"), timeout=0):
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_source(folder: Path, about: Mapping[str, object]) -> None:
+    with open_atomic(folder / _SOURCE) as file:
+        json.dump(about, file)
+
+
+def _made_from(folder: Path) -> dict[str, Any]:
+    """Return what a copy was made from; no places for one that does not say it."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        about = json.loads((folder / _SOURCE).read_text("utf-8"))
+        if (isinstance(about, dict) and {"model", "form", "digest", "places"} <= about.keys()
+                and all({"from", "files"} <= place.keys() for place in about["places"])):
+            return about
+    return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml)?$", "", folder.name), "form": "",
+            "digest": "", "places": []}
+
+
+def _folders(root: Path) -> list[Path]:
+    """Return the visible files and folders of a folder, which may be missing."""
+    try:
+        return [root / name for name in sorted(os.listdir(root)) if not name.startswith(".")]
+    except OSError:
+        return []
+
+
+# Use, and removal
+
+_in_use: dict[Path, int] = {}
+"""Open lock files of the entries that this process uses."""
+_in_use_lock = threading.Lock()
+_MOST_IN_USE = 64  # a process that opens model after model must not run out of descriptors
+
+
+def use(entry: Path) -> bool:
+    """Mark a folder of the cache as used, and lock it against removal until this process ends.
+
+    Returns False if it has been removed.
+    """
+    try:
+        with _in_use_lock:
+            if (fd := _in_use.pop(entry, None)) is not None and not os.fstat(fd).st_nlink:
+                os.close(fd)  # of a folder that was removed by hand and made again
+                fd = None
+            if fd is None:
+                fd = os.open(entry / _USED, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                _in_use[entry] = fd
+                fcntl.flock(fd, fcntl.LOCK_SH)  # waits for a removal
+                if not os.fstat(fd).st_nlink:
+                    os.close(_in_use.pop(entry))
+                    return False
+            _in_use[entry] = fd
+            os.utime(fd)
+            while len(_in_use) > _MOST_IN_USE:
+                os.close(_in_use.pop(next(iter(_in_use))))
+    except FileNotFoundError:
+        return False
+    except OSError:  # a cache that is only readable, or a file system without locks
+        pass
+    return True
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A copy, or measured rates, in the cache.
+
+    Attributes
+    ----------
+    path : Path
+    kind : str
+        One of `KINDS`.
+    model, form : str
+        The model, and the format that it was converted to.
+    sources : tuple of str
+        Files or folders that it was made from. Empty: it does not say.
+    nbytes : int
+        Disk space.
+    used : float
+        Time of the last use, in seconds since the epoch.
+    """
+
+    path: Path
+    kind: str
+    model: str
+    form: str
+    sources: tuple[str, ...]
+    nbytes: int
+    used: float
+
+    @property
+    def in_use(self) -> bool:
+        """True if a running process uses it."""
+        with contextlib.suppress(OSError), _exclusive(self.path, os.O_RDWR) as alone:
+            return not alone
+        return False
+
+    def remove(self) -> bool:
+        """Remove it. Returns False if a running process uses it. Raises OSError."""
+        if not self.path.is_dir():
+            self.path.unlink(missing_ok=True)
+            return True
+        with _exclusive(self.path, os.O_RDWR | os.O_CREAT) as alone:
+            if alone:
+                # Under its own name there are only whole folders.
+                trash = self.path.rename(self.path.with_name(f".{self.path.name}.tmp"))
+                shutil.rmtree(trash)
+            return alone
+
+
+@contextlib.contextmanager
+def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
+    """Lock a folder against use. Yields False if a process uses it."""
+    fd = os.open(folder / _USED, flags | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
+
+
+def entries() -> list[Entry]:
+    """Return what the cache holds, the latest used first."""
+    found = []
+    for kind in KINDS:
+        for path in _folders(cache_dir() / kind):
+            about = _made_from(path)
+            sources = [place["from"] for place in about["places"]]
+            if (path / "weights.bin").exists():
+                sources = ["random weights"]
+            inside = [path, *path.rglob("*")]
+            with contextlib.suppress(OSError):  # removed meanwhile
+                mark = path / _USED
+                used = (mark if mark.exists() else path).stat().st_mtime
+                found.append(Entry(path, kind, about["model"], about["form"],
+                                   tuple(dict.fromkeys(sources)),
+                                   sum(512 * file.lstat().st_blocks for file in inside), used))
+    return sorted(found, key=lambda entry: -entry.used)
