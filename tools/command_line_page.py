@@ -38,8 +38,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
     """Each group of flags that is not empty: its title and the flags but those of all commands."""
     for group in parser._action_groups:
-        actions = [each for each in group._group_actions
-                   if not {"--help", "--help-all", "--version"} & {*each.option_strings}]
+        actions = [each for each in group._group_actions if each.option_strings
+                   and not {"--help", "--help-all", "--version"} & {*each.option_strings}]
         if actions:
             yield group.title or "", actions
 

@@ -26,6 +26,7 @@ COMMANDS = {
     "bench": "measure throughput and latency of one configuration, beside its roofline",
     "summarize": "summarize articles and compute ROUGE",
     "stream": "run endless conversations through a cache of fixed size",
+    "cache": "list converted models and quantized weights on disk, or remove them",
     "doctor": "show what this machine has, what would be slow on it, and why",
 }
 """The help of each command, in the order of ``--help``."""

@@ -86,6 +86,8 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
     if not recalibrate:
         try:
             if (found := load_calibration(device, offload_dir)) is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(path)  # its last use
                 return found
         except UserError as error:
             _log.warning("measuring this machine again: %s", error)

@@ -25,7 +25,7 @@ from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.planning import calibrate
 
 GB = 10**9
-TITLES = ["versions", "environment", "processor", "kernels", "GPU", "memory", "disk"]
+TITLES = ["versions", "environment", "processor", "kernels", "GPU", "memory", "disk", "cache"]
 QUICK = ProcessorFacts("EPYC", 8, 4, None, 4, 0.1)
 AVX512 = KernelFacts(None, ("portable", "avx512"), "avx512", None, "abc 12", {"linear": "pytorch"})
 

@@ -22,6 +22,7 @@ from flexgen_h2o.commands.doctor.facts import (
     MemoryFacts,
     ProcessorFacts,
 )
+from flexgen_h2o.files.disk_cache import cache_dir, entries
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics.trace import GB
 
@@ -225,6 +226,14 @@ def disk(facts: DiskFacts) -> Section:
     ), tuple(slow))
 
 
+def cache() -> Section:
+    """Return the section of converted models on disk."""
+    found = entries()
+    return Section("cache", (("folder", str(cache_dir())), (
+        "holds", f"{sum(entry.nbytes for entry in found) / GB:.2f} GB in {len(found)} entries: see "
+        "flexgen-h2o cache")))
+
+
 def verdict(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the warnings of all sections."""
     slow = [line for each in sections for line in each.slow]
@@ -243,6 +252,7 @@ def parts(options: DoctorOptions) -> dict[str, Callable[[], Section]]:
         "GPU": lambda: gpus(facts.gpus()),
         "memory": lambda: memory(facts.memory()),
         "disk": lambda: disk(facts.disk(folder)),
+        "cache": cache,
     }
 
 

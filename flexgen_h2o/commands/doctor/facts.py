@@ -23,7 +23,8 @@ SAMPLE = 256 << 20
 """Bytes of the file that measures a disk."""
 
 VARIABLES = ("FLEXGEN_H2O_ISA", "FLEXGEN_H2O_KERNELS", "FLEXGEN_H2O_NATIVE", "FLEXGEN_H2O_CACHE",
-             "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "CUDA_VISIBLE_DEVICES")
+             "XDG_CACHE_HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT",
+             "CUDA_VISIBLE_DEVICES")
 """Environment variables that select kernels, devices, threads or folders."""
 
 ROWS = (*range(1, 65), 128, 256, 512, 1024, 2048, 4096)

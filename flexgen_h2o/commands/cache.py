@@ -1,0 +1,161 @@
+"""List and remove converted models on disk: ``flexgen-h2o cache [prune]``. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from argparse import SUPPRESS
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from flexgen_h2o.cli.command import entry_point
+from flexgen_h2o.cli.parser import Parser, arguments, check_own, own_fields, program
+from flexgen_h2o.cli.values import flag, flag_name
+from flexgen_h2o.errors import UserError, did_you_mean
+from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_left_over
+from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.metrics.report import format_bytes
+
+ACTIONS = ("list", "prune")
+WIDTH = 80
+_UNITS = {"w": 604800, "d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFlags:
+    """The checked flags. Raises `UserError` for flags that contradict each other."""
+
+    action: str = "list"
+    older_than: str | None = flag(
+        "text", None, shown="any age", metavar="AGE",
+        help="entries that no run has used for this long: a number of w, d, h, min or s, such as "
+        "30d",
+    )
+    model: str | None = flag(
+        "text", None, shown="all models", metavar="NAME",
+        help="entries of this model, as the list names it; * stands for any text",
+    )
+    all: bool = flag("bool", False, help="prune every entry")
+    dry_run: bool = flag("bool", False, help="show what prune would remove, and remove nothing")
+
+    def __post_init__(self) -> None:
+        check_own(self)
+        if self.action not in ACTIONS:
+            raise UserError(f"unknown action {self.action!r}"
+                            f"{did_you_mean(self.action, ACTIONS, 'use list or prune')}")
+        parse_age(self.older_than)
+        filters = [name for name in ("older_than", "model") if getattr(self, name) is not None]
+        if self.action == "list" and (self.all or self.dry_run):
+            raise UserError(f"--{'all' if self.all else 'dry-run'} has no effect on a list: leave "
+                            "it out, or use cache prune")
+        if self.all and filters:
+            raise UserError(f"--all removes every entry: leave it or {flag_name(filters[0])} out")
+        if self.action == "prune" and not (self.all or filters):
+            raise UserError("prune what? Give --older-than 30d, --model NAME or --all; --dry-run "
+                            "shows what would be removed")
+
+    def selects(self, entry: Entry) -> bool:
+        """Return True if the flags choose an entry."""
+        old = time.time() - entry.used >= parse_age(self.older_than)
+        return old and (self.model is None or fnmatch(entry.model.lower(), self.model.lower()))
+
+
+def parse_age(text: str | None) -> float:
+    """Return a time such as 30d in seconds; None is 0. Raises `UserError`."""
+    if text is None:
+        return 0
+    found = re.fullmatch(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})", text.strip().lower())
+    if found is None:
+        raise UserError(f"--older-than takes a number of {', '.join(_UNITS)}, such as 30d or 12h, "
+                        f"got {text!r}")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def parser() -> Parser:
+    """Return the parser of the flags."""
+    found = Parser(
+        prog=program("cache"), argument_default=SUPPRESS, allow_abbrev=False,
+        description="List converted models, quantized weights and measured rates on disk, or "
+        "remove them (prune). What a running process uses is not removed.")
+    found.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
+                       help="list the entries, or remove them (default: list)")
+    for spec in own_fields(CacheFlags):
+        found.add_argument(flag_name(spec.name), **arguments(spec))
+    return found
+
+
+def parse_args(argv: Sequence[str] | None = None) -> CacheFlags:
+    """Parse flags into checked `CacheFlags`. Raises `UserError`."""
+    return CacheFlags(**vars(parser().parse_args(argv)))
+
+
+def run(options: CacheFlags) -> None:
+    """List or remove the entries that the flags choose."""
+    chosen = [entry for entry in entries() if options.selects(entry)]
+    if options.action == "prune":
+        prune(chosen, dry_run=options.dry_run)
+        return
+    print_stdout(f"{cache_dir()}: {total(chosen)}")
+    for line in table(chosen):
+        print_stdout(line)
+
+
+def prune(chosen: Sequence[Entry], *, dry_run: bool) -> None:
+    """Remove entries, and report each."""
+    removed = []
+    for entry in chosen:
+        try:
+            gone = not entry.in_use if dry_run else entry.remove()
+        except OSError as error:
+            raise UserError(f"cannot remove {entry.path} ({error.strerror or error}): check its "
+                            "permissions") from None
+        word = ("would remove" if dry_run else "removed") if gone else "in use, kept"
+        print_stdout(_fitted(f"{word:<12}  {_size(entry.nbytes):>9}  ", entry))
+        removed += [entry] if gone else []
+    if not dry_run:
+        for kind in KINDS:
+            remove_left_over(cache_dir() / kind)
+    print_stdout(f"{'would remove' if dry_run else 'removed'} {total(removed)}")
+
+
+def total(chosen: Sequence[Entry]) -> str:
+    """Return the number of entries and their size as text."""
+    number = f"{len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"
+    return f"{number}, {_size(sum(entry.nbytes for entry in chosen))}"
+
+
+def table(chosen: Sequence[Entry]) -> Iterator[str]:
+    """Yield the lines of a list: each entry, and below it what it was made from."""
+    if chosen:
+        yield f"{'size':>9}  {'last use':>8}  model (format)"
+    for entry in chosen:
+        age = "in use" if entry.in_use else _age(time.time() - entry.used)
+        yield _fitted(f"{_size(entry.nbytes):>9}  {age:>8}  ", entry)
+        for source in entry.sources:
+            missing = " (missing)" if os.path.isabs(source) and not os.path.exists(source) else ""
+            yield f"{'':>21}from {source}{missing}"
+        if not entry.sources and entry.kind != "hardware":
+            yield f"{'':>21}made by an older version, which newer ones do not use"
+
+
+def _fitted(begin: str, entry: Entry) -> str:
+    """Return a line with the model and the format of an entry, which has `WIDTH` columns."""
+    form = entry.form or {"hardware": "measured rates"}.get(entry.kind, entry.kind)
+    left = WIDTH - len(begin) - len(form) - 3
+    model = entry.model if len(entry.model) <= left else f"{entry.model[: max(1, left - 3)]}..."
+    return f"{begin}{model} ({form})"
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes)[0]
+
+
+def _age(seconds: float) -> str:
+    """Return a time in its largest unit."""
+    unit = next((unit for unit in ("d", "h", "min") if seconds >= _UNITS[unit]), "s")
+    return f"{max(0, int(seconds / _UNITS[unit]))} {unit}"
+
+
+main = entry_point(parse_args, run)
