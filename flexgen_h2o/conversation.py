@@ -151,9 +151,10 @@ class Stream(Session):
         ids = self._encode(turn)
         self._check_length(len(ids) + params.max_new_tokens)
         request = Request(self._turns, [*self._pending, *ids], seed=params.seed, params=params)
-        on_token: Callable[[int], None] | None = None
+        on_token: Callable[[Request], None] | None = None
         if streamer is not None:
-            on_token = lambda token: streamer.put(torch.tensor([token]))  # noqa: E731
+            on_token = lambda request: streamer.put(  # noqa: E731
+                torch.tensor(request.generated[-1:]))
         sampler = self._prompts.generation({self._turns: params}, on_token=on_token)
         if streamer is not None:
             streamer.put(torch.tensor([ids]))

@@ -35,7 +35,7 @@ from flexgen_h2o.engine.generation import (
 )
 from flexgen_h2o.engine.loading import PreparedModel, prepare_model
 from flexgen_h2o.engine.runner import EngineArgs, Runner
-from flexgen_h2o.engine.tokenizer import check_list
+from flexgen_h2o.engine.tokenizer import OnText, check_list
 from flexgen_h2o.errors import InsufficientMemory, UserError, short_repr
 from flexgen_h2o.files.chat_template import render_chats
 from flexgen_h2o.kernels.implementations import AutotuneTable
@@ -263,7 +263,7 @@ class LLM(Session):
     def generate(self, prompts: Sequence[str | Sequence[int]],
                  sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                  cut_gen_len: int | None = None, add_special_tokens: bool = True,
-                 **sampling: Any) -> list[Output]:
+                 on_text: OnText | None = None, **sampling: Any) -> list[Output]:
         """Generate a continuation of each prompt.
 
         Parameters
@@ -278,6 +278,10 @@ class LLM(Session):
         add_special_tokens : bool
             Add the tokenizer's special tokens before texts. A text that begins with BOS gets no
             second BOS.
+        on_text : callable (index, text, last), optional
+            Called after each token of each prompt, with the index of the prompt, the characters
+            that the token completes, and whether it is the last token. The texts of a prompt make
+            the text of its output. Sequences of a block come in turns.
         **sampling
             Fields of `SamplingParams` in place of `sampling_params`. Names and meaning are those of
             transformers: max_new_tokens, do_sample, temperature, top_p, eos_token_id (-1: never
@@ -295,7 +299,8 @@ class LLM(Session):
         """
         self._control.check_first_rank("generate")
         prompts = check_list("prompt", prompts)
-        run = self._begin(prompts, sampling_params, sampling, cut_gen_len, add_special_tokens)
+        run = self._begin(prompts, sampling_params, sampling, cut_gen_len, add_special_tokens,
+                          on_text)
         self._engine.run_all(run)
         if cut_gen_len is not None and cut_gen_len < run.gen_len:
             self._engine.stats = run.stats.project(cut=cut_gen_len, gen_len=run.gen_len)
@@ -346,13 +351,13 @@ class LLM(Session):
 
     def _begin(self, prompts: Sequence[str | Sequence[int]],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-               sampling: Mapping[str, Any], cut_gen_len: int | None, add_special_tokens: bool
-               ) -> Run:
+               sampling: Mapping[str, Any], cut_gen_len: int | None, add_special_tokens: bool,
+               on_text: OnText | None = None) -> Run:
         """Check the arguments of `generate`, and begin a run on all ranks."""
         check_bool("add_special_tokens", add_special_tokens)
         return self._engine.begin_generation(
             prompts, expand_params(sampling_params, sampling, len(prompts)),
-            cut_gen_len=cut_gen_len, special=add_special_tokens)
+            cut_gen_len=cut_gen_len, special=add_special_tokens, on_text=on_text)
 
     @exclusive
     def _step(self, run: Run) -> list[Request]:
@@ -362,7 +367,8 @@ class LLM(Session):
     def chat(self, conversations: Sequence, sampling_params: SamplingParams
              | Sequence[SamplingParams] | None = None, *, chat_template: str | None = None,
              chat_template_kwargs: Mapping[str, Any] | None = None,
-             cut_gen_len: int | None = None, **sampling: Any) -> list[Output]:
+             cut_gen_len: int | None = None, on_text: OnText | None = None, **sampling: Any
+             ) -> list[Output]:
         """Answer conversations, which the tokenizer's chat template turns into prompts.
 
         An answer ends at any of `chat_end_tokens`, unless `eos_token_id` is given. Templates are
@@ -373,7 +379,7 @@ class LLM(Session):
         conversations : sequence of sequences of mappings
             The messages of each, such as ``{"role": "user", "content": "Hello"}``. A sequence of
             messages is one conversation.
-        sampling_params, cut_gen_len, **sampling
+        sampling_params, cut_gen_len, on_text, **sampling
             See `generate`.
         chat_template : str, optional
             A jinja template in place of the tokenizer's.
@@ -402,7 +408,7 @@ class LLM(Session):
         params = [answer if answer.eos_token_id is not None
                   else replace(answer, eos_token_id=self.chat_end_tokens or None)
                   for answer in expand_params(sampling_params, sampling, len(prompts))]
-        outputs = self.generate(prompts, params, cut_gen_len=cut_gen_len)
+        outputs = self.generate(prompts, params, cut_gen_len=cut_gen_len, on_text=on_text)
         parser, answers = ReasoningParser(self.tokenizer), []
         for output, text in zip(outputs, texts, strict=True):
             content, reasoning = parser.split(output)

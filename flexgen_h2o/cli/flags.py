@@ -33,7 +33,8 @@ GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", 
 COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", "prompt", "prompts",
           "chat", "config", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "percent",
           "offload_dir", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio", "recall",
-          "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv", "verbose")
+          "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv", "stream",
+          "verbose")
 """Flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -393,6 +394,10 @@ class RunFlags:
     verbose: int = _flag(
         "results", "int", 2, low=0, const=3,
         help="0: print nothing, 1: table of results, 2: also the texts, 3: also the memory plan",
+    )
+    stream: bool = _flag(
+        "results", "bool", False,
+        help="print texts token by token as they come, one prompt after the other",
     )
     debug_mode: str | None = _flag(
         "results", "text", None, shown="none", choices=("breakdown",),

@@ -220,7 +220,10 @@ class RunConfig(RunFlags):
                f"on a cache in memory: let {self.label('percent')} leave some on disk")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
-        for name in ("output", "csv", "trace", "debug_mode", "count_experts", "log_file"):
+        yield "--stream", self.stream and self.synthetic, "on token ids: add --prompt or --prompts"
+        yield ("--stream", self.stream and self.verbose < 2,
+               f"with --verbose {self.verbose}, which prints no texts: leave one of them out")
+        for name in ("output", "csv", "trace", "stream", "debug_mode", "count_experts", "log_file"):
             yield (flag_name(name),
                    self.plan_only and getattr(self, name) != getattr(RunConfig, name),
                    "with --plan-only, which runs nothing")

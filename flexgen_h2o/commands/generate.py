@@ -29,6 +29,9 @@ from flexgen_h2o.outputs import Output
 if TYPE_CHECKING:
     from flexgen_h2o.distributed.pipeline import Pipeline
 
+_LINE = "-" * 70
+"""Printed below each text."""
+
 
 def run(config: RunConfig) -> None:
     """Generate, or only plan, as the flags say."""
@@ -65,19 +68,28 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
     with open_on_ranks(
         config, pipeline, bounds=bounds, texts=texts, workload=workload(config, texts),
         implementations=implementations,
-        progress=None if config.verbose else False, trace=trace, verbose=config.verbose >= 3,
+        # Progress bars would break into the texts.
+        progress=None if config.verbose and not config.stream else False, trace=trace,
+        verbose=config.verbose >= 3,
     ) as llm:
         check_counting(config.count_experts, llm)
         prompts = texts or synthetic_prompts(config, llm.vocab_size)
         if config.warm_up:
             with trace.paused():
                 warm_up(llm, prompts, config)
-        options = {"cut_gen_len": config.cut_gen_len, **asdict(config.sampling())}
-        if config.chat:
-            outputs = llm.chat([[{"role": "user", "content": text}] for text in texts],
-                               chat_template_kwargs=config.chat_arguments(), **options)
-        else:
-            outputs = llm.generate(prompts, **options)
+        printer = _Printer(texts) if config.stream else None
+        options = {"cut_gen_len": config.cut_gen_len, "on_text": printer,
+                   **asdict(config.sampling())}
+        try:
+            if config.chat:
+                outputs = llm.chat([[{"role": "user", "content": text}] for text in texts],
+                                   chat_template_kwargs=config.chat_arguments(), **options)
+            else:
+                outputs = llm.generate(prompts, **options)
+        except BaseException:
+            if printer is not None:
+                printer.end_line()
+            raise
         stats = llm.stats
         assert stats is not None  # generate has set it
         if best is not None:
@@ -87,7 +99,7 @@ def _run(config: RunConfig, pipeline: Pipeline | None) -> None:
     if config.debug_mode == "breakdown":
         summary += f"\n\n{report.breakdown_table(trace.spans())}"
     try:
-        if config.verbose >= 2:
+        if config.verbose >= 2 and printer is None:
             _show_outputs(outputs, everything=not config.synthetic)
         if config.verbose >= 1:
             print_stdout(summary)
@@ -100,10 +112,61 @@ def _show_outputs(outputs: Sequence[Output], *, everything: bool) -> None:
     for index, out in enumerate(outputs):
         if not everything and 0 < index < len(outputs) - 1:
             continue
-        prompt = out.prompt if out.prompt is not None else str(out.prompt_token_ids[:16])
+        _show_prompt(index, out.prompt if out.prompt is not None else
+                     str(out.prompt_token_ids[:16]))
         text = out.text if out.text is not None else str(out.token_ids)
-        print_stdout(f"[{index}] {textwrap.shorten(prompt, 90, placeholder=' ...')}")
-        print_stdout(f"{text.strip()}\n{'-' * 70}")
+        print_stdout(f"{text.strip()}\n{_LINE}")
+
+
+def _show_prompt(index: int, prompt: str) -> None:
+    begin = f"[{index}] "
+    print_stdout(begin + textwrap.shorten(prompt, 79 - len(begin), placeholder=" ..."))
+
+
+class _Printer:
+    """Prints texts as their tokens come: `on_text` of `LLM.generate`.
+
+    The sequences of a block come in turns. One of them is printed until it ends, then the others
+    that have begun, by their index. It prints what `_show_outputs` prints.
+    """
+
+    def __init__(self, prompts: Sequence[str]):
+        self._prompts = prompts
+        self._waiting: dict[int, str] = {}  # texts that are not printed yet
+        self._ended: set[int] = set()
+        self._shown: int | None = None
+        self._mid_line = False
+
+    def __call__(self, index: int, text: str, last: bool) -> None:
+        self._waiting[index] = self._waiting.get(index, "") + text
+        if last:
+            self._ended.add(index)
+        while self._shown is not None or self._waiting:
+            if self._shown is None:
+                self._shown = min(self._waiting)
+                _show_prompt(self._shown, self._prompts[self._shown])
+            self._print(self._waiting[self._shown])
+            if self._shown not in self._ended:
+                return
+            print_stdout(f"\n{_LINE}")
+            del self._waiting[self._shown]
+            self._shown, self._mid_line = None, False
+
+    def _print(self, text: str) -> None:
+        """Print the text of the shown sequence, without white space at its beginning and end."""
+        assert self._shown is not None
+        if not self._mid_line:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._waiting[self._shown] = text[len(body):]
+        if body:
+            print_stdout(body, end="")
+            self._mid_line = True
+
+    def end_line(self) -> None:
+        """End a line that an error has cut off."""
+        if self._mid_line:
+            print_stdout("")
 
 
 def parser() -> Parser:

@@ -30,7 +30,7 @@ from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
-from flexgen_h2o.engine.tokenizer import Prompts
+from flexgen_h2o.engine.tokenizer import OnText, Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
 from flexgen_h2o.errors import InsufficientMemory, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -181,7 +181,7 @@ class Engine:
 
     def begin_generation(self, prompts: Sequence[str | Sequence[int]],
                          params: Sequence[SamplingParams], *, cut_gen_len: int | None = None,
-                         special: bool = True) -> Run:
+                         special: bool = True, on_text: OnText | None = None) -> Run:
         """Begin a run that continues prompts, on all ranks.
 
         Parameters
@@ -193,6 +193,8 @@ class Engine:
             Generate at most this many tokens, also if the parameters allow more.
         special : bool
             Add the tokenizer's special tokens before texts.
+        on_text : callable, optional
+            See `LLM.generate`.
 
         Raises
         ------
@@ -211,7 +213,9 @@ class Engine:
         # The prefill samples the first token: one fewer is appended.
         lengths = [prompt_params.max_new_tokens for prompt_params in params]
         new = {key: min(length, cut_gen_len or length) - 1 for key, length in enumerate(lengths)}
-        sampler = self._prompts.generation(dict(enumerate(params)), steps=cut_gen_len)
+        sampler = self._prompts.generation(
+            dict(enumerate(params)), steps=cut_gen_len,
+            on_token=None if on_text is None else self._prompts.text_callback(on_text))
         run = self._begin(requests, new, sampler,
                           gen_len=max(lengths, default=1))
         self._control.send(Generate([request.prompt for request in requests], list(params),

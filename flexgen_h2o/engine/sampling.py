@@ -273,12 +273,13 @@ class GenerationSampler(LogitsConsumer):
     rules : mapping of int to GenerationRules
         Rules by request key. Requests that share a sampler are sampled together.
     on_token : callable, optional
-        Called with each new token.
+        Called with the request after each new token. Tokens that a restart repeats are skipped.
     """
 
     def __init__(self, rules: Mapping[int, GenerationRules], *,
-                 on_token: Callable[[int], None] | None = None):
+                 on_token: Callable[[Request], None] | None = None):
         self._on_token = on_token
+        self._told: dict[int, int] = {}  # tokens that `on_token` has seen, by request key
         self._rules = rules
         tops = {rule.top for rule in rules.values()} - {None}
         self._top = max(tops) if tops else None
@@ -322,9 +323,11 @@ class GenerationSampler(LogitsConsumer):
             if rules.top is not None:
                 request.log_probs.append(_log_prob(token, log_probs, rules.top))
             request.generated.append(token)
-            if self._on_token is not None:
-                self._on_token(token)
             request.finish_reason = rules.reason_to_end(request.generated)
+            count = len(request.generated)
+            if self._on_token is not None and count > self._told.get(request.key, 0):
+                self._told[request.key] = count
+                self._on_token(request)
 
     def restart(self, request: Request) -> None:
         """Restart the random numbers of a request."""

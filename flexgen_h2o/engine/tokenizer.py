@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
-from flexgen_h2o.engine.detokenization import Detokenizer, StopStrings
+from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer, StopStrings
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.source import ModelSource
 from flexgen_h2o.errors import UserError, check_text, short_repr
@@ -27,6 +27,10 @@ from flexgen_h2o.outputs import Output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+OnText = Callable[[int, str, bool], object]
+"""Gets the index of a prompt, the text of a new token, and whether it is the last: `LLM.generate`.
+"""
 
 _Item = TypeVar("_Item")
 _log = logging.getLogger(__name__)
@@ -241,7 +245,7 @@ class Prompts:
         return joined[:edge], joined[edge:]
 
     def generation(self, params: Mapping[int, SamplingParams], *, steps: int | None = None,
-                   on_token: Callable[[int], None] | None = None) -> GenerationSampler:
+                   on_token: Callable[[Request], None] | None = None) -> GenerationSampler:
         """Return the sampler of requests.
 
         Parameters
@@ -251,7 +255,7 @@ class Prompts:
         steps : int, optional
             Generate at most so many tokens.
         on_token : callable, optional
-            Called with each new token.
+            See `GenerationSampler`.
         """
         shared: dict[SamplingParams, GenerationRules] = {}
         rules = {}
@@ -301,13 +305,44 @@ class Prompts:
         request : Request
             Its end token is not part of the text.
         """
-        tokens, params = request.generated, request.params
-        ended = request.finish_reason == "stop" and tokens[-1] in self._ends(params)
+        tokens = request.generated
         text = None if self.detokenizer is None else self.detokenizer.text(
-            tokens[:-1] if ended else tokens, request.prompt,
-            keep=() if params.skip_special_tokens else range(self._config.vocab_size))
+            tokens[:-1] if self._has_end(request) else tokens, request.prompt, self._kept(request))
         return Output(prompt if isinstance(prompt, str) else None, ids, tokens, text,
                       request.finish_reason, request.log_probs or None)
+
+    def text_callback(self, on_text: OnText) -> Callable[[Request], None]:
+        """Return a callback for each new token of a request, which calls `on_text` with its text.
+
+        See `LLM.generate`. All texts of a request make the text of its `output`.
+        """
+        if not callable(on_text):
+            raise UserError(f"on_text must be a function, got {short_repr(on_text)}")
+        if self.detokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here, and on_text gets text: leave it "
+                            "out")
+        detokenizer = self.detokenizer
+        decoders: dict[int, IncrementalDetokenizer] = {}
+
+        def on_token(request: Request) -> None:
+            if request.key not in decoders:
+                decoders[request.key] = IncrementalDetokenizer(detokenizer, request.prompt,
+                                                               self._kept(request))
+            text = ""
+            if not self._has_end(request):
+                text = decoders[request.key].step(request.generated[-1])
+            on_text(request.key, text, bool(request.finish_reason))
+
+        return on_token
+
+    def _has_end(self, request: Request) -> bool:
+        """Return True if the last token is an end token, which is not part of the text."""
+        return (request.finish_reason == "stop"
+                and request.generated[-1] in self._ends(request.params))
+
+    def _kept(self, request: Request) -> Collection[int]:
+        """Return the special tokens whose names are part of the text."""
+        return () if request.params.skip_special_tokens else range(self._config.vocab_size)
 
     def _stops(self, strings: Sequence[str] | None) -> StopStrings | None:
         """Return the detector of stop strings; None without stop strings."""
