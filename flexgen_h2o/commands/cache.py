@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 
 from flexgen_h2o.cli.command import entry_point
-from flexgen_h2o.cli.parser import Parser, arguments, check_own, own_fields, program
+from flexgen_h2o.cli.parser import Parser, arguments, check_flags, flag_fields, program
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_left_over
@@ -41,7 +41,7 @@ class CacheFlags:
     dry_run: bool = flag("bool", False, help="show what prune would remove, and remove nothing")
 
     def __post_init__(self) -> None:
-        check_own(self)
+        check_flags(self)
         if self.action not in ACTIONS:
             raise UserError(f"unknown action {self.action!r}"
                             f"{did_you_mean(self.action, ACTIONS, 'use list or prune')}")
@@ -81,7 +81,7 @@ def parser() -> Parser:
         "remove them (prune). What a running process uses is not removed.")
     found.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
                        help="list the entries, or remove them (default: list)")
-    for spec in own_fields(CacheFlags):
+    for spec in flag_fields(CacheFlags):
         found.add_argument(flag_name(spec.name), **arguments(spec))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from error_cases import command_refused
+from helpers.error_cases import command_refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

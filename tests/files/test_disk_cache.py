@@ -11,9 +11,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from helpers.subprocesses import environment
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from subprocesses import environment
 
 from flexgen_h2o.files import disk_cache
 from flexgen_h2o.files.disk_cache import Keep, build_once, entries, find_copy

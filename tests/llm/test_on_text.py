@@ -8,9 +8,9 @@ import shutil
 from collections import defaultdict
 
 import pytest
+from helpers.tiny_tokenizers import tiny_tokenizer, with_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import tiny_tokenizer, with_words
 
 from flexgen_h2o import LLM, Policy, SamplingParams
 from flexgen_h2o.cache.kv_cache import KVCache
