@@ -19,6 +19,7 @@ def study(monkeypatch):
     return program("benchmarks/studies/cache.py")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["full, on disk", "h2o 20 %, on disk"])
 @pytest.mark.parametrize(("gen_len", "whole"), [(4, 0), (20, 1)])
 def test_a_step_has_no_part_of_what_the_prefill_writes(tiny_model, study, monkeypatch, tmp_path,

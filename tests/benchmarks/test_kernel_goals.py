@@ -26,23 +26,6 @@ def test_a_goal_depends_on_the_kind_of_cpu(goals, chosen, wanted):
     assert line.endswith(wanted) and "1.80" in line
 
 
-def test_less_time_than_sdpa_is_better(goals):
-    rows = [row("prefill", "batch 4, 2048 tokens", "ours", over_sdpa=0.25)]
-    assert [line.split(":")[-1] for line in goals.goal_lines(rows, "avx2")] == [" reached"]
-    rows[0]["over_sdpa"] = 0.4
-    assert [line.split(":")[-1] for line in goals.goal_lines(rows, "avx2")] == [" not reached"]
-
-
-def test_every_goal_finds_one_row_of_a_whole_run(goals):
-    shapes = {"linear": [f"{n} x 4096 x 16384" for n in (1, 2, 4, 8, 16, 32, 64, 256, 1024)],
-              "prefill": ["batch 4, 2048 tokens", "batch 1, 8192 tokens"],
-              "decode": ["batch 16, 32 KV heads, 205 slots", "batch 16, 8 KV heads, 205 slots"]}
-    rows = [row(operation, shape, contestant, over_sdpa=1.0) for operation, all_ in shapes.items()
-            for shape in all_ for contestant in ("ours", "ours, 4 bits")]
-    rows.append(row("recall", "batch 4, 8 KV heads, 8192 slots", "recall 20%, 4 bits"))
-    assert len(list(goals.goal_lines(rows, "amx"))) == len(goals.GOALS)
-
-
 def test_the_first_round_does_not_count_and_rates_are_of_the_same_run(monkeypatch, capsys):
     """Calls return the seconds that they take."""
     with benchmark_modules("kernel_timing") as found:

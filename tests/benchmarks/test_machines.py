@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import replace
-
 import pytest
 from helpers.programs import program
 
@@ -50,18 +47,6 @@ def test_each_job_has_a_row_for_both_ways_and_one_wins(bench, simulated):
         assert "sent_bytes_per_token" not in replicas
 
 
-def test_a_slow_network_is_slow_for_a_pipeline_alone(bench, simulated):
-    cluster = bench.Cluster("t4", 2, Network(1e9, 1e-4))
-    slow = bench.pair(replace(cluster, network=Network(1e6)), "opt-1.3b", "full",
-                                        64, (64, 16))
-    sent = 64 * 79 * 4096 / 1e6  # seconds
-    assert slow[0]["tokens_per_s"] == pytest.approx(64 * 16 / sent, rel=0.2)
-    assert slow[0]["tokens_per_s"] < 64 * 16 / sent
-    before = simulated[2:4]  # of 64 prompts
-    assert slow[0]["tokens_per_s"] < before[0]["tokens_per_s"]
-    assert slow[1]["tokens_per_s"] == before[1]["tokens_per_s"]
-
-
 def test_medians_stand_beside_as_many_times_one_process(bench):
     one, pipeline, replicas = measured_rows(bench)
     assert [row["tokens_per_s"] for row in (one, pipeline, replicas)] == [100, 150, 190]
@@ -70,20 +55,3 @@ def test_medians_stand_beside_as_many_times_one_process(bench):
     assert (one["least_tokens_per_s"], one["most_tokens_per_s"]) == (90, 130)
     assert [row["sent_bytes_per_token"] for row in (one, pipeline)] == [0, 4]
     assert [row["processes"] for row in measured_rows(bench, cpus=4)] == [1, 2, 2, 4, 4]
-
-
-def test_the_file_keeps_the_other_kind(bench, simulated, tmp_path, monkeypatch):
-    path = tmp_path / "machines.csv"
-    measured = measured_rows(bench)
-    monkeypatch.setattr(bench, "measured_rows", lambda *_, **__: iter(measured))
-    monkeypatch.setattr(bench, "simulated_rows", lambda: iter(simulated))
-    for only in ("simulated", "measured"):
-        bench.main(["--only", only, "--out", str(path)])
-    with path.open(newline="", encoding="utf-8") as file:
-        found = list(csv.DictReader(file))
-    assert tuple(found[0]) == bench.COLUMNS
-    assert [row["kind"] for row in found] == ["measured"] * 3 + ["simulated"] * 8
-    assert set().union(*measured, *simulated) <= set(bench.COLUMNS)
-    bench.main(["--only", "measured", "--out", str(path)])
-    with path.open(newline="", encoding="utf-8") as file:
-        assert len(list(csv.DictReader(file))) == 11

@@ -8,8 +8,6 @@ import json
 import pytest
 from helpers.programs import BENCHMARKS, program
 
-from flexgen_h2o.errors import UserError
-
 
 @pytest.fixture
 def study(monkeypatch):
@@ -46,19 +44,6 @@ def test_each_text_hides_the_numbers_that_are_asked_for(study, tokens):
         if task.text[0] not in seen:
             seen += [token for token in task.text if token >= 1000]
     assert seen == hay[: len(seen)]  # the articles in order, each once
-
-
-@pytest.mark.parametrize(("flags", "said"), [
-    (["--texts", "0"], "--texts must be at least 1, got 0"),
-    (["--budgets", "20", "0"], "--budgets must be greater than 0, got 0")])
-def test_numbers_of_which_no_figures_come_are_told(study, flags, said):
-    with pytest.raises(UserError, match=said):
-        study.run(study.parse_args(["--input-path", "in.jsonl", *flags]))
-
-
-def test_too_few_articles_are_told(study):
-    with pytest.raises(UserError, match="3 texts of 200 tokens need articles of"):
-        study.make_tasks(range(300), WordTokenizer(), tokens=200, texts=3)
 
 
 def test_rows_of_every_cache_are_made_once(tiny_model, study, tmp_path, monkeypatch, capsys):

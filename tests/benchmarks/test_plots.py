@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 from helpers.error_cases import error_line
 from helpers.internals import count_from
-from helpers.programs import ROOT, benchmark_modules
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers.programs import benchmark_modules
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.results import CSV_COLUMNS
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
 MODULES = ("plots", "comparison", "plotting", "plot_systems", "plot_sweeps", "plot_traces",
@@ -101,54 +98,6 @@ def test_bars_rooflines_and_reasons_of_systems(bench, compared):
     assert any("2.5\xa0GB" in each for each in shown)
 
 
-def test_scenarios_are_chosen_and_each_shows_its_best_batch_or_the_same(bench, compared):
-    equal = [row | {"at": "equal", "batch": "2"} for row in compared[:2]]
-    rows = [*compared, *equal, *(row | {"scenario": "other"} for row in equal),
-            system_row(bench, "slow", 9, scenario="other", at="search")]
-    found = bench.plot_systems.panels(rows, scenarios=[], at=None)
-    assert {name: [row["at"] for row in mine] for name, mine in found.items()} == {
-        "small": ["best"] * 7, "other": ["equal"] * 2}
-    assert list(bench.plot_systems.panels(rows, scenarios=["other", "small"], at="equal")) == [
-        "other", "small"]
-    assert list(bench.plot_systems.panels(rows, scenarios=[], at="best")) == ["small"]
-    words = texts(bench.plot_systems.draw(rows, scenarios=["other"]))
-    assert any(each.endswith("all at batch 2") for each in words)
-    assert "2" in words, "a value, whose batch stands above"
-    for scenarios, at, message in ((["no"], None, "--scenario no is not in --csv: it has small, "),
-                                   (["other"], "best", "no rows measured at best")):
-        with pytest.raises(UserError, match=message):
-            bench.plot_systems.panels(rows, scenarios=scenarios, at=at)
-    with pytest.raises(UserError, match="several rows of fast in small.*--only host"):
-        bench.plot_systems.panels([*compared, compared[1] | {"host": "b"}], scenarios=[], at=None)
-
-
-def test_nothing_to_compare_with_is_no_multiple(bench, compared):
-    shown = texts(bench.plot_systems.draw(compared[2:]))
-    assert "8, batch 4" in shown
-    assert "✕ needs CUDA" in texts(bench.plot_systems.draw(compared[3:4])), "no bar at all"
-
-
-def test_speed_and_the_perplexity_factor_beside_it(bench, compared):
-    gguf = [{"file": "a.gguf", "system": system, "sequences": sequences, "tokens_per_second": rate}
-            for sequences, rates in (("2", ("8", "9")), ("16", ("50", "140")))
-            for system, rate in zip(("llama.cpp", "flexgen_h2o"), rates, strict=True)]
-    quality = [{"model": "m", "mode": mode, "factor": factor} for mode, factor in (
-        ("full", "1"), ("h2o-20", "1.25"), ("weights-auto", "1.01"))]
-    rows = [*compared, system_row(bench, "accelerate-disk", 1), system_row(bench, "h2o", 7)]
-    figure = bench.plot_summary.draw(rows, gguf, quality, "m")
-    speed, factor = figure.axes[:2]
-    assert [label.get_text() for label in speed.get_yticklabels()] == [
-        "Accelerate, layers on disk, batch 4", "flexgen_h2o, full cache, batch 4",
-        "flexgen_h2o, H2O 20 %, batch 4"]
-    assert [bar.get_width() for bar in speed.patches] == [1, 5, 8]
-    assert [bar.get_width() for bar in factor.patches] == [1, 1, 1.25]
-    assert [bar.get_width() for bar in figure.axes[2].patches] == [50, 140]
-    with pytest.raises(UserError, match="--quality has no rows of n"):
-        bench.plot_summary.draw(rows, gguf, quality, "n")
-    with pytest.raises(UserError, match="--quality has no row of h2o-20"):
-        bench.plot_summary.draw(rows, gguf, quality[:1], "m")
-
-
 # Sweeps
 
 
@@ -169,26 +118,6 @@ def full_row(**others) -> dict[str, str]:
     return run_row(**{"eviction": "full", "hh_ratio": 1, "kv_cache_bytes": 10**9} | others)
 
 
-rows_of_letters = st.integers(1, 4).flatmap(lambda width: st.lists(
-    st.tuples(*[st.sampled_from("abc")] * width), min_size=1, max_size=12))
-
-
-@given(rows_of_letters)
-def test_the_columns_that_tell_rows_apart_do_so_as_all_of_them(bench, table):
-    names = [f"column {number}" for number in range(len(table[0]))]
-    rows = [dict(zip(names, each, strict=True)) for each in table]
-
-    def groups(columns):
-        return {frozenset(number for number, row in enumerate(rows)
-                          if [row[name] for name in columns] == [one[name] for name in columns])
-                for one in rows}
-
-    kept = bench.plot_sweeps.telling(rows, names)
-    assert groups(kept) == groups(names)
-    given_first = bench.plot_sweeps.telling(rows, names[1:], names[:1])
-    assert groups([*names[:1], *given_first]) == groups(names)
-
-
 def test_lines_of_batches_have_medians_of_repeats(bench):
     rows = [run_row(gpu_batch_size=batch, num_prompts=2 * batch, repeat=repeat, status="ok",
                     total_tokens_per_second=batch * (10 + repeat), hh_ratio=ratio,
@@ -201,37 +130,6 @@ def test_lines_of_batches_have_medians_of_repeats(bench):
             (4, False, 3), (8, True, 3)]
         assert line.points[0].figures == {"throughput": (40, 44, 48), "step": (0.5, 0.5, 0.5),
                                           "block": (20, 20, 20)}, "two blocks: half of the time"
-
-
-def test_batches_count_all_of_a_block_and_what_follows_from_them_makes_no_line(bench):
-    rows = [run_row(gpu_batch_size=size, num_gpu_batches=count, weights_gpu=weights,
-                    num_prompts=int(size) * int(count))
-            for size, count, weights in (("1", "2", "80"), ("2", "2", "60"), ("4", "2", "40"))]
-    (line,), _ = bench.plot_sweeps.batch_lines(rows)
-    assert line.label == "" and [point.x for point in line.points] == [2, 4, 8]
-    split = [run_row(gpu_batch_size=size, num_gpu_batches=count, num_prompts=8)
-             for size, count in (("8", "1"), ("4", "2"))]
-    assert [line.label for line in bench.plot_sweeps.batch_lines(split)[0]] == [
-        "num_gpu_batches 1", "num_gpu_batches 2"]
-
-
-def test_batches_that_failed_are_crosses_on_their_lines(bench):
-    ran = [run_row(gpu_batch_size=size, num_prompts=size, **kind) for size in (2, 4)
-           for kind in ({"hh_ratio": 0.1}, {"hh_ratio": 1, "eviction": "full"})]
-    ran = [row | {"status": "ok", "reason": "", "flags": ""} for row in ran]
-    empty = dict.fromkeys(ran[0], "") | {"status": "does not fit", "reason": "too little memory"}
-    failed = empty | {"gpu_batch_size": "8", "hh_ratio": "1"}
-    figure = bench.plot_sweeps.draw_batch([*ran, failed, empty])
-    lines, left = bench.plot_sweeps.batch_lines([*ran, failed, empty])
-    assert {line.label: [x for x, _ in line.failed] for line in lines} == {
-        "hh_ratio 0.1": [], "full cache": [8]}
-    assert [row["status"] for row in left] == ["does not fit"]
-    crosses = [line for line in figure.axes[0].lines
-               if line.get_marker() == "x" and len(line.get_xdata())]
-    assert [line.get_xdata()[0] for line in crosses] == [8]
-    assert {"does not fit", "full cache", "hh_ratio 0.1", "seconds of prefill and decode"} <= set(
-        texts(figure))
-    assert "Left out: 1 run without figures (does not fit)." in figure.get_supxlabel()
 
 
 def test_lines_of_budgets_end_at_the_full_cache(bench):
@@ -249,28 +147,6 @@ def test_lines_of_budgets_end_at_the_full_cache(bench):
     figure = bench.plot_sweeps.draw_budget(rows)
     assert {"generated tokens/s", "KV cache, GB"} <= set(texts(figure))
     assert figure.axes[0].containers[0].lines[0].get_xdata().tolist() == [10, 50, 100]
-
-
-def test_budgets_alone_are_one_line_without_a_legend(bench):
-    (line,), _ = bench.plot_sweeps.budget_lines(
-        [full_row(), run_row(), run_row(total_tokens_per_second=300)])
-    assert line.label == "" and [point.x for point in line.points] == [20, 100]
-    assert line.points[0].figures["throughput"] == (100, 200, 300)
-    figure = bench.plot_sweeps.draw_budget([full_row(), run_row()])
-    assert figure.axes[0].get_legend() is None
-    (beside,), _ = bench.plot_sweeps.budget_lines([full_row(), run_row(kv_cache_bytes=10**9)])
-    assert [(point.x, point.repeats) for point in beside.points] == [(100, 1)] * 2
-    (alone,), _ = bench.plot_sweeps.budget_lines([full_row()])
-    assert [point.x for point in alone.points] == [100]
-
-
-def test_too_many_lines_are_refused(bench):
-    rows = [run_row(gpu_batch_size=batch, hh_ratio=ratio / 100)
-            for batch in (1, 2) for ratio in range(1, 12)]
-    with pytest.raises(UserError, match="11 lines are too many .* --only hh_ratio=0.01"):
-        bench.plot_sweeps.draw_batch(rows)
-    few = bench.plotting.chosen(rows, ["hh_ratio=0.01", "hh_ratio=0.02", "gpu_batch_size=2"])
-    assert [row["hh_ratio"] for row in few] == ["0.01", "0.02"]
 
 
 # Quality
@@ -315,14 +191,6 @@ def test_quality_stands_against_bytes_held_and_read(bench):
     assert "Recall holds everything" in " ".join(figure.get_supxlabel().split())
 
 
-def test_quality_of_several_models_or_without_a_full_cache_is_refused(bench):
-    rows = [quality_row("full", 100, 1), quality_row("h2o", 20, 1.2)]
-    with pytest.raises(UserError, match="several values of model: add --only model="):
-        bench.plot_quality.points([*rows, quality_row("h2o", 20, 1.2, model="other")])
-    with pytest.raises(UserError, match="no row of the full cache"):
-        bench.plot_quality.points(rows[1:])
-
-
 # Traces
 
 
@@ -354,67 +222,11 @@ def test_a_breakdown_is_of_the_prefill_and_of_one_step(bench, tmp_path):
     assert [(part.name, part.wall) for part in parts] == [("prefill", 2), ("decode, all steps", 4)]
 
 
-def test_bars_of_a_breakdown(bench, tmp_path):
-    about = {"decode_steps": 8, "model": "opt", "gpu_batch_size": 4, "num_gpu_batches": 2,
-             "prompt_len": 16.0, "gen_len": 5, "kv_cache_bytes": 1, "full_kv_cache_bytes": 4}
-    figure = bench.plot_traces.draw_breakdown([write_trace(tmp_path / "a run.json", **about)])
-    prefill, step = figure.axes
-    assert [label.get_text() for label in prefill.get_yticklabels()] == ["compute", "disk->cpu",
-                                                                         "idle"]
-    bars = [(round(bar.get_y() + bar.get_height() / 2), bar.get_x(), bar.get_width())
-            for bar in step.patches]
-    assert bars == [(0, 0, 0.125), (0, 0.125, 0.125), (1, 0, 0.125), (1, 0.125, 0.125),
-                    (2, 0, 0.125), (2, 0.125, 0)]
-    assert [bool(bar.get_hatch()) for bar in step.patches[:2]] == [False, True]
-    shown = texts(figure)
-    assert {"a decode step: 500 ms", "prefill: 2 s", "250 ms, 50 %", "milliseconds"} <= set(shown)
-    label = next(each for each in shown if each.startswith("a run\n"))
-    assert " ".join(label.split()) == (
-        "a run opt, 4 x 2 sequences, 16+5 tokens KV cache: 25 % of a full one")
-
-
-def test_memory_over_time(bench, tmp_path):
-    path = write_trace(tmp_path / "run.json", model="opt", gpu_batch_size=4, num_gpu_batches=1,
-                       prompt_len=16.0, gen_len=5, host="box", threads=2)
-    figure = bench.plot_traces.draw_memory(path, limit=2_500_000_000)
-    (axes,) = figure.axes
-    process, peak, device, _, limit = axes.lines
-    assert process.get_xdata().tolist() == [0, 2, 8]
-    assert process.get_ydata().tolist() == pytest.approx([1, 4, 2])
-    assert (peak.get_xdata()[0], peak.get_ydata()[0]) == (2, pytest.approx(4))
-    assert device.get_ydata().tolist() == pytest.approx([0.1, 0.4, 0.2])
-    assert set(limit.get_ydata()) == {2.5}
-    spans = [(shade.get_x(), shade.get_width()) for shade in axes.patches]
-    assert spans == [(1, 1), (2, 2), (5, 1), (6, 2)]
-    legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == ["prefill", "decode", "process, resident, at most 4 GB",
-                      "device, allocated, at most 0.4 GB", "limit, 2.5 GB"]
-    assert "Measured on box, threads 2." in figure.get_supxlabel()
-    assert not any("limit" in each for each in texts(bench.plot_traces.draw_memory(path))
-                   if "cgroup" not in each)
-
-
 # The command line
 
 
 def main(bench, *argv) -> int:
     return exit_status(lambda: bench.plots.main([str(each) for each in argv]))
-
-
-@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"),
-                                               ("pdf", b"%PDF")])
-def test_every_format_is_written(bench, tmp_path, ending, start):
-    out = tmp_path / f"memory.{ending}"
-    trace = write_trace(tmp_path / "run.json")
-    assert main(bench, "memory", "--trace", trace, "--limit", "5GB", "--out", out) == 0
-    assert out.read_bytes().startswith(start)
-    assert {path.name for path in tmp_path.iterdir()} == {"run.json", out.name}
-
-
-@pytest.mark.parametrize("name", ["batch", "budget"])
-def test_files_that_lack_columns_of_today_are_drawn(bench, tmp_path, name):
-    rows = ROOT / "benchmarks/results/epyc-avx512bf16" / f"sweep_{name}.csv"
-    assert main(bench, name, "--csv", rows, "--out", tmp_path / "a.svg") == 0
 
 
 def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
@@ -432,31 +244,15 @@ def test_every_figure_is_drawn_by_its_name(bench, compared, tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    ([], "required: figure"),
     (["systems", "--csv", "a.csv"], "required: --out"),
-    (["pie", "--out", "a.png"], "invalid choice: 'pie'"),
-    (["systems", "--csv", "a.csv", "--out", "a.txt"], "--out must name a .png, .svg, .pdf file"),
     (["systems", "--csv", "a.csv", "--out", "no/a.png"], "cannot write --out into the folder no"),
     (["systems", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
-    (["systems", "--csv", "bytes.csv", "--out", "a.png"], "is not a CSV file in UTF-8"),
     (["systems", "--csv", "runs.csv", "--out", "a.png"], "has no column scenario"),
-    (["batch", "--csv", "systems.csv", "--out", "a.png"], "has no column eviction"),
-    (["budget", "--csv", "nothing.csv", "--out", "a.png"], "nothing.csv has no column eviction"),
-    (["batch", "--csv", "empty.csv", "--out", "a.png"], "has no rows"),
     (["batch", "--csv", "short.csv", "--out", "a.png"], "line 2 has more or fewer cells"),
-    (["batch", "--csv", "zero.csv", "--out", "a.png"],
-     "column total_tokens_per_second of --csv has '0' where a number above 0 must be"),
     (["budget", "--csv", "text.csv", "--out", "a.png"], "column kv_cache_bytes of --csv has 'x'"),
-    (["budget", "--csv", "failed.csv", "--out", "a.png"], "no row of a run that succeeded"),
     (["batch", "--csv", "runs.csv", "--only", "x", "--out", "a.png"], "takes COLUMN=VALUE"),
-    (["batch", "--csv", "runs.csv", "--only", "no=1", "--out", "a.png"], "takes COLUMN=VALUE"),
-    (["batch", "--csv", "runs.csv", "--only", "model=x", "--out", "a.png"],
-     "no row has --only model=x"),
     (["memory", "--trace", "no.json", "--out", "a.png"], "cannot read the trace no.json"),
-    (["memory", "--trace", "empty.json", "--out", "a.png"], "has no samples of memory"),
-    (["memory", "--trace", "empty.json", "--limit", "much", "--out", "a.png"], "--limit takes"),
     (["breakdown", "--trace", "empty.json", "--out", "a.png"], "empty.json has no phases"),
-    (["breakdown", "--trace", "runs.csv", "--out", "a.png"], "runs.csv is not JSON"),
 ])
 def test_bad_input_is_one_line_and_no_figure(bench, compared, tmp_path, monkeypatch, capsys, argv,
                                              message):

@@ -63,6 +63,7 @@ def test_every_candidate_gives_a_row_once(tiny_model, study, tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == len(found)
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("part", ["cut", "decode"])
 def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tmp_path, monkeypatch,

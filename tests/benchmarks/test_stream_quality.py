@@ -12,15 +12,12 @@ import types
 import pytest
 import stream_quality
 import stream_segments as segments
-import stream_segments as stream_plot
-from helpers.error_cases import command_refused
 from helpers.fake_llm import FakeLLM
 from hypothesis import given
 from hypothesis import strategies as st
 from stream_segments import Streamed
 
 from flexgen_h2o.config.h2o import H2OConfig
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 
 H2O = H2OConfig(heavy_tokens=8, recent_tokens=8, positions="rolling")
@@ -110,41 +107,6 @@ def test_the_full_cache_stops_when_it_has_failed():
     assert rows[-1]["budget_tokens"] is None and rows[-1]["positions"] == "original"
 
 
-def test_the_full_cache_may_be_stopped_before():
-    rows = measure(None, most=50)
-    assert [row["position"] for row in rows] == [20, 40, 50]
-    assert [row["tokens"] for row in rows] == [19, 20, 10]
-    assert rows[-1]["reason"] == "stopped at 50 tokens, as asked"
-    assert [row["reason"] for row in measure(None, most=50, tokens=50)] == ["", "", ""]
-
-
-def test_a_refused_full_cache_is_a_row_and_another_an_error(monkeypatch):
-    def refuse(self, **options):
-        raise UserError("it takes 9 GB and\n1 GB is free")
-
-    monkeypatch.setattr(FakeLLM, "stream", refuse)
-    row, = measure(None)
-    assert (row["position"], row["tokens"], row["perplexity"], row["reason"]) == (
-        0, 0, None, "it takes 9 GB and 1 GB is free")
-    assert set(row) == set(segments.COLUMNS)
-    with pytest.raises(UserError, match="it takes 9 GB"):
-        measure(H2O)
-
-
-def test_a_full_cache_that_is_full_keeps_its_rows(monkeypatch):
-    loglikelihood = FakeStream.loglikelihood
-
-    def full(self, tokens):
-        if self.tokens == 40:
-            raise UserError("no room")
-        return loglikelihood(self, tokens)
-
-    monkeypatch.setattr(FakeStream, "loglikelihood", full)
-    rows = measure(None)
-    assert [(row["position"], row["tokens"], row["reason"]) for row in rows] == [
-        (20, 19, ""), (40, 20, ""), (40, 0, "no room")]
-
-
 @given(st.lists(st.floats(0, 12) | st.just(math.nan) | st.just(math.inf), max_size=12),
        st.floats(1.5, 50))
 def test_failure_by_its_definition(nats, blow_up):
@@ -196,120 +158,15 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     assert capsys.readouterr().out == text.out
 
 
-def test_flags_reach_the_engine(fake, articles):
-    assert run(articles, "--policies", "h2o", "full", "--num-window-length", 16,
-               "--num-heavy-hitter-tokens", 4, "--full-max-tokens", 60, "--blow-up", 2000,
-               "--model-name", "m", "--dtype", "bfloat16", "--device", "cpu", "--path", "p") == 0
-    h2o, full = fake.opened
-    assert h2o.options["h2o"] == H2OConfig(heavy_tokens=4, recent_tokens=12, positions="rolling")
-    assert full.asked == {"max_tokens": 60, "past_context": True} and full.given.tokens == 60
-    assert (full.options["dtype"], full.options["device"], full.options["path"]) == (
-        "bfloat16", "cpu", "p")
-
-
-def test_a_higher_limit_is_further_to_go(fake, articles, tmp_path):
-    out = tmp_path / "out.csv"
-    assert run(articles, "--policies", "full", "--blow-up", 5000, "--csv", out) == 0
-    assert len(segments.read_rows(str(out))) == 12  # exp(8) is less
-
-
-def test_a_run_that_stops_keeps_its_rows(fake, articles, tmp_path, monkeypatch, capsys):
-    out, partial = tmp_path / "out.csv", tmp_path / "out.csv.partial"
-    out.write_text("older")
-    loglikelihood = FakeStream.loglikelihood
-
-    def stop(self, tokens):
-        if self.tokens == 60:
-            raise KeyboardInterrupt
-        return loglikelihood(self, tokens)
-
-    monkeypatch.setattr(FakeStream, "loglikelihood", stop)
-    assert run(articles, *SMALL, "--csv", out) == 130
-    assert capsys.readouterr().err == f"interrupted (rows measured before that: {partial})\n"
-    assert len(segments.read_rows(str(partial))) == 3 and out.read_text() == "older"
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     ([], "give --input-path"),
-    (["--input-path", "nope.jsonl"], "cannot read --input-path nope.jsonl"),
     (["--input-path", "a", "--from-csv", "b"], "--input-path has no effect with --from-csv"),
-    (["--from-csv", "a", "--num-window-length", "9"], "--num-window-length has no effect with"),
-    (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
     (["--input-path", "a", "--tokens", "1"], "--tokens must be at least 2"),
-    (["--input-path", "a", "--piece", "1"], "--piece must be at least 2"),
-    (["--input-path", "a", "--full-max-tokens", "1"], "--full-max-tokens must be at least 2"),
     (["--input-path", "a", "--blow-up", "1"], "--blow-up must be greater than 1"),
-    (["--input-path", "a", "--blow-up", "nan"], "--blow-up must be a finite number"),
     (["--input-path", "a", "--policies", "h3o"], "each of --policies must be one of h2o, h2o-mean"),
-    (["--input-path", "a", "--policies", "h2o", "h2o"], "--policies names a cache twice"),
-    (["--input-path", "a", "--policies"], "expected at least one argument"),
     (["--input-path", "a", "--policies", "h2o", "--full-max-tokens", "9"], "has no effect without"),
-    (["--input-path", "a", "--policies", "full", "--num-window-length", "9"],
-     "--num-window-length has no effect on the full cache"),
-    (["--input-path", "a", "--policies", "full", "--num-heavy-hitter-tokens", "9"],
-     "--num-heavy-hitter-tokens has no effect without h2o"),
     (["--input-path", "a", "--num-window-length", "4"], "leaves no recent tokens"),
-    (["--input-path", "a", "--percent", "auto"], "--percent auto plans for batches"),
     (["--input-path", "a", "--plot", "a.txt"], "--plot must name a .png"),
-    (["--input-path", "a", "--csv", "./a"], "name the same file"),
-    (["--input-path", "a", "--csv", "no/such/folder.csv"], "cannot write --csv into the folder"),
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
     refuses_flags(stream_quality.main, flags, message)
-
-
-def test_a_text_that_is_too_short_is_refused(fake, articles, tmp_path, capsys):
-    assert run(articles, "--tokens", 400, "--csv", tmp_path / "out.csv") == 2
-    assert capsys.readouterr().err == (
-        "error: --input-path has 300 tokens and 400 are asked for: lower --tokens\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda text: text.replace("perplexity,", "ppl,", 1), "has other columns"),
-    (lambda text: text.split("\n")[0] + "\n", "has no rows"),
-    (lambda text: text.replace(",rolling,", ",rolling", 1), "line 2 is not a row"),
-    (lambda text: text.replace(",rolling,100,", ",rolling,many,", 1), "line 2 is not a row"),
-])
-def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message, capsys):
-    out = tmp_path / "out.csv"
-    assert run(articles, *SMALL, "--policies", "h2o", "--csv", out) == 0
-    out.write_text(change(out.read_text(encoding="utf-8")), encoding="utf-8")
-    command_refused(stream_quality.main, capsys, ["--from-csv", str(out)], message)
-
-
-# --- the plot
-
-
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_the_plot_is_drawn(fake, articles, tmp_path, suffix, start):
-    plot = tmp_path / f"out.{suffix}"
-    assert run(articles, *SMALL, "--plot", plot) == 0
-    assert plot.read_bytes().startswith(start)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", plot.name]
-
-
-def test_a_plot_of_little_is_a_plot_too(tmp_path, monkeypatch):
-    """A refused cache alone; infinite perplexity; no time."""
-    rows = measure(H2O)
-    monkeypatch.setattr(FakeLLM, "stream", _refuse)
-    refused = measure(None)
-    stream_plot.draw(refused, str(tmp_path / "refused.png"))
-    odd = [row | {"perplexity": math.inf, "ms_per_token_median": None} for row in rows[:1]]
-    stream_plot.draw([*refused, *odd], str(tmp_path / "odd.png"))
-    stream_plot.draw([*refused, *rows], str(tmp_path / "both.png"))
-    assert len(list(tmp_path.iterdir())) == 3
-
-
-def _refuse(self, **options):
-    raise UserError("no room")
-
-
-def test_h2o_by_other_scores(fake, articles, tmp_path):
-    plot = tmp_path / "out.png"
-    assert run(articles, *SMALL, "--policies", "h2o-mean", "h2o-decay", "--csv",
-               tmp_path / "out.csv", "--num-heavy-hitter-tokens", 4, "--plot", plot) == 0
-    sizes = {"heavy_tokens": 4, "recent_tokens": 12, "positions": "rolling"}
-    assert [llm.options["h2o"] for llm in fake.opened] == [
-        H2OConfig(score="mean", **sizes), H2OConfig(score="decay", **sizes)]
-    assert plot.exists()

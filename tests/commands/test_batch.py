@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import planning_cases
+from helpers import planning_cases, selection
 from helpers.error_cases import command_refused, refused
 from helpers.read_back import read_csv, read_jsonl
 from helpers.subprocesses import environment
@@ -212,11 +212,6 @@ def test_a_job_of_which_all_requests_fail_has_a_status_of_its_own(runs):
     runs("--overwrite")
 
 
-def test_results_are_no_stream(runs):
-    words_ = "is not a regular file: name one"
-    assert words_ in runs("--output", "/dev/stdout", status=2)
-
-
 def test_requests_that_cannot_run_are_lines_and_the_job_goes_on(runs):
     long = " ".join(["w4"] * 400)
     bad = [{"id": "r0", "prompt": "w3"}, "{broken\n", {"id": "t", "prompt": "w3", "tools": [1]},
@@ -338,7 +333,7 @@ class SmallLLM(InstantLLM):
             yield outputs
 
 
-@pytest.mark.parametrize("room", [4, 20, 100, 1000])
+@pytest.mark.parametrize("room", [4, 100, 1000])
 def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
     lengths = [3, 9, 30, 1, 12, 2, 21, 5, 4, 1]
     path = write(tmp_path / "in.jsonl", [{"prompt": [7] * length, "id": number, "n": 1 + number % 2}
@@ -428,8 +423,9 @@ def test_what_a_job_tells(runs, tmp_path):
 
 
 @pytest.mark.parametrize("samples", [
-    [JobSample(0, 0, 10**8, 0)], [JobSample(1, 0, 10**8, 0)] * 2,
-    [JobSample(second, second * 7 % 50, 10**8, 10**6 * second) for second in range(300)]])
+    [JobSample(0, 0, 10**8, 0)],
+    [JobSample(second, second * 7 % 50, 10**8, 10**6 * second) for second in range(300)],
+])
 def test_a_picture_of_any_job_is_drawn(tmp_path, samples):
     progress.draw(samples, str(tmp_path / "p.svg"), title="a job")
     drawn = (tmp_path / "p.svg").read_text()
@@ -505,7 +501,8 @@ def after_blocks(monkeypatch) -> Callable[[int, Callable[[], object]], None]:
     return watch
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, *selection.full(signal.SIGINT, signal.SIGHUP)])
 def test_a_signal_ends_the_job_after_the_block(runs, after_blocks, monkeypatch, number):
     runs()
     whole = runs.texts()
@@ -593,8 +590,6 @@ def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("fault", "message"), [
     (engine_fails, "the offload disk is full"),
     (results_cannot_be_written(errno.ENOSPC), "cannot write --output"),
-    (results_cannot_be_written(errno.EIO), "Input/output error"),
-    (results_cannot_be_written(errno.ESTALE), "Stale file handle"),  # its mount has vanished
     (results_are_removed, "removed while the job runs"),
     (progress_cannot_be_written, "cannot write --progress-file"),
 ])
@@ -643,7 +638,7 @@ model = sys.argv[sys.argv.index("--model") + 1]
 AutoTokenizer.from_pretrained(model)  # what is imported here, the children need not import
 draw = random.Random(1)
 codes = []
-for moment in range(20):
+for moment in range(int(sys.argv.pop())):
     child = os.fork()
     if child == 0:
         job(random.Random(draw.random()))
@@ -652,11 +647,13 @@ print("ended", *codes)
 """
 
 
-def test_a_job_killed_at_20_moments_answers_as_an_undisturbed_one(runs):
+def test_a_killed_job_answers_as_an_undisturbed_one(runs):
+    moments = 20 if selection.every_case else 3
     runs.input(["{broken\n", *some(90)])
-    done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7")],
+    done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"),
+                           str(moments)],
                           capture_output=True, text=True, env=environment())
-    assert done.stdout.endswith(f"ended {' '.join(['-9'] * 20)}\n"), done.stdout + done.stderr
+    assert done.stdout.endswith(f"ended {' '.join(['-9'] * moments)}\n"), done.stdout + done.stderr
     assert "going on: " in runs()
     disturbed = runs.texts(), runs.answered()
     runs("--overwrite")
@@ -695,20 +692,14 @@ def test_two_jobs_on_one_file_are_refused(runs):
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ([], "give --input"), (["-i", "a.jsonl"], "give --output"),
+    ([], "give --input"),
     (["-i", "a.txt", "-o", "b"], "--input must name a .jsonl file"),
-    (["-i", "a.jsonl", "-o", "a.jsonl"], "--input and --output name the same file"),
     (["-i", "a.jsonl", "-o", "b", "--errors", "b"], "--output and --errors name the same file"),
-    (["-i", "a.jsonl", "-o", "b", "--csv", "b"], "name the same file"),
     (["-i", "a.jsonl", "-o", "b", "--temperature", "3"], "--temperature must be at most 2"),
-    (["-i", "a.jsonl", "-o", "b", "--max-hours", "0"], "--max-hours must be greater than 0"),
-    (["-i", "a.jsonl", "-o", "b", "--window", "0"], "--window must be at least 1"),
     (["-i", "a.jsonl", "-o", "b", "--plot", "p.txt"], "--plot must name"),
     (["-i", "a.jsonl", "-o", "b", "--dry-run"], "--output has no effect with --dry-run"),
     (["-i", "a.jsonl", "-o", "b", "--hardware", "h.yaml"], "add --dry-run"),
     (["-i", "a.jsonl", "-o", "b", "--do-sample"], "unknown flag --do-sample"),
-    (["-i", "no.jsonl", "-o", "b"], "cannot read --input no.jsonl: No such file"),
-    (["-i", "a.jsonl", "-o", "no/b"], "cannot write --output into the folder no"),
     (["-i", "a.jsonl", "-o", "b", "--chat-template", "no"], "cannot read --chat-template no"),
 ])
 def test_bad_flags_are_told_in_a_line(refuses_flags, flags, words):

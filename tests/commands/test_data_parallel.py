@@ -225,10 +225,9 @@ def kill_once_there(process: subprocess.Popen, path: Path, by: int = signal.SIGK
     process.send_signal(by)
 
 
-def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, capsys):
+def test_a_job_completes_when_replica_1_is_killed(job, tmp_path):
     one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
     assert batch.main([*job, "-o", str(one)]) == 0
-    # Replica 1 dies in the middle: 0 completes the job.
     first, second = started([*job, "-o", str(out), "--window", "1"], 2)
     kill_once_there(second, tmp_path / "out.jsonl.rank1")
     told, err = first.communicate(timeout=120)
@@ -237,8 +236,13 @@ def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, ca
     assert "finished; 41 of 41 requests answered, 1 of them failed" in told and err == ""
     assert answers(out) == answers(one)
     assert not list(tmp_path.glob("out*rank*"))
-    # Replica 0, which keeps the queue, dies: the other one ends in a line, and any job goes on.
-    out.unlink()
+
+
+@pytest.mark.full
+def test_a_job_whose_replica_0_is_killed_is_gone_on_with(job, tmp_path, capsys):
+    """Replica 0 keeps the queue: the other one ends with an error."""
+    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
+    assert batch.main([*job, "-o", str(one)]) == 0
     first, second = started([*job, "-o", str(out), "--window", "1"], 2)
     kill_once_there(first, out)
     first.communicate(timeout=30)
@@ -252,6 +256,7 @@ def test_processes_answer_as_one_and_go_on_where_one_is_killed(job, tmp_path, ca
     assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))
 
 
+@pytest.mark.full
 def test_a_replica_0_that_stands_still_ends_the_others_in_a_line(job, tmp_path):
     """As one whose host does not answer: calls of its store would wait without end."""
     out = tmp_path / "out.jsonl"
@@ -295,6 +300,7 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     assert answers(out) == whole and not (tmp_path / "out.jsonl.rank1").exists()
 
 
+@pytest.mark.full
 def test_replicas_may_be_pipelines(job, tmp_path):
     """Two replicas of two ranks each; with another one this would be no integer of them."""
     one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"

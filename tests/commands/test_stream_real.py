@@ -11,11 +11,9 @@ import pytest
 import stream_quality
 import stream_segments as segments
 from helpers.read_back import read_jsonl
-from stream_segments import Streamed
+from helpers.selection import full
 
-from flexgen_h2o import LLM
 from flexgen_h2o.commands import stream
-from flexgen_h2o.conversation import CHUNK
 
 LETTERS = "\n" + "".join(map(chr, [*range(32, 127), *range(224, 248)]))
 TEMPLATE = ("{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}"
@@ -65,10 +63,10 @@ EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-l
          "--prefill-chunk", 8)
 
 
-@pytest.mark.parametrize("flags", [(), ("--eviction", "window"), ("--eviction", "sink-window"),
-                                   ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
-                                   ("--score", "mean"), ("--percent", 0, 100, 0, 100),
-                                   ("--percent", 0, 0, 0, 0, 0, 0)])
+@pytest.mark.parametrize("flags", [
+    (), ("--eviction", "sink-window"), ("--percent", 0, 0, 0, 0, 0, 0),
+    *full(("--eviction", "window"), ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
+          ("--score", "mean"), ("--percent", 0, 100, 0, 100))])
 def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags):
     out = tmp_path / "out.jsonl"
     assert talk(model("llama"), questions, out, *EVICT, *flags) == 0
@@ -131,13 +129,7 @@ def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_p
     assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
 
 
-def test_help_shows_the_chunk_that_there_is(capsys):
-    with pytest.raises(SystemExit):
-        stream.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"which takes less memory (default: {CHUNK})" in text
-
-
+@pytest.mark.full
 def test_a_real_model_answers_by_its_template(questions, tmp_path):
     out = tmp_path / "out.jsonl"
     assert talk("smollm2-135m", questions, out, "--enable-h2o-generation",
@@ -173,6 +165,7 @@ def articles(tmp_path) -> str:
     return str(path)
 
 
+@pytest.mark.full
 def test_perplexity_by_position(model, articles, tmp_path, capsys):
     out, plot = tmp_path / "out.csv", tmp_path / "out.png"
     assert stream_quality.main([
@@ -194,35 +187,3 @@ def test_perplexity_by_position(model, articles, tmp_path, capsys):
     assert len(set(firsts.values())) == 4  # each cache predicts in its own way
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert len(capsys.readouterr().out.splitlines()) == 5
-
-
-def test_a_wide_cache_predicts_as_the_full_one_does(model, articles, tmp_path):
-    """Nothing is evicted before the window is full, and positions are the same till then."""
-    out = tmp_path / "out.csv"
-    assert stream_quality.main([
-        "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
-        "90", "--piece", "30", "--num-window-length", "200", "--policies", "h2o", "full",
-        "--csv", str(out)]) == 0
-    h2o, full = segments.by_policy(segments.read_rows(str(out))).values()
-    for ours, theirs in zip(h2o, full, strict=True):
-        assert ours["nll_mean"] == pytest.approx(theirs["nll_mean"], rel=1e-4)
-
-
-def test_segments_do_not_matter(model, articles, tmp_path):
-    """A token is predicted from the same cache wherever a piece begins."""
-    folder, out, found = model("llama"), tmp_path / "out.csv", []
-    for piece in (40, 80):
-        assert stream_quality.main([
-            "--model-name", folder, "--input-path", articles, "--device", "cpu", "--tokens", "160",
-            "--piece", str(piece), "--num-window-length", "24", "--policies", "h2o",
-            "--csv", str(out)]) == 0
-        rows = segments.read_rows(str(out))
-        found.append(sum(row["nll_mean"] * row["tokens"] for row in rows[-80 // piece:]))
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-
-
-def test_a_full_cache_that_does_not_fit_is_a_row(tiny_model):
-    with LLM(str(tiny_model("llama").folder), device="cpu", progress=False) as llm:
-        row, = segments.measure(llm, Streamed("full", None, 10**10, 10.0), [1] * 50, piece=10)
-    assert (row["position"], row["tokens"], row["perplexity"]) == (0, 0, None)
-    assert "does not fit" in row["reason"]

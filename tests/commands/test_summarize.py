@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import math
 import random
-import sys
 import types
 
 import pytest
@@ -68,11 +66,8 @@ def test_articles_are_read_as_they_are(tmp_path):
 
 @pytest.mark.parametrize(("record", "message"), [
     ("{", "line 2 is not JSON"),
-    ("[1]", "line 2 has no text under the key `article`"),
     ('{"article": "a"}', "line 2 has no text under the key `summary_gt`"),
-    ('{"article": "a", "summary_gt": " "}', "line 2 has no text under the key `summary_gt`"),
     ('{"article": "a", "summary_gt": "b", "stop": [1]}', "line 2: `stop` must be a text or"),
-    ('{"article": "a", "summary_gt": "b", "stop": ["a", ""]}', "line 2: `stop` must be a text or"),
     ('{"article": "a", "summary_gt": "b", "max_tokens": 0}', "line 2: `max_tokens` must be a"),
     ('{"article": "a", "summary_gt": "b", "max_tokens": true}', "line 2: `max_tokens` must be a"),
 ])
@@ -214,10 +209,8 @@ def test_whatever_is_left_of_a_file_it_comes_out_the_same(cut, tmp_path_factory)
     (lambda folder: (folder / "o.jsonl.config.yaml").unlink(), "is there without"),
     (lambda folder: (folder / "o.jsonl.config.yaml").write_text("model: other"),
      "was made with model 'other', now it is 'm'"),
-    (lambda folder: (folder / "o.jsonl.config.yaml").write_text("[]"), "was made with model None"),
     (lambda folder: (folder / "o.jsonl.config.yaml").write_text("{"), "is not valid YAML"),
     (lambda folder: (folder / "o.jsonl").write_text("{}\n[1]\n"), "line 2 is not a line of"),
-    (lambda folder: (folder / "o.jsonl").write_bytes(b"\xff\n"), "line 1 is not a line of"),
 ])
 def test_lines_that_cannot_be_gone_on_with(tmp_path, damage, message):
     lines(tmp_path).add([{"i": 0}])
@@ -360,8 +353,11 @@ def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, fail
 
 
 @pytest.mark.parametrize("more", [
-    ["--dtype", "float32"], ["--enable-h2o-generation"], ["--gen-len", "4"], ["--cache-bits", "8"],
-    ["--model-name", "m"], ["--path", "p"], ["--chat-template"]])
+    ["--enable-h2o-generation"],
+    ["--gen-len", "4"],
+    ["--cache-bits", "8"],
+    ["--chat-template"],
+])
 def test_other_options_are_refused_and_nothing_is_lost(fake, articles, tmp_path, more, capsys):
     out = tmp_path / "o.jsonl"
     assert run(articles, out, "--sample-num", 3) == 0
@@ -377,13 +373,6 @@ def test_another_input_is_refused(fake, articles, tmp_path, capsys):
     other = write(tmp_path / "other.jsonl", [article(i) for i in (0, 7)])
     assert run(other, out) == 2
     assert "line 2 is not of the article of that line" in capsys.readouterr().err
-
-
-def test_a_failure_before_the_first_line_leaves_nothing(fake, articles, tmp_path, capsys):
-    fake.fail = (0, UserError("too small"))
-    assert run(articles, tmp_path / "o.jsonl", "--csv", tmp_path / "r.csv") == 2
-    assert capsys.readouterr().err == "error: too small\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_nothing_fits(fake, tmp_path, capsys):
@@ -428,18 +417,6 @@ def test_a_sweep(fake, articles, tmp_path, capsys):
     capsys.readouterr()
     assert summarize.main(["--from-csv", str(table), "--plot", str(plot)]) == 0
     assert capsys.readouterr().out == text and plot.exists()
-
-
-def test_a_plot_of_little_is_a_plot_too(fake, articles, tmp_path):
-    for size in ("8", "full"):
-        table, plot = tmp_path / f"{size}.csv", tmp_path / f"{size}.png"
-        assert run(articles, tmp_path / "o.jsonl", "--sweep", size, "--csv", table,
-                   "--plot", plot) == 0
-        assert plot.read_bytes().startswith(b"\x89PNG")
-    zero = [{**row, **dict.fromkeys(("rouge2", "rouge2_low", "rouge2_high"), 0.0)}
-            for row in summary_table.read_rows(str(tmp_path / "8.csv"))]
-    summary_table.draw(zero, str(tmp_path / "zero.png"))
-    assert (tmp_path / "zero.png").exists()
 
 
 def test_every_flag_has_both_spellings_and_its_help(capsys):
@@ -489,88 +466,36 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
 
 @pytest.mark.parametrize(("flags", "message"), [
     ([], "give --input-path"),
-    (["--input-path", "a"], "give --input-path, a .jsonl file of articles, and --output-path"),
     (GIVEN, "cannot read --input-path a"),
-    ([*GIVEN[:3], " "], "--output-path must be text that is not empty"),
-    ([*GIVEN[:3], "no/such.jsonl"], "cannot read --input-path a"),
     ([*GIVEN[:3], "./a"], "name the same file"),
-    ([*GIVEN, "--csv", "b"], "name the same file"),
     ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
     ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
-    ([*GIVEN, "--nonsense"], "unknown flag"),
-    ([*GIVEN, "--model-name", " "], "--model must be text that is not empty"),
-    ([*GIVEN, "--sample-num", "0"], "--sample-num must be at least 1"),
-    ([*GIVEN, "--sample-num", "x"], "invalid int value"),
-    ([*GIVEN, "--gen-len", "0"], "--gen-len must be at least 1"),
-    ([*GIVEN, "--batch-size", "0"], "--gpu-batch-size must be at least 1"),
-    ([*GIVEN, "--num-gpu-batches", "0"], "--num-gpu-batches must be at least 1"),
     ([*GIVEN, "--percent", "60", "60", "100", "0"], "sum"),
-    ([*GIVEN, "--dtype", "int4"], "--dtype must be one of"),
-    ([*GIVEN, "--device", "tpu"], "--device must be"),
-    ([*GIVEN, "--cache-bits", "3"], "--cache-bits must be one of"),
     ([*GIVEN, "--num-window-length", "8"],
      "--num-window-length has no effect on the full cache: add --enable-h2o-generation"),
-    ([*GIVEN, "--num-heavy-hitter-tokens", "8"], "--num-heavy-hitter-tokens has no effect"),
-    ([*GIVEN, "--eviction", "window"], "--eviction has no effect on the full cache"),
     ([*GIVEN, "--enable-position-rolling"], "--enable-position-rolling has no effect"),
-    ([*GIVEN, "--evict-while-prefilling"], "--evict-while-prefilling has no effect"),
     ([*GIVEN, "--enable-h2o-generation", "--evict-while-prefilling"], "such as --prefill-chunk"),
-    ([*GIVEN, "--prefill-chunk", "0"], "--prefill-chunk must be at least 1"),
     ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
     ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
     ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "leave --eviction full out"),
-    ([*GIVEN, "--percent", "auto"], "--percent auto plans for batches"),
-    ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "0"],
-     "--num-window-length must be at least 1"),
-    ([*GIVEN, "--enable-h2o-generation", "--num-window-length", "8",
-      "--num-heavy-hitter-tokens", "8"], "leaves no recent tokens"),
     ([*GIVEN, "--enable-h2o-generation", "--eviction", "window", "--num-window-length", "8",
       "--num-heavy-hitter-tokens", "4"], "--num-heavy-hitter-tokens has no effect with --eviction"),
     ([*GIVEN, "--sweep", "8", "--num-window-length", "8"],
      "--num-window-length has no effect with --sweep"),
-    ([*GIVEN, "--sweep", "8", "--enable-h2o-generation"], "--enable-h2o-generation has no effect"),
     ([*GIVEN, "--sweep", "full", "--enable-position-rolling"],
      "--enable-position-rolling has no effect on the full cache: add a budget to --sweep"),
     ([*GIVEN, "--sweep", "full", "--policies", "h2o"], "--policies has no effect on the full"),
     ([*GIVEN, "--sweep", "8", "some"], "each of --sweep must be a number of tokens or full"),
-    ([*GIVEN, "--sweep", "0"], "each of --sweep must be a number of tokens or full"),
-    ([*GIVEN, "--sweep", "8", "--policies", "full"], "each of --policies must be one of h2o"),
     ([*GIVEN, "--sweep", "8", "--plot", "p.txt"], "--plot must name a .png"),
     (["--from-csv", "a", "--batch-size", "3"], "--gpu-batch-size has no effect with --from-csv"),
-    (["--from-csv", "nope.csv"], "cannot read --from-csv nope.csv"),
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
     refuses_flags(summarize.main, flags, message)
 
 
-def test_results_that_cannot_be_written_are_refused_first(articles, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)
-    for flags in (["--csv", tmp_path / "no" / "r.csv"], ["--csv", tmp_path]):
-        assert run(articles, tmp_path / "o.jsonl", *flags) == 2
-        assert "--csv" in capsys.readouterr().err
-    assert run(articles, tmp_path / "no" / "o.jsonl") == 2
-    assert "cannot write --output-path into the folder" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-@pytest.mark.parametrize(("name", "flags", "message"), [
-    ("rouge_score", [], "ROUGE needs rouge-score: pip install 'flexgen_h2o[summarize]'"),
-    ("matplotlib", ["--sweep", "8", "--plot", "p.png"],
-     "--plot needs matplotlib: pip install 'flexgen_h2o[plot]'"),
-])
-def test_an_extra_that_is_missing_is_named(monkeypatch, name, flags, message):
-    find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec",
-                        lambda module: None if module == name else find(module))
-    with pytest.raises(UserError) as error:
-        parse_args([*GIVEN, *flags])
-    assert str(error.value) == message
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda text: "", "has other columns"),
     (lambda text: text.splitlines()[0] + "\n", "has no rows"),
-    (lambda text: text.replace("rouge2_low,", "low,", 1), "has other columns"),
     (lambda text: text.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not a row"),
 ])
 def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message, capsys):
@@ -665,6 +590,7 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     assert "prompt_chunk" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_smollm2_in_its_chat_template(tmp_path, capsys):
     record = {"article": "The old bridge over the river Wye was closed on Monday after an engineer "
                          "found cracks in it. It will open again in spring, the council said.\n\n"

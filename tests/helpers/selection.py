@@ -17,6 +17,11 @@ def examples(count: int) -> int:
     return count if every_case else max(5, count // 4)
 
 
+def full(*values: object) -> list[object]:
+    """Return values of a parameter that are tried only with --all."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
 def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the items that cover their test functions, except those marked ``full``.
 
