@@ -295,7 +295,7 @@ class InstantLLM:
 def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)
     most = {}
-    for count in (500, 1500):
+    for count in (300, 900):
         path = write(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
                                              for number in range(count)])
         options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out"), "--window", "128"])
@@ -310,7 +310,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch)
             file.clear()
         progress.end()
         assert progress.answered == count and max(llm.calls) <= 129 < sum(llm.calls)
-    assert most[1500] < 1.5 * most[500]
+    assert most[900] < 1.5 * most[300]
 
 
 class SmallLLM(InstantLLM):
