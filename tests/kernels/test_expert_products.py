@@ -57,7 +57,7 @@ def table_of(made):
 def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
                                             team, seed):
     """With an activation, or with biases and gpt-oss's gate."""
-    options = {"function": function, "most": 16}
+    options = {"function": function, "max_rows": 16}
     missing = {0} if count > 2 else set()
     x, ids, shares, made = case(rows, hidden, wide, count, min(each, count), bits, seed=seed,
                                 missing=missing, biased=isinstance(function, tuple))

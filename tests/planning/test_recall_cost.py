@@ -85,7 +85,7 @@ def test_attention_takes_as_long_as_was_measured(path, bound):
     for machine in ("epyc-avx2", "xeon-avx512", "epyc-avx512bf16", "epyc-zen4"))])
 def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(path):
     rates, times = attention(path)
-    by_size = {(tokens.cached, round(tokens.chosen / tokens.cached, 2)): tokens
+    by_size = {(tokens.cached, round(tokens.selected / tokens.cached, 2)): tokens
                for tokens, bits in times if bits == 4}
     cases = [by_size[each] for each in ((2048, 0.2), (8192, 0.05), (8192, 0.2))]
     fit = fit_recall_rates(rates, [(tokens, times[tokens, 4]) for tokens in cases],
