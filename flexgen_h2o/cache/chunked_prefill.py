@@ -85,13 +85,11 @@ def append_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, slots: to
     slots : Tensor [kinds, kv_heads, slots, width]
         Of the sequence, written in place; may be in another memory than q. Without an eviction
         state they have capacity for the chunk.
-    sequence : SequenceState
     state : EvictionState or None
         Of the sequence alone, [1, kv_heads, slots]. With ranks its rotations cover slots and
         chunk. None: nothing is evicted, and slots are in the order of positions.
     layout : CacheLayout or None
         Of quantized slots.
-    attention : LayerAttention
     smoothing : KeySmoothing or None
         Of the cached keys.
 

@@ -149,8 +149,6 @@ class SparseAttention:
         ----------
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
-        part : CachePart
-        where : (layer, batch)
         max_cached : int
             Cached tokens of the longest sequence.
         metadata : int32 Tensor [4, sequences]

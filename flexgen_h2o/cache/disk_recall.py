@@ -398,11 +398,8 @@ def make_parts(slot_layout: SlotLayout, capacity: Capacity, counts: Sequence[int
 
     Parameters
     ----------
-    slot_layout : SlotLayout
-    capacity : Capacity
     counts : three ints
         Sequences of a batch on (gpu, cpu, disk).
-    transfers : Transfers
     on_host : bool
         Attention over the sequences on cpu runs on the host.
     file : callable (bytes) -> path

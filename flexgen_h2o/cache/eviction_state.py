@@ -176,14 +176,12 @@ def copy_continued(layer: int, parts: Sequence[CachePart], batches: Sequence[Bat
 
     Parameters
     ----------
-    layer : int
     parts : sequence of CachePart
         As the last block left them, without running transfers.
     batches : sequence of BatchLayout
         The next block.
     states : mapping
         The layer's eviction states by (batch, first sequence of the part).
-    h2o : H2OConfig or None
     """
     entries: ContinuedEntries = {}
     continued = [(origin, length) for batch_layout in batches
@@ -212,7 +210,6 @@ def write_continued(entries: ContinuedEntries, continued: Sequence[ContinuedSequ
 
     Parameters
     ----------
-    entries : ContinuedEntries
     continued : sequence of (ContinuedSequence or None)
         The sequences of a part; None: a new one.
     cache : Tensor [kinds, sequences, kv_heads, slots, width]

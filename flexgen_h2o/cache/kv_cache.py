@@ -276,7 +276,6 @@ class KVCache:
 
         Parameters
         ----------
-        layer, batch : int
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
             Before rotation. All three may be overwritten, and may be reused when this returns.

@@ -70,7 +70,6 @@ class PromptAttention:
 
         Parameters
         ----------
-        layer, batch : int
         q : Tensor [rows, heads, head_dim]
         k, v : Tensor [rows, kv_heads, head_dim]
             Rows of all spans, packed. q and k are rotated in place.
@@ -240,7 +239,6 @@ class PromptAttention:
 
         Parameters
         ----------
-        layer, batch : int
         source : int
             Index in the batch of the sequence whose whole prompt `attend` has cached.
         *targets : int

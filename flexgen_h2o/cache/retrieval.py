@@ -202,8 +202,6 @@ class Recall:
         k, v : Tensor [sequences, kv_heads, head_dim]
         part : CachePart
             Of these sequences.
-        where : (layer, batch)
-        step : RecallStep
         **options
             The form of attention.
 

@@ -111,7 +111,6 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
 
     Parameters
     ----------
-    config : RunConfig
     command : str
         Module that torchrun starts, for error messages.
     replica : int, optional

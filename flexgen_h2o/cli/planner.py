@@ -121,7 +121,6 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
 
     Parameters
     ----------
-    config : RunConfig
     load : Workload
         Lengths, and the batch sizes of a given policy.
     prompts : int or None

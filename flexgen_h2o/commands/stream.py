@@ -272,7 +272,6 @@ def answer(stream: Stream, turns: Iterable[Turn], encode: Callable[[str], str | 
 
     Parameters
     ----------
-    stream : Stream
     turns : iterable of Turn
     encode : callable
         Returns the prompt of a turn's text.

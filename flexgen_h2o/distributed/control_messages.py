@@ -77,8 +77,6 @@ class ControlChannel:
 
         Parameters
         ----------
-        policy : Policy
-        device : Device
         layer_costs : sequence of float
             Relative cost of each decoder layer.
         form : str
@@ -134,7 +132,6 @@ class ControlChannel:
 
         Parameters
         ----------
-        message : ControlMessage
         run : object, optional
             The run that the message is about.
 

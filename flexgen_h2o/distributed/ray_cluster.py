@@ -271,9 +271,6 @@ def map_replicas(ray: Any, dataset: Any, replica: type[Replica], count: int | tu
 
     Parameters
     ----------
-    ray : module
-    dataset : ray.data.Dataset
-    replica : type
     count : int or (int, int)
         Number of replicas, or its lower and upper limit.
     **keywords
@@ -307,8 +304,6 @@ def map_here(ray: Any, dataset: Any, function: Callable[..., Any], **keywords: A
 
     Parameters
     ----------
-    ray : module
-    dataset : ray.data.Dataset
     function : callable
     **keywords
         Of ``map_batches``.

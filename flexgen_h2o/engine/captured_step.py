@@ -120,7 +120,6 @@ class CapturedLayers:
 
         Parameters
         ----------
-        batch : int
         positions, lengths : Tensor
             See `rope_tables`.
         token : int
@@ -143,7 +142,6 @@ class CapturedLayers:
 
         Parameters
         ----------
-        step : LayerStep
         cache_layer : int
             Number of its decoder layer in the cache.
         rows : int

@@ -154,7 +154,6 @@ class DecoderLayers:
 
         Parameters
         ----------
-        step : LayerStep
         selected : Tensor int64 [rows]
             On the host.
 

@@ -252,7 +252,6 @@ class ExpertLayers:
             Weights of the layer: the norm before the experts, and the router.
         x : Tensor [rows, hidden]
             Hidden states after attention.
-        batch, forward_pass : int
         row : int
             Number of the first row in the batch.
         prompt_starts : sequence of slice, optional
@@ -308,7 +307,6 @@ class ExpertLayers:
             Weights of the layer's second half: those of the shared expert, if there is one.
         x : Tensor [rows, hidden]
             Updated in place.
-        batch, forward_pass : int
         """
         if not self._computed:
             self._compute()

@@ -345,9 +345,7 @@ class Runner:
 
         Parameters
         ----------
-        workspace : Workspace
         block : sequence of Batch
-        consumer : LogitsConsumer
         keep_cache : bool
             Continue with the contents of the workspace's cache, and keep them for the next block.
         bars : RunBars, optional

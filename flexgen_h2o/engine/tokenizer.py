@@ -131,7 +131,6 @@ class Prompts:
 
         Parameters
         ----------
-        text : str
         what : str
             Its name in errors.
         count, length : int

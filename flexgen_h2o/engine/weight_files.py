@@ -93,9 +93,7 @@ class WeightBuffer:
 
         Parameters
         ----------
-        content : uint8 Tensor
         specs : mapping of str to TensorSpec
-        form : WeightFormat
         aligned : bool
             The content was copied without the lead.
         """
@@ -346,8 +344,6 @@ class WeightFiles:
 
         Parameters
         ----------
-        buffer : WeightBuffer
-        out : uint8 Tensor
         ahead : bool
             As of `Disk.read`.
 

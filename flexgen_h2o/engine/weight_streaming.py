@@ -44,7 +44,6 @@ def shard_weights(specs: Mapping[str, TensorSpec], form: WeightFormat, placement
     ----------
     specs : mapping of str to TensorSpec
         In placement order. Vectors stay in memory.
-    form : WeightFormat
     placement : Placement
         Share of the bytes on each tier.
     unsplit : collection of str

@@ -259,7 +259,6 @@ class WeightStore:
 
         Parameters
         ----------
-        index : int
         times : int
             How often compute goes through the unit before the next one.
         """
@@ -278,8 +277,6 @@ class WeightStore:
         ----------
         lane : Lane
             The lane that runs this job.
-        staging : StagingBuffer
-        unit : Unit
         ahead : bool
             As of `Disk.read`.
         """

@@ -69,7 +69,6 @@ class Eviction:
         ----------
         scores : float32 Tensor [kv_heads, cut.length]
             Accumulated over all queries of the prompt; any finite values if ``heavy`` is 0.
-        cut : Cut
         positions : int Tensor [kv_heads, cut.length], optional
             Positions of the tokens, ascending. No sink may be missing. None: 0, 1, 2 and so on.
         vectors : Tensor [2, kv_heads, cut.length, head_dim], optional
@@ -238,8 +237,6 @@ def decode_metadata(prompts: Sequence[int], tokens: Sequence[int], h2o: H2OConfi
         Tokens of each prompt.
     tokens : sequence of int
         Tokens of each sequence, evicted ones and the new one included.
-    h2o : H2OConfig or None
-    layer : int
 
     Returns
     -------
@@ -268,7 +265,6 @@ def attention_weights(products: torch.Tensor, hidden: torch.Tensor, *, dim: int,
         True for keys that a query does not see, also because of the form's window.
     dim : int
         head_dim.
-    form : AttentionForm
     sinks : Tensor that broadcasts to [..., heads, queries, 1], or None
         Attention sinks: logits that take a share of each query's weights.
 

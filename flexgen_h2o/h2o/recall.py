@@ -28,7 +28,6 @@ def index_codes(keys: Tensor, layout: IndexLayout) -> tuple[Tensor, Tensor, Tens
     ----------
     keys : Tensor [..., head_dim], any floating dtype
         After rotation, if positions are rotary.
-    layout : IndexLayout
 
     Returns
     -------
@@ -88,7 +87,6 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
         The new token's key; its product with q is exact.
     keys : Tensor [..., kv_heads, tokens, head_dim]
         Cached keys, of `indexed_keys`; they are multiplied with `rounded_queries`.
-    layout : IndexLayout
     hidden : bool Tensor that broadcasts to [..., kv_heads, 1, tokens]
         True where there is no token.
     form : AttentionForm

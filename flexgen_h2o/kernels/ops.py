@@ -280,7 +280,6 @@ def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange |
     x : Tensor [rows, heads, head_dim]
     rope : (Tensor, Tensor) or None
         Cosines and sines of `table_dtype`, as `rotary.apply_rope_` takes them. None: no rotation.
-    change : BasisChange, optional
     offsets : float32 Tensor [rows, heads], optional
         Written in place.
     """
@@ -364,7 +363,6 @@ def repack(blocks: np.ndarray, kind: GGMLType, layout: MatrixLayout, out: Tensor
     ----------
     blocks : uint8 array [rows, bytes]
         Contiguous; it may be mapped from a file.
-    kind : GGMLType
     layout : MatrixLayout
         One that `kind.fits`.
     out : uint8 Tensor [layout.nbytes]

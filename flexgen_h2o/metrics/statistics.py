@@ -28,7 +28,6 @@ def bootstrap_interval(differences: Sequence[float], tokens: Sequence[int], *, d
         Tokens of each article.
     draws : int
         Number of resamples.
-    seed : int
     """
     sums, counts = np.asarray(differences, float), np.asarray(tokens, float)
     picks = np.random.default_rng(seed).integers(len(sums), size=(draws, len(sums)))

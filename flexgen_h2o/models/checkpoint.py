@@ -194,7 +194,6 @@ def resolve(
 
     Parameters
     ----------
-    checkpoint : Checkpoint
     specs : iterable of TensorSpec
         The tensors, by canonical name.
     aliases : callable

@@ -135,7 +135,6 @@ class Fields:
 
         Parameters
         ----------
-        family : str
         grouped : bool
             Whether num_key_value_heads is read.
         """
@@ -162,8 +161,6 @@ class Fields:
 
         Parameters
         ----------
-        family : str
-        rope : RopeConfig
         activation, eps : str
             Keys of the activation function and of the norms' epsilon.
         """

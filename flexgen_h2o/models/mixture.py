@@ -134,7 +134,6 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalize: 
 
     Parameters
     ----------
-    f : Fields
     width : str
         The key of an expert's width.
     normalize : bool, optional

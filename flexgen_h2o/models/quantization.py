@@ -228,7 +228,6 @@ def weight_options(file_options: WeightOptions, bits: int | str, model: ModelCon
     bits : int or "auto"
         "auto": `file_options`. 8 or 4: with groups of 32 if the file has values of these bits in
         such groups, which are then kept.
-    model : ModelConfig
     stored : Quantization or None
         The settings of a quantized checkpoint, or of experts in MXFP4.
     on_gpu : bool
@@ -253,7 +252,6 @@ def mixed_options(model: ModelConfig, *, compact: bool = True) -> WeightOptions:
 
     Parameters
     ----------
-    model : ModelConfig
     compact : bool
         Whether scales and zero points of 4-bit matrices have 8 bits instead of 16.
     """

@@ -109,7 +109,6 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
 
     Parameters
     ----------
-    f : Fields
     theta : number, optional
         The base if `parameters` has none. None: rope_theta.
     parameters : mapping, optional
@@ -247,7 +246,6 @@ def rope_tables(rope: RopeConfig, positions: Tensor, dtype: torch.dtype,
 
     Parameters
     ----------
-    rope : RopeConfig
     positions : Tensor [rows], int64
     dtype : torch.dtype
         Dtype of the result; angles are computed in float32.

@@ -60,12 +60,8 @@ def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates
 
     Parameters
     ----------
-    rates : ComputeRates or HostAttentionRates
-    recall : RecallRates
-    tokens : RecalledTokens
     index : IndexLayout
         The key index of one KV head.
-    cache : CacheOptions
     """
     heads, rate = tokens.kv_heads, rates.decode_attention[16]
     scanned = recall.index_work * heads * tokens.cached * index.tile_bytes / INDEX_TILE
@@ -93,7 +89,6 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
     times : three pairs of RecalledTokens and float
         Tokens of a 16-bit cache, and seconds: few selected of few cached tokens, few of many, and
         more of as many.
-    index : IndexLayout
 
     Returns
     -------

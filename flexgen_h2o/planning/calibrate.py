@@ -345,7 +345,6 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
         Rates of the CPU's attention over a cache that is read sequentially.
     dtype : torch.dtype
         Of the cache.
-    sizes : Sizes
 
     Returns
     -------

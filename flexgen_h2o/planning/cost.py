@@ -172,7 +172,6 @@ class _LayerStepCosts:
         ----------
         count : float
             Number of these steps in the phase.
-        cost : CostAccumulator
         attention : float array [TERMS], optional
             Seconds of attention, during which weight shards on disk are read ahead only as far as
             their buffers reach.
@@ -348,8 +347,7 @@ class _LayerStepCosts:
         return self._batches * rows * self._model.hidden_size * self._run.itemsize
 
     def _dense_seconds(self, rows: float) -> float:
-        """Return the seconds of a decoder layer for `rows` tokens, without attention and experts.
-        """
+        """Return the seconds of a decoder layer for `rows` tokens, without attention and experts."""
         compute, elements = self._compute, self._elements
         blocks, remainder = divmod(rows, ROW_BLOCK)
         products = blocks * self._matmul_seconds(ROW_BLOCK, elements)

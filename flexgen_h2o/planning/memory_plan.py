@@ -156,7 +156,6 @@ def memory_plan(
 
     Parameters
     ----------
-    model : ModelConfig
     policy : Policy
         Placements; the batch sizes are the workload's.
     workload : Workload
@@ -169,7 +168,6 @@ def memory_plan(
     writes_weights : bool
         Weights on the disk tier are written there (dummy weights, and quantized weights that no
         weight cache keeps). Otherwise they are read from existing files and take no space.
-    cache : CacheOptions
     weights : WeightOptions
         Placement shares are of the bytes at rest in this format.
     stage : Stage, optional
@@ -236,9 +234,6 @@ class MemoryCheck:
 
         Parameters
         ----------
-        policy : Policy
-        cache : CacheOptions
-        workload : Workload
         loaded_bytes : int or None
             Resident bytes of the process after the weights were loaded; None before.
         show : bool

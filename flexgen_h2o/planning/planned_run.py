@@ -113,7 +113,6 @@ class ExpertUse:
 
         Parameters
         ----------
-        sequences : float
         tokens : float
             Tokens of each sequence in the pass: 1 in decode steps, more in a prefill.
         first : float

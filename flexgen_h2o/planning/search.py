@@ -396,7 +396,6 @@ def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) ->
     ----------
     hardware : Hardware
         Measured in the run's dtype.
-    run : PlannedRun
     prompts : int or None
         As in `predict`.
     """

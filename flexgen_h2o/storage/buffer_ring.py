@@ -93,7 +93,6 @@ class BufferRing(Generic[Key]):
 
         Parameters
         ----------
-        key : hashable
         fill : callable (lane, buffer)
             Runs after all jobs on the buffer. Compute may still use the buffer, but is done before
             the copies that `fill` queues on the lane's stream. Returns jobs on the buffer that it

@@ -180,7 +180,6 @@ class Disk:
         Parameters
         ----------
         reads : iterable of AlignedRead
-        buffer : uint8 Tensor, page-aligned, on the host
         ahead : bool
             The bytes are used much later: other reads and writes come first, even later ones.
 
@@ -198,7 +197,6 @@ class Disk:
 
         Parameters
         ----------
-        path : Path
         kernel : callable (file, direct) -> (done, nbytes)
             Gets a file descriptor, and whether it bypasses the page cache. Returns the amount of
             work that is done, and the bytes that were read.

@@ -146,7 +146,6 @@ def _group_limit(group: Path, limit: str, usage: str, mapped: str, *, prefix: st
 
     Parameters
     ----------
-    group : Path
     limit, usage : str
         Names of its files.
     mapped : str

@@ -121,7 +121,6 @@ class Device:
 
         Parameters
         ----------
-        nbytes : int
         pinned : bool
             Page-lock the memory for copies to a GPU; a no-op without one.
         touch : bool

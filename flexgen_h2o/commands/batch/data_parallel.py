@@ -166,7 +166,6 @@ def absorb(source: JobInput, *, results: ResultsFile, errors: ResultsFile) -> di
 
     Parameters
     ----------
-    source : JobInput
     results, errors : ResultsFile
         May be the same file.
 

@@ -66,7 +66,6 @@ class RayJob:
 
         Parameters
         ----------
-        left : int array
         should_end : callable
             Is called after each window.
 

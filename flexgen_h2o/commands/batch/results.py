@@ -214,7 +214,6 @@ def answer_line(request: JobRequest, outputs: Sequence[Output], *, key: int, mod
 
     Parameters
     ----------
-    request : JobRequest
     outputs : sequence of Output
         One for each choice: `n` of the first prompt, then `n` of the next one.
     key : int

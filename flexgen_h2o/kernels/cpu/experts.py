@@ -76,7 +76,6 @@ class ExpertTable:
 
         Parameters
         ----------
-        number : int
         gate, up : Tensor or QuantizedMatrix [wide, hidden]
         down : Tensor or QuantizedMatrix [hidden, wide]
             bfloat16 or quantized; all experts of a table have the same format.

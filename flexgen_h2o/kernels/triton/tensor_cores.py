@@ -324,7 +324,6 @@ def product(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tensor | None,
     x : Tensor [rows, inputs]
         Contiguous in the last dimension.
     data : uint8 Tensor [layout.nbytes]
-    layout : MatrixLayout
     bias : Tensor [outputs] or None
     out : Tensor [rows, outputs] or None
 

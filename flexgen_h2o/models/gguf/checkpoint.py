@@ -208,7 +208,6 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
 
     Parameters
     ----------
-    header : GgufHeader
     fuse_experts : bool
         Whether gpt-oss has one tensor for all experts of a layer, as on the hub. Otherwise each
         expert has its own, with the names of `families.gpt_oss`.

@@ -58,7 +58,6 @@ def config_of(header: GgufHeader, dtype: str | None = None) -> dict[str, Any]:
 
     Parameters
     ----------
-    header : GgufHeader
     dtype : str, optional
         Dtype of the weights, by PyTorch's name.
 
