@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--folder", default="models", help="for fetched files")
     parser.add_argument("--csv", default="benchmarks/results/check_quality.csv")
     args = parser.parse_args()
-    check_int("--articles", args.articles, low=1)
+    check_int("--articles", args.articles, ge=1)
     todo = {length: chosen(args.modes, length) for length in args.lengths}
     check_writable("--csv", args.csv)
     articles = read_articles(args.input_path)

@@ -444,9 +444,9 @@ def main() -> None:
         return
     if why := cpu_library.missing():
         parser.error(f"nothing to measure: {why}")
-    check_int("--repeats", args.repeats, low=1)
+    check_int("--repeats", args.repeats, ge=1)
     for rows in args.rows:
-        check_int("--rows", rows, low=1)
+        check_int("--rows", rows, ge=1)
     out, plot = Path(args.out), Path(args.out).with_suffix(".png")
     check_folder("--out", str(out.parent), [str(out), str(plot)])
     torch.manual_seed(0)

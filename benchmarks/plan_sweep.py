@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_sweep.csv"))
     args = parser.parse_args(argv)
-    check_int("--repeats", args.repeats, low=1)
+    check_int("--repeats", args.repeats, ge=1)
     check_folder("--out", str(args.out.parent), [str(args.out)])
     partial = Path(f"{args.out}.partial")
     table, failures = sweep(args, partial)

@@ -263,9 +263,9 @@ def main() -> None:
         parser.error("--systems needs 'engine'")
     for name, low in (("repeats", 1), ("inner", 1), ("gen_len", 2), ("prompt_len", 1),
                       ("warm_len", 1), ("threads", 1)):
-        check_int(flag_name(name), getattr(args, name), low=low)
+        check_int(flag_name(name), getattr(args, name), ge=low)
     for batch in args.batches:
-        check_int("--batches", batch, low=1)
+        check_int("--batches", batch, ge=1)
     beside_rows = Path(args.csv).with_suffix(".md")
     check_writable("--csv", args.csv, beside=(str(beside_rows),))
     table, file = [], CsvWriter(args.csv, COLUMNS, end="\r\n")

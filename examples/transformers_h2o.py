@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[Namespace, H2OConfig]:
     parser.add_argument("--hh-ratio", type=float, default=0.1,
                         help="share of the prompt to keep as heavy hitters, and as recent (0.1)")
     args = parser.parse_args(argv)
-    check_int("--gen-len", args.gen_len, low=1)
+    check_int("--gen-len", args.gen_len, ge=1)
     if not args.prompt:
         raise UserError("--prompt must be text that is not empty")
     return args, H2OConfig(heavy_ratio=args.hh_ratio)

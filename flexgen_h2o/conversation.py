@@ -78,7 +78,7 @@ class Stream(Session):
     def __init__(self, runner: Runner, prompts: Prompts, memory: MemoryCheck,
                  call_lock: CallLock, *, max_tokens: int | None, past_context: bool):
         if max_tokens is not None:
-            check_int("max_tokens", max_tokens, low=1)
+            check_int("max_tokens", max_tokens, ge=1)
         check_bool("past_context", past_context)
         policy, cache = runner.args.policy, runner.args.cache
         self._h2o = cache.h2o

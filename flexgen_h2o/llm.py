@@ -502,7 +502,7 @@ class LLM(Session):
             `max_batch_size`, or a power of two below it. 1 if nothing fits: the run itself then
             raises.
         """
-        check_int("max_batch_size", max_batch_size, low=1)
+        check_int("max_batch_size", max_batch_size, ge=1)
         self._control.check_single_rank("fit_batch")
         self._check_open()
         self._engine.free_workspaces()  # their memory counts as free

@@ -54,7 +54,7 @@ class FlexGen(Baseline):
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
-        check_int(f"system {name}: num_gpu_batches", found["num_gpu_batches"], low=1)
+        check_int(f"system {name}: num_gpu_batches", found["num_gpu_batches"], ge=1)
         if not isinstance(found["flags"], str):
             raise UserError(f"system {name}: flags must be text, got {found['flags']!r}")
         return found
@@ -128,7 +128,7 @@ class H2OFork(FlexGen):
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
-        check_number(f"system {name}: cache_share", found["cache_share"], above=0, high=1)
+        check_number(f"system {name}: cache_share", found["cache_share"], gt=0, le=1)
         return found
 
     def refusal(self) -> str | None:

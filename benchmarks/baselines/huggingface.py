@@ -167,7 +167,7 @@ class AccelerateOffload(HuggingFaceBaseline):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
         check_choice(f"system {name}: offload", found["offload"], ACCELERATE_TIERS)
-        check_int(f"system {name}: near_layers", found["near_layers"], low=0)
+        check_int(f"system {name}: near_layers", found["near_layers"], ge=0)
         return found
 
     def refusal(self) -> str | None:

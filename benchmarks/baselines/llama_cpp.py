@@ -66,11 +66,11 @@ class LlamaCpp(Baseline):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
         check_choice(f"system {name}: weights", found["weights"], tuple(BITS))
-        check_int(f"system {name}: n_ubatch", found["n_ubatch"], low=1, high=N_BATCH)
+        check_int(f"system {name}: n_ubatch", found["n_ubatch"], ge=1, le=N_BATCH)
         for option in ("flash_attention", "repack"):
             check_bool(f"system {name}: {option}", found[option])
         if found["threads"] is not None:
-            check_int(f"system {name}: threads", found["threads"], low=1)
+            check_int(f"system {name}: threads", found["threads"], ge=1)
         return found
 
     @classmethod

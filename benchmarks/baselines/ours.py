@@ -55,7 +55,7 @@ class Ours(Baseline):
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         found = super().check(name, options)
         if found["cache_share"] is not None:
-            check_number(f"system {name}: cache_share", found["cache_share"], above=0, high=1)
+            check_number(f"system {name}: cache_share", found["cache_share"], gt=0, le=1)
         try:
             cls.config(Path("model"), BaselineSettings(
                 dtype="bfloat16", batch=1, prompt_len=512, mean_prompt_len=512, gen_len=32,

@@ -55,22 +55,22 @@ class AnalyzeOptions:
         help="a folder for the .csv and .png files, made if need be",
     )
     articles: int | None = flag(
-        "int", None, low=1, shown=f"{_ARTICLES} of a .jsonl file",
+        "int", None, ge=1, shown=f"{_ARTICLES} of a .jsonl file",
         help="look at the first so many long enough",
     )
     min_tokens: int | None = flag(
-        "int", None, low=_FEWEST,
+        "int", None, ge=_FEWEST,
         shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text",
         help="shorter articles are passed over, a shorter text is refused",
     )
-    max_tokens: int = flag("int", 512, low=_FEWEST, help="texts are cut to this")
+    max_tokens: int = flag("int", 512, ge=_FEWEST, help="texts are cut to this")
     budgets: tuple[float, ...] = flag(
-        "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
+        "numbers", (5, 10, 20, 40, 60), gt=0, le=100, metavar="P",
         help="percent of the tokens that are heavy hitters (local), and cache budgets in percent "
         "of the first half (misses)",
     )
     evict: tuple[float, ...] = flag(
-        "numbers", (1, 5, 20), above=0, high=100, metavar="P",
+        "numbers", (1, 5, 20), gt=0, le=100, metavar="P",
         help="percent of the first half's keys that the second half does not see (evicted)",
     )
     only: tuple[str, ...] = flag(

@@ -87,7 +87,7 @@ def main() -> None:
     needed = {"full", *("full, on disk" for name in args.caches if "disk" in name)}
     if missing := sorted(needed - {*args.caches}):
         flags.error(f"--caches needs {missing[0]!r}, which others are compared with")
-    check_int("--repeats", args.repeats, low=1)
+    check_int("--repeats", args.repeats, ge=1)
     found: dict[str, list[dict]] = {name: [] for name in args.caches}
     for _ in range(args.repeats):
         for name in args.caches:

@@ -52,7 +52,7 @@ def parsed(flags: argparse.ArgumentParser) -> argparse.Namespace:
     """
     args = flags.parse_args()
     for name, low in (("prompt_len", 1), ("gen_len", 2), ("batch", 1)):
-        check_int(flag_name(name), getattr(args, name), low=low)
+        check_int(flag_name(name), getattr(args, name), ge=low)
     check_writable("--csv", args.csv)
     return args
 

@@ -248,15 +248,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_numbers(args: argparse.Namespace) -> None:
     """Raise `UserError` for invalid numbers."""
-    check_int("--items", args.items, low=OPTIONS)  # wrong summaries are those of other items
+    check_int("--items", args.items, ge=OPTIONS)  # wrong summaries are those of other items
     if args.limit is not None:
-        check_int("--limit", args.limit, low=2)  # one has no standard error
+        check_int("--limit", args.limit, ge=2)  # one has no standard error
     for name in ("words", "shot_words"):
-        check_int(f"--{name.replace('_', '-')}", getattr(args, name), low=1)
+        check_int(f"--{name.replace('_', '-')}", getattr(args, name), ge=1)
     for shots in args.shots:
-        check_int("--shots", shots, low=0)
+        check_int("--shots", shots, ge=0)
     for budget in args.budgets:
-        check_number("--budgets", budget, above=0)
+        check_number("--budgets", budget, gt=0)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -261,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--conditions", default="", help="text for the measured rows")
     args = parser.parse_args(argv)
-    check_int("--repeats", args.repeats, low=1)
+    check_int("--repeats", args.repeats, ge=1)
     check_folder("--out", str(args.out.parent), [str(args.out)])
     kinds = (args.only,) if args.only else KINDS
     table = kept(args.out, kinds)

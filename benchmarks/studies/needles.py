@@ -228,9 +228,9 @@ def run(args: argparse.Namespace) -> None:
     """Measure all rows that the file lacks."""
     if args.presses and kvpress is None:
         raise UserError("--presses needs kvpress: pip install kvpress==0.5.5")
-    check_int("--texts", args.texts, low=1)
+    check_int("--texts", args.texts, ge=1)
     for budget in args.budgets:
-        check_number("--budgets", budget, above=0, high=100)
+        check_number("--budgets", budget, gt=0, le=100)
     torch.set_grad_enabled(False)
     tokenizer = AutoTokenizer.from_pretrained(str(checkpoint_folder(args.model)))
     hay = list(chain.from_iterable(tokenizer(text)["input_ids"]

@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_limited.csv"))
     args = parser.parse_args(argv)
     for name, low in (("prompt_len", 1), ("gen_len", 2), ("tokens", 2)):
-        check_int(flag_name(name), getattr(args, name), low=low)
+        check_int(flag_name(name), getattr(args, name), ge=low)
     table = []
     for found in rows(args):
         table.append(found)

@@ -80,7 +80,7 @@ def main() -> None:
         print(json.dumps(measure(*json.loads(args.one))))
         return
     for length in args.lengths:
-        check_int("--lengths", length, low=1)
+        check_int("--lengths", length, ge=1)
     check_writable("--csv", args.csv)
     file = CsvWriter(args.csv, COLUMNS)
     with report_partial_rows(file):

@@ -43,12 +43,12 @@ class QualityOptions:
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
-    articles: int = flag("int", 30, low=1, help="measure on the first so many long enough")
+    articles: int = flag("int", 30, ge=1, help="measure on the first so many long enough")
     # A half has a token at least.
-    min_tokens: int = flag("int", 500, low=2, help="shorter articles are passed over")
-    max_tokens: int = flag("int", 768, low=2, help="articles are cut to this")
+    min_tokens: int = flag("int", 500, ge=2, help="shorter articles are passed over")
+    max_tokens: int = flag("int", 768, ge=2, help="articles are cut to this")
     budgets: tuple[float, ...] = flag(
-        "numbers", (5, 10, 20, 40, 60), above=0, high=100, metavar="P",
+        "numbers", (5, 10, 20, 40, 60), gt=0, le=100, metavar="P",
         help="KV cache budgets, percent of the prompt; recall, sparse values and variants are "
         "measured at 5 and 20",
     )

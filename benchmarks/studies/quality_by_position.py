@@ -49,9 +49,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--csv", default="benchmarks/results/quality_by_position.csv")
     args = parser.parse_args()
-    check_int("--articles", args.articles, low=1)
+    check_int("--articles", args.articles, ge=1)
     for name in ("min_tokens", "max_tokens"):  # each quarter of a half has a token
-        check_int(flag_name(name), getattr(args, name), low=2 * QUARTERS)
+        check_int(flag_name(name), getattr(args, name), ge=2 * QUARTERS)
     check_writable("--csv", args.csv)
     full: list[float] = []
     texts, file = read_articles(args.input_path), CsvWriter(args.csv, COLUMNS)

@@ -83,9 +83,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--csv", default="benchmarks/results/rounding_quality.csv")
     args = parser.parse_args()
-    check_int("--articles", args.articles, low=1)
+    check_int("--articles", args.articles, ge=1)
     for name in ("min_tokens", "max_tokens"):
-        check_int(flag_name(name), getattr(args, name), low=2)
+        check_int(flag_name(name), getattr(args, name), ge=2)
     check_writable("--csv", args.csv)
     file = CsvWriter(args.csv, COLUMNS)
     with report_partial_rows(file):

@@ -140,9 +140,9 @@ def main() -> None:
         serve(args.model, args.batch)
         return
     for name, low in (("batch", 1), ("gen_len", 2), ("repeats", 1)):
-        check_int(flag_name(name), getattr(args, name), low=low)
+        check_int(flag_name(name), getattr(args, name), ge=low)
     for busy in args.busy:
-        check_int("--busy", busy, low=0)
+        check_int("--busy", busy, ge=0)
     check_folder("--csv", os.path.dirname(args.csv) or ".", [args.csv])
     write(args, measure(args))
 

@@ -43,17 +43,17 @@ class StreamQualityOptions:
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
-    tokens: int = flag("int", 32_000, low=2, help="how far to stream")
-    piece: int = flag("int", 500, low=2, help="tokens of a row")
+    tokens: int = flag("int", 32_000, ge=2, help="how far to stream")
+    piece: int = flag("int", 500, ge=2, help="tokens of a row")
     policies: tuple[str, ...] = flag(
         "words", ("h2o", "sink-window", "full"), choices=_POLICIES, metavar="POLICY",
         help=f"caches to measure: {', '.join(_POLICIES)}",
     )
     full_max_tokens: int | None = flag(
-        "int", None, low=2, shown="--tokens", help="how far to stream through the full cache",
+        "int", None, ge=2, shown="--tokens", help="how far to stream through the full cache",
     )
     blow_up: float = flag(
-        "float", 10.0, above=1,
+        "float", 10.0, gt=1,
         help="three pieces in a row of so many times the first pieces' perplexity are a failure",
     )
     csv: str | None = measurements.csv_flag("piece")

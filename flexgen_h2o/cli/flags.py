@@ -109,19 +109,19 @@ class RunFlags:
         help="read flags from a YAML file (underscores for dashes); the command line overrides it",
     )
     num_prompts: int | None = _flag(
-        "batch and lengths", "int", None, low=1, shown="a block",
+        "batch and lengths", "int", None, ge=1, shown="a block",
         help="number of synthetic prompts",
     )
     prompt_len: int = _flag(
-        "batch and lengths", "int", 512, low=1,
+        "batch and lengths", "int", 512, ge=1,
         help="length of each synthetic prompt in tokens (random token ids, EOS ignored)",
     )
     gen_len: int = _flag(
-        "batch and lengths", "int", 32, low=1,
+        "batch and lengths", "int", 32, ge=1,
         help="maximum number of tokens to generate per prompt",
     )
     cut_gen_len: int | None = _flag(
-        "batch and lengths", "int", None, low=1, shown="all of --gen-len",
+        "batch and lengths", "int", None, ge=1, shown="all of --gen-len",
         help="stop after this many tokens and project the times to --gen-len",
     )
     warm_up: bool = _flag(
@@ -129,17 +129,17 @@ class RunFlags:
         help=WARM_UP,
     )
     gpu_batch_size: int | None = _flag(
-        "batch and lengths", "int", None, low=1,
+        "batch and lengths", "int", None, ge=1,
         shown=f"{Policy.gpu_batch_size}; chosen with --percent auto",
         help="sequences computed together",
     )
     num_gpu_batches: int | None = _flag(
-        "batch and lengths", "int", None, low=1,
+        "batch and lengths", "int", None, ge=1,
         shown=f"{Policy.num_gpu_batches}; chosen with --percent auto",
         help="GPU batches per block; a block shares each load of a layer's weights",
     )
     prefill_chunk: int | None = _flag(
-        "batch and lengths", "int", None, low=1, shown="the whole prompt",
+        "batch and lengths", "int", None, ge=1, shown="the whole prompt",
         help="chunked prefill: process prompts in chunks of this many tokens, which takes less "
         "memory",
     )
@@ -163,7 +163,7 @@ class RunFlags:
         "selected tokens that are not in the hot set; for disks with fast random reads",
     )
     fast_set: float | None = _flag(
-        "policy", "float", None, above=0, high=1, metavar="SHARE",
+        "policy", "float", None, gt=0, le=1, metavar="SHARE",
         shown="twice the budget",
         help="size of the hot set of --fetch-chosen, as a fraction of all tokens; a larger one "
         "needs fewer reads",
@@ -178,7 +178,7 @@ class RunFlags:
         "weights",
     )
     expert_slots: int | None = _flag(
-        "policy", "int", None, low=1, shown="the experts that a decode step chooses in two layers",
+        "policy", "int", None, ge=1, shown="the experts that a decode step chooses in two layers",
         help="slots in the fastest memory for experts that are not resident there; the most used "
         "experts keep their slots",
     )
@@ -192,7 +192,7 @@ class RunFlags:
         "experts in the fastest memory",
     )
     refill_share: float = _flag(
-        "policy", "float", Policy.refill_share, above=0, high=1,
+        "policy", "float", Policy.refill_share, gt=0, le=1,
         help="end a block when this fraction of its sequences has finished; the others continue "
         "in the next block; 1 waits for all",
     )
@@ -201,12 +201,12 @@ class RunFlags:
         help="folder of the disk tier; emptied at exit",
     )
     pipeline_parallel: int = _flag(
-        "policy", "int", 1, low=1,
+        "policy", "int", 1, ge=1,
         help="number of ranks, started by torchrun, that share the layers; each has its own "
         "memory and disk",
     )
     rank_timeout: float = _flag(
-        "policy", "float", 600.0, above=0, metavar="SECONDS",
+        "policy", "float", 600.0, gt=0, metavar="SECONDS",
         help="end all ranks if none makes progress for this long (with --pipeline-parallel); a "
         "lost rank is noticed within 30 s",
     )
@@ -266,11 +266,11 @@ class RunFlags:
         "so that the cache grows",
     )
     num_heavy_hitter_tokens: int | None = _flag(
-        "cache", "int", None, low=0, shown="half of --num-window-length",
+        "cache", "int", None, ge=0, shown="half of --num-window-length",
         help="heavy hitters to keep, in tokens; without --num-window-length as many recent tokens",
     )
     num_window_length: int | None = _flag(
-        "cache", "int", None, low=1, shown="by --hh-ratio",
+        "cache", "int", None, ge=1, shown="by --hh-ratio",
         help="tokens to keep in all: heavy hitters, sinks, and recent tokens for the rest",
     )
     hh_all: bool = _flag(
@@ -301,7 +301,7 @@ class RunFlags:
         help="factor on old attention per new token (--score decay)",
     )
     sink_tokens: int | None = _flag(
-        "cache", "int", None, low=0, shown=f"0; {SINK_WINDOW_SINKS} with --eviction sink-window",
+        "cache", "int", None, ge=0, shown=f"0; {SINK_WINDOW_SINKS} with --eviction sink-window",
         help="first tokens of each prompt that always stay",
     )
     enable_position_rolling: bool = _flag(
@@ -314,7 +314,7 @@ class RunFlags:
         help="drop OPT's positions past its table (for speed measurements only)",
     )
     attn_sparsity: float = _flag(
-        "cache", "float", 1.0, above=0, high=1,
+        "cache", "float", 1.0, gt=0, le=1,
         help="fraction of the cached values that each new token reads, those with the largest "
         "weights; fewer are transferred from host memory (from disk all are)",
     )
@@ -392,7 +392,7 @@ class RunFlags:
     )
     no_log: bool = _flag("results", "bool", False, help="write no log file")
     verbose: int = _flag(
-        "results", "int", 2, low=0, const=3,
+        "results", "int", 2, ge=0, const=3,
         help="0: print nothing, 1: table of results, 2: also the texts, 3: also the memory plan",
     )
     stream: bool = _flag(

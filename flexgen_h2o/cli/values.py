@@ -24,7 +24,7 @@ def flag(kind: str, default: object, *, help: str, **rules: object) -> Any:
     """Return a dataclass field with the metadata of its flag.
 
     `kind` is text, path, texts, words, percent, shares, ratios, numbers, size, int, bits (an
-    integer or auto), float or bool. Rules: `choices`, `low`, `above` and `high` (bounds),
+    integer or auto), float or bool. Rules: `choices`, `ge`, `gt` and `le` (bounds),
     `metavar`, `const` (value of the flag without an argument), `shown` (the default as --help
     shows it) and `short` (a one-letter alias such as ``-i``).
     """
@@ -49,13 +49,13 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "bool":
             check_bool(name, value)
         case "int":
-            check_int(name, value, low=rules.get("low"))
+            check_int(name, value, ge=rules.get("ge"))
         case "bits":
             if not isinstance(value, str):  # what it says is checked against the choices
                 check_int(name, value)
         case "float":
-            check_number(name, value, low=rules.get("low"), above=rules.get("above"),
-                         high=rules.get("high"))
+            check_number(name, value, ge=rules.get("ge"), gt=rules.get("gt"),
+                         le=rules.get("le"))
         case "percent":
             value = _percentages(name, value)
         case "shares":
@@ -74,8 +74,8 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "numbers":
             value = _several(value)
             for number in value:
-                check_number(f"each of {name}", number, above=rules.get("above"),
-                             high=rules.get("high"))
+                check_number(f"each of {name}", number, gt=rules.get("gt"),
+                             le=rules.get("le"))
         case "text":
             value = validation.validate(validation.Text, value, name)
     if "choices" in rules:
@@ -108,7 +108,7 @@ def parse_size(flag: str, value: object) -> int:
         number, prefix, binary = found.groups()
         scale = (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0)
         value = float(number) * scale
-    return math.floor(check_number(flag, value, low=1))
+    return math.floor(check_number(flag, value, ge=1))
 
 
 def _percentages(flag: str, value: object) -> tuple[float, ...] | str:
@@ -162,7 +162,7 @@ def _ratio(flag: str, value: object) -> float:
         except ValueError:
             raise UserError(f"{flag} takes numbers above 0, at most 1, or a .yaml file of them, "
                             f"got {value!r}") from None
-    return check_number(flag, value, above=0, high=1)
+    return check_number(flag, value, gt=0, le=1)
 
 
 def load_yaml(path: str | os.PathLike) -> dict[str, object]:

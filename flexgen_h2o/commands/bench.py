@@ -46,7 +46,7 @@ class BenchOptions:
     """
 
     run: RunConfig
-    repeats: int = flag("int", 3, low=1, group="results",
+    repeats: int = flag("int", 3, ge=1, group="results",
                         help="how often to generate what is measured")
 
     def __post_init__(self) -> None:

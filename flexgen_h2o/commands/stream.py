@@ -70,7 +70,7 @@ class StreamOptions:
         help="conversations, a JSON object per line: the list `turns`, as in MT-Bench",
     )
     sample_num: int | None = flag(
-        "int", None, low=1, shown="all", help="use only the first N conversations",
+        "int", None, ge=1, shown="all", help="use only the first N conversations",
     )
     chat_template: bool = flag(
         "bool", False, help="put each turn into the model's chat template",
@@ -80,7 +80,7 @@ class StreamOptions:
         help="evict tokens from the cache as --eviction says; otherwise the cache keeps all tokens",
     )
     max_tokens: int | None = flag(
-        "int", None, low=1, shown="the model's positions",
+        "int", None, ge=1, shown="the model's positions",
         help="capacity of the full cache in tokens",
     )
     past_context: bool = flag(

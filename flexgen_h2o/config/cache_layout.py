@@ -186,7 +186,7 @@ class CacheOptions:
         object.__setattr__(self, "bits", (keys + values) // 2)
         if self.bits != 16 and self.h2o is not None and self.h2o.simulate:
             raise UserError("simulate masks an exact cache: leave cache_bits at 16")
-        check_number("attn_sparsity", self.attn_sparsity, above=0, high=1)
+        check_number("attn_sparsity", self.attn_sparsity, gt=0, le=1)
         if self.attn_sparsity < 1 and keys != values:
             raise UserError("attn_sparsity reads keys without their values: give key_bits and "
                             "value_bits the same number, or leave it out")

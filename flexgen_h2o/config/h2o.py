@@ -125,17 +125,17 @@ class H2OConfig:
     index_bits: int = 4
 
     def __post_init__(self) -> None:
-        check_int("sink_tokens", self.sink_tokens, low=0)
+        check_int("sink_tokens", self.sink_tokens, ge=0)
         self._check_sizes()
         check_score(self.score)
-        check_number("decay", self.decay, above=0, high=1)
+        check_number("decay", self.decay, gt=0, le=1)
         check_choice("positions", self.positions, POSITIONS)
         for name in ("evict_generated", "simulate", "drop_positions", "recall"):
             check_bool(name, getattr(self, name))
         self._check_recall()
         self._check_budget_of()
         if self.prompt_chunk is not None:
-            check_int("prompt_chunk", self.prompt_chunk, low=1)
+            check_int("prompt_chunk", self.prompt_chunk, ge=1)
             if self.is_full:
                 raise UserError("prompt_chunk has no effect on the full cache: leave it out")
 
@@ -146,7 +146,7 @@ class H2OConfig:
             if ratio is not None:
                 object.__setattr__(self, f"{part}_ratio", _ratios(f"{part}_ratio", ratio))
             if count is not None:
-                check_int(f"{part}_tokens", count, low=fewest)
+                check_int(f"{part}_tokens", count, ge=fewest)
             if ratio is not None and count is not None:
                 raise UserError(f"give {part}_ratio or {part}_tokens, not both")
         counts = [len(ratios) for ratios in self._per_layer().values()]
@@ -254,11 +254,11 @@ class H2OConfig:
 def _ratios(name: str, value: object) -> float | tuple[float, ...]:
     """Check a ratio, or one per decoder layer. Return a sequence as a (hashable) tuple."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        return check_number(name, value, above=0, high=1)
+        return check_number(name, value, gt=0, le=1)
     if len(value) == 0:
         raise UserError(f"{name} must be a number, or one per decoder layer, got {value!r}")
     for layer, ratio in enumerate(value):
-        check_number(f"{name} of layer {layer}", ratio, above=0, high=1)
+        check_number(f"{name} of layer {layer}", ratio, gt=0, le=1)
     return tuple(value)
 
 

@@ -50,7 +50,7 @@ class AttentionForm:
             raise UserError(f"the soft cap of attention must be a number from 0 on (0: none), got "
                             f"{self.softcap!r}")
         if self.window is not None:
-            check_int("the window of attention", self.window, low=2)
+            check_int("the window of attention", self.window, ge=2)
         check_bool("sinks", self.sinks)
 
     def scale_for(self, head_dim: int) -> float:

@@ -28,7 +28,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         for tier in TIERS:
-            check_number(f"the {tier} percentage", getattr(self, tier), low=0, high=100)
+            check_number(f"the {tier} percentage", getattr(self, tier), ge=0, le=100)
         total = self.gpu + self.cpu + self.disk
         if abs(total - 100) > _PERCENT_SLACK:
             raise UserError(f"percentages of gpu, cpu and disk must sum to 100, got {total:g}")
@@ -100,4 +100,4 @@ def _percentage(name: str, value: object) -> float:
             value = float(value)
         except ValueError:
             raise UserError(f"{name} takes numbers from 0 to 100, got {value!r}") from None
-    return check_number(f"each number of {name}", value, low=0, high=100)
+    return check_number(f"each number of {name}", value, ge=0, le=100)

@@ -84,12 +84,12 @@ class Policy:
     fast_set: float | None = None
 
     def __post_init__(self) -> None:
-        check_int("gpu_batch_size", self.gpu_batch_size, low=1)
-        check_int("num_gpu_batches", self.num_gpu_batches, low=1)
+        check_int("gpu_batch_size", self.gpu_batch_size, ge=1)
+        check_int("num_gpu_batches", self.num_gpu_batches, ge=1)
         if self.prefill_chunk is not None:
-            check_int("prefill_chunk", self.prefill_chunk, low=1)
+            check_int("prefill_chunk", self.prefill_chunk, ge=1)
         if self.expert_slots is not None:
-            check_int("expert_slots", self.expert_slots, low=1)
+            check_int("expert_slots", self.expert_slots, ge=1)
         if not isinstance(self.experts, Placement | None):
             raise UserError(f"experts must be a Placement or None, got {self.experts!r}")
         if not isinstance(self.expert_choices, ExpertChoices | None):
@@ -101,9 +101,9 @@ class Policy:
         for name in ("overlap", "cpu_cache_compute", "pin_weight", "sep_layer",
                      "cpu_expert_compute", "fetch_chosen"):
             check_bool(name, getattr(self, name))
-        check_number("refill_share", self.refill_share, above=0, high=1)
+        check_number("refill_share", self.refill_share, gt=0, le=1)
         if self.fast_set is not None:
-            check_number("fast_set", self.fast_set, above=0, high=1)
+            check_number("fast_set", self.fast_set, gt=0, le=1)
 
     def check_device(self, *, has_gpu: bool) -> None:
         """Raise `UserError` for options that this device does not support."""
@@ -163,7 +163,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches"):
-            check_int(name, getattr(self, name), low=1)
+            check_int(name, getattr(self, name), ge=1)
 
     def cut(self, longest: int | None) -> Workload:
         """Return the workload with prompts of at most `longest` tokens; None: no limit."""

@@ -10,12 +10,12 @@ from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError, check_text, short_repr
 
 _OPTIONAL: Mapping[str, tuple[Callable[..., object], Mapping[str, Any]]] = {
-    "min_new_tokens": (check_int, {"low": 0}), "min_length": (check_int, {"low": 0}),
-    "temperature": (check_number, {"above": 0}), "top_k": (check_int, {"low": 0}),
-    "top_p": (check_number, {"low": 0, "high": 1}), "min_p": (check_number, {"low": 0, "high": 1}),
-    "repetition_penalty": (check_number, {"above": 0}),
-    "no_repeat_ngram_size": (check_int, {"low": 0}),
-    "logprobs": (check_int, {"low": 0, "high": 20})}
+    "min_new_tokens": (check_int, {"ge": 0}), "min_length": (check_int, {"ge": 0}),
+    "temperature": (check_number, {"gt": 0}), "top_k": (check_int, {"ge": 0}),
+    "top_p": (check_number, {"ge": 0, "le": 1}), "min_p": (check_number, {"ge": 0, "le": 1}),
+    "repetition_penalty": (check_number, {"gt": 0}),
+    "no_repeat_ngram_size": (check_int, {"ge": 0}),
+    "logprobs": (check_int, {"ge": 0, "le": 20})}
 """Checks of parameters that may be None."""
 
 _NEUTRAL: Mapping[str, Any] = {
@@ -103,7 +103,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, low=1)
+        check_int("max_new_tokens", self.max_new_tokens, ge=1)
         check_bool("do_sample", self.do_sample)
         for name, (check, bounds) in _OPTIONAL.items():
             if getattr(self, name) is not None:
@@ -116,11 +116,11 @@ class SamplingParams:
         if self.temperature not in (None, 1) and not self.do_sample:
             raise UserError("temperature has no effect on greedy decoding: give do_sample=True, or "
                             "leave it out")
-        check_number("presence_penalty", self.presence_penalty, low=-2, high=2)
-        check_number("frequency_penalty", self.frequency_penalty, low=-2, high=2)
-        check_int("seed", self.seed, low=0, high=2**63 - 1)
+        check_number("presence_penalty", self.presence_penalty, ge=-2, le=2)
+        check_number("frequency_penalty", self.frequency_penalty, ge=-2, le=2)
+        check_int("seed", self.seed, ge=0, le=2**63 - 1)
         if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, low=0, high=20)
+            check_int("logprobs", self.logprobs, ge=0, le=20)
         check_bool("skip_special_tokens", self.skip_special_tokens)
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             self._keep_tokens(name, getattr(self, name))
@@ -162,7 +162,7 @@ class SamplingParams:
         if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Sequence):
             raise UserError(f"{name} must be a list of token ids, got {short_repr(tokens)}")
         for token in tokens:
-            check_int(f"each of {name}", token, low=0)
+            check_int(f"each of {name}", token, ge=0)
         object.__setattr__(self, name, tuple(tokens))
 
     def _check_bad_words(self) -> None:
@@ -176,7 +176,7 @@ class SamplingParams:
                             f"{short_repr(words)}")
         for word in words:
             for token in word:
-                check_int("each token of bad_words_ids", token, low=0)
+                check_int("each token of bad_words_ids", token, ge=0)
         object.__setattr__(self, "bad_words_ids", tuple(map(tuple, words)))
 
     def _check_eos(self) -> None:
@@ -186,7 +186,7 @@ class SamplingParams:
         if isinstance(eos, Sequence) and not isinstance(eos, str) and len(eos) > 0:
             self._keep_tokens("eos_token_id", eos)
         else:
-            check_int("eos_token_id", eos, low=-1)
+            check_int("eos_token_id", eos, ge=-1)
 
     def _check_tokens(self) -> None:
         """Check `stop_token_ids` and `logit_bias` and keep them as (hashable) tuples."""
@@ -194,14 +194,14 @@ class SamplingParams:
         if not isinstance(stops, Sequence) or isinstance(stops, str):
             raise UserError(f"stop_token_ids must be a list of token ids, got {short_repr(stops)}")
         for token in stops:
-            check_int("each of stop_token_ids", token, low=0)
+            check_int("each of stop_token_ids", token, ge=0)
         try:
             pairs = sorted((biases if isinstance(biases, Mapping) else dict(biases)).items())
         except (TypeError, ValueError):
             raise UserError("logit_bias must be a mapping of token ids to numbers, got "
                             f"{short_repr(biases)}") from None
         for token, bias in pairs:
-            check_int("each token of logit_bias", token, low=0)
+            check_int("each token of logit_bias", token, ge=0)
             check_number(f"logit_bias of token {token}", bias)
         object.__setattr__(self, "stop_token_ids", tuple(stops))
         object.__setattr__(self, "logit_bias", tuple(pairs))

@@ -111,22 +111,15 @@ def check_bool(name: str, value: object) -> None:
     validate(bool, value, name)
 
 
-def check_int(name: str, value: object, *, low: int | None = None, high: int | None = None) -> None:
-    """Raise `UserError` unless `value` is an integer (and no bool) in low..high."""
-    validate(Annotated[int, Meta(ge=low, le=high)], value, name)
+def check_int(name: str, value: object, *, ge: int | None = None, le: int | None = None) -> None:
+    """Raise `UserError` unless `value` is an integer (and no bool) in ge..le."""
+    validate(Annotated[int, Meta(ge=ge, le=le)], value, name)
 
 
-def check_number(
-    name: str,
-    value: object,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-) -> float:
-    """Return `value`. Raises `UserError` unless it is finite and in low..high or (above, high]."""
-    bounds = Meta(ge=low, le=high) if above is None else Meta(gt=above, le=high)
-    return validate(Annotated[float, bounds], value, name)
+def check_number(name: str, value: object, *, ge: float | None = None, gt: float | None = None,
+                 le: float | None = None) -> float:
+    """Return `value`. Raises `UserError` unless it is finite and in the bounds ge, gt and le."""
+    return validate(Annotated[float, Meta(ge=ge, gt=gt, le=le)], value, name)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -209,7 +209,7 @@ class Engine:
         self._prompts.check_lengths(
             requests, {request.key: request.params.max_new_tokens for request in requests})
         if cut_gen_len is not None:
-            check_int("cut_gen_len", cut_gen_len, low=1)
+            check_int("cut_gen_len", cut_gen_len, ge=1)
         # The prefill samples the first token: one fewer is appended.
         lengths = [prompt_params.max_new_tokens for prompt_params in params]
         new = {key: min(length, cut_gen_len or length) - 1 for key, length in enumerate(lengths)}

@@ -94,10 +94,10 @@ class EngineArgs:
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        check_int("seed", self.seed, low=0, high=2**63 - 1)
+        check_int("seed", self.seed, ge=0, le=2**63 - 1)
         for name in ("memory_limit", "device_memory_limit"):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), low=1)
+                check_int(name, getattr(self, name), ge=1)
         check_fetch_chosen(self.policy, self.cache)
         policy_chunk = self.policy.prefill_chunk
         chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk

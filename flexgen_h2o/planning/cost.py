@@ -347,7 +347,7 @@ class _LayerStepCosts:
         return self._batches * rows * self._model.hidden_size * self._run.itemsize
 
     def _dense_seconds(self, rows: float) -> float:
-        """Return the seconds of a decoder layer for `rows` tokens, without attention and experts."""
+        """Return the seconds of a decoder layer for `rows` tokens, without attention and MoE."""
         compute, elements = self._compute, self._elements
         blocks, remainder = divmod(rows, ROW_BLOCK)
         products = blocks * self._matmul_seconds(ROW_BLOCK, elements)

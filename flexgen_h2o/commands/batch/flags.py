@@ -83,28 +83,28 @@ class BatchOptions:
         help="check every line, count tokens and predict the time; run nothing",
     )
     window: int = flag(
-        "int", 2048, low=1, group="batch and lengths",
+        "int", 2048, ge=1, group="batch and lengths",
         help="sequences in memory at a time; they are sorted by length into blocks",
     )
     temperature: float = _generate_flag(
-        "temperature", default=1.0, shown=1.0, low=0, high=2,
+        "temperature", default=1.0, shown=1.0, ge=0, le=2,
         help="temperature of requests without one; 0 is greedy",
     )
     top_k: int | None = _generate_flag(
-        "top_k", low=0, shown="0, off",
+        "top_k", ge=0, shown="0, off",
         help="sample from the K most likely tokens, for requests without top_k",
     )
     top_p: float | None = _generate_flag(
-        "top_p", low=0, high=1, shown=1.0,
+        "top_p", ge=0, le=1, shown=1.0,
         help="sample from the most likely tokens with this total probability, for requests without "
         "top_p",
     )
     min_p: float | None = _generate_flag(
-        "min_p", low=0, high=1, shown="off",
+        "min_p", ge=0, le=1, shown="off",
         help="drop tokens below this fraction of the top probability, for requests without min_p",
     )
     repetition_penalty: float | None = _generate_flag(
-        "repetition_penalty", above=0, shown="1.0, off",
+        "repetition_penalty", gt=0, shown="1.0, off",
         help="penalty on tokens already seen, for requests without repetition_penalty",
     )
     ignore_eos: bool = _generate_flag(
@@ -129,7 +129,7 @@ class BatchOptions:
     )
     overwrite: bool = flag("bool", False, group="results", help="delete existing results")
     max_hours: float | None = flag(
-        "float", None, above=0, group="results", shown="no limit",
+        "float", None, gt=0, group="results", shown="no limit",
         help="stop after the block in which this time ends; the same command resumes",
     )
     progress_file: str | None = flag(
@@ -153,7 +153,7 @@ class BatchOptions:
         help="address of the Ray cluster, or auto for the cluster of this machine",
     )
     replicas: int = flag(
-        "int", 1, low=1, group="several processes", help="copies of the model (with --ray)",
+        "int", 1, ge=1, group="several processes", help="copies of the model (with --ray)",
     )
 
     def __post_init__(self) -> None:

@@ -82,10 +82,10 @@ class SummarizeOptions:
         "writes a file per cache, such as FILE.h2o-128.jsonl",
     )
     sample_num: int | None = flag(
-        "int", None, low=1, shown="all", help="use only the first N articles",
+        "int", None, ge=1, shown="all", help="use only the first N articles",
     )
     gen_len: int | None = flag(
-        "int", None, low=1, shown="`max_tokens` of the line, or 64",
+        "int", None, ge=1, shown="`max_tokens` of the line, or 64",
         help="maximum number of new tokens",
     )
     chat_template: bool = flag(

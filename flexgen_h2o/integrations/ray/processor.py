@@ -73,12 +73,12 @@ class ProcessorConfig:
                 raise UserError(f"{name} must be a mapping, got {short_repr(value)}")
         check_bool("should_continue_on_error", self.should_continue_on_error)
         for name in ("batch_size", "num_cpus"):
-            check_int(name, getattr(self, name), low=1)
-        check_int("seed", self.seed, low=0)
+            check_int(name, getattr(self, name), ge=1)
+        check_int("seed", self.seed, ge=0)
         for name, size in (("memory", self.memory), ("memory_limit of engine_kwargs",
                                                      self.engine_kwargs.get("memory_limit"))):
             if size is not None:
-                check_int(name, size, low=1)
+                check_int(name, size, ge=1)
         if self.num_gpus not in (None, 0, 1):
             raise UserError(f"num_gpus must be 0 or 1, got {short_repr(self.num_gpus)}")
         if self.accelerator_type is not None:
@@ -104,7 +104,7 @@ class ProcessorConfig:
         if len(ends) != 2:
             raise UserError(f"concurrency must be a number, or two, got {short_repr(concurrency)}")
         for end in ends:
-            check_int("concurrency", end, low=1)
+            check_int("concurrency", end, ge=1)
         return ends[0], ends[1]
 
     def resources(self) -> ReplicaResources:
