@@ -38,8 +38,9 @@ Text = Annotated[str, Meta(pattern=r"\S")]
 """Text that is not empty."""
 
 _WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
-_BOUNDS = {"gt": ("greater than", operator.gt), "ge": ("at least", operator.ge),
-           "le": ("at most", operator.le)}
+_BOUNDS: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "gt": ("greater than", operator.gt), "ge": ("at least", operator.ge),
+    "le": ("at most", operator.le)}
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,11 +83,10 @@ def _expected(kind: Any, value: object) -> str | None:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if bounds.pattern is not None:
         return "text that is not empty"
-    if isinstance(value, (int, float)) and (type(value) is kind or
-                                            type(value) is int and kind is float):
+    if type(value) in (kind, int) and (not isinstance(value, float) or math.isfinite(value)):
         for rule, (words, holds) in _BOUNDS.items():
             bound = getattr(bounds, rule)
-            if bound is not None and math.isfinite(value) and not holds(value, bound):
+            if bound is not None and not holds(value, bound):
                 return f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
     return _WORDS.get(kind)
 
@@ -119,7 +119,8 @@ def check_int(name: str, value: object, *, ge: int | None = None, le: int | None
 def check_number(name: str, value: object, *, ge: float | None = None, gt: float | None = None,
                  le: float | None = None) -> float:
     """Return `value`. Raises `UserError` unless it is finite and in the bounds ge, gt and le."""
-    return validate(Annotated[float, Meta(ge=ge, gt=gt, le=le)], value, name)
+    bounds = Meta(ge=ge, le=le) if gt is None else Meta(gt=gt, le=le)
+    return validate(Annotated[float, bounds], value, name)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
