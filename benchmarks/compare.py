@@ -148,28 +148,28 @@ class Cells:
         if place not in self._ready and baseline_class(chosen.baseline).ready is not Baseline.ready:
             self._ready[place] = self._run_job(  # with all memory and time
                 job | {"kind": "ready", "timeout": None}, None)
-        found = self._ready.get(place, {"status": OK})
-        if found["status"] == OK:
-            found = self._run_job(job, group.scenario.memory)
-        if found["status"] == OK and group.left_out(chosen):
-            found = _with_middle(found, self._run_job(group.job(chosen, later=True),
-                                                 group.scenario.memory))
-        said = f"{found['status']}: {found.get('reason')}"
-        if found["status"] == OK:
-            steps = found.get("middle", found["steps"])
-            said = (f"prefill {found['prefill']:.3g} s, step {fmean(steps):.3g} s "
+        result = self._ready.get(place, {"status": OK})
+        if result["status"] == OK:
+            result = self._run_job(job, group.scenario.memory)
+        if result["status"] == OK and group.left_out(chosen):
+            result = _with_middle(result, self._run_job(group.job(chosen, later=True),
+                                                  group.scenario.memory))
+        said = f"{result['status']}: {result.get('reason')}"
+        if result["status"] == OK:
+            steps = result.get("middle", result["steps"])
+            said = (f"prefill {result['prefill']:.3g} s, step {fmean(steps):.3g} s "
                     f"({min(steps):.3g} to {max(steps):.3g})")
         print(f"{group.scenario.name}, {group.at} batch {group.batches[system]}, {system}, "
               f"repeat {repeat}: {said}", file=sys.stderr, flush=True)
-        return found
+        return result
 
     def _rates(self, group: _Group) -> dict:
         job = {"kind": "rates", "dtype": group.scenario.dtype,
                "file": str(group.subject.largest_file)}
-        found = self._run_job(job, None)
-        if found["status"] != OK:
-            raise UserError(f"this machine's rates cannot be measured: {found['reason']}")
-        return found
+        result = self._run_job(job, None)
+        if result["status"] != OK:
+            raise UserError(f"this machine's rates cannot be measured: {result['reason']}")
+        return result
 
     def _place(self, group: _Group, system: str) -> dict[str, object]:
         """Return the columns that identify a cell."""
@@ -205,18 +205,18 @@ def _in_gb(nbytes: float | None) -> float | None:
     return None if nbytes is None else nbytes / GB
 
 
-def _with_middle(found: dict, later: dict) -> dict:
+def _with_middle(result: dict, later: dict) -> dict:
     """Return a run with the steps of one that starts later in the text, or why that failed.
 
     Its longer prompts may take more memory than the whole text. Then the first steps are kept.
     """
     if later["status"] == MEMORY:
-        return found
+        return result
     if later["status"] != OK:
         return later
-    peaks = {name: max(found[name], later[name])
-             for name in ("peak_rss", "peak_memory", "peak_device") if found.get(name) is not None}
-    return found | peaks | {"middle": later["steps"]}
+    peaks = {name: max(result[name], later[name])
+             for name in ("peak_rss", "peak_memory", "peak_device") if result.get(name) is not None}
+    return result | peaks | {"middle": later["steps"]}
 
 
 class _NeverRuns(Exception):
@@ -276,23 +276,23 @@ class _Group:
     def figures(self, system: System, outcomes: Sequence[dict]) -> dict[str, object]:
         """Return medians of the repeats; omitted steps take the mean of the measured ones."""
         steps = self.scenario.gen_len - 1
-        middle = all("middle" in found for found in outcomes)  # never a mixture
-        means = [fmean(found["middle" if middle else "steps"]) for found in outcomes]
-        total = median(found["prefill"] + steps * mean
-                       for found, mean in zip(outcomes, means, strict=True))
+        middle = all("middle" in outcome for outcome in outcomes)  # never a mixture
+        means = [fmean(outcome["middle" if middle else "steps"]) for outcome in outcomes]
+        total = median(outcome["prefill"] + steps * mean
+                       for outcome, mean in zip(outcomes, means, strict=True))
         last = outcomes[-1]
-        read = [found["read"] for found in outcomes if found["read"] is not None]
+        read = [outcome["read"] for outcome in outcomes if outcome["read"] is not None]
         return {
             "settings": last["settings"], "versions": last["versions"], "repeats": len(outcomes),
             "steps_from": self.mean_prompt_len(system.name)
             + (self.left_out(system) if middle else 0),
-            "prefill_s": median(found["prefill"] for found in outcomes),
+            "prefill_s": median(outcome["prefill"] for outcome in outcomes),
             "decode_step_s": median(means), "total_s": total,
             "tokens_per_s": self.batches[system.name] * self.scenario.gen_len / total,
             "projected": self.projected(system.name),
-            "load_s": median(found["load"] for found in outcomes),
-            "peak_rss_gb": max(found["peak_rss"] for found in outcomes) / GB,
-            **{f"{name}_gb": _in_gb(max(found[name] for found in outcomes)
+            "load_s": median(outcome["load"] for outcome in outcomes),
+            "peak_rss_gb": max(outcome["peak_rss"] for outcome in outcomes) / GB,
+            **{f"{name}_gb": _in_gb(max(outcome[name] for outcome in outcomes)
                                     if last.get(name) is not None else None)
                for name in ("peak_memory", "peak_device")},
             "gb_read": median(read) / GB if read else None}
@@ -300,10 +300,10 @@ class _Group:
     def bounds(self, system: System, rates: Sequence[dict], total: float) -> dict[str, object]:
         """Return the rooflines for this system's batch size, weights and cache."""
         scenario, prompt = self.scenario, self.mean_prompt_len(system.name)
-        whole = system.cache_share >= 1
+        full_cache = system.cache_share >= 1
         amount = work(self.subject.model, Load(
             batch=self.batches[system.name], prompt_len=prompt, gen_len=scenario.gen_len,
-            cached=prompt + scenario.gen_len / 2 if whole
+            cached=prompt + scenario.gen_len / 2 if full_cache
             else system.cache_share * (prompt + scenario.gen_len),
             itemsize=ITEMSIZES[scenario.dtype], weight_bits=system.weight_bits,
             cache_bits=system.cache_bits))
@@ -347,18 +347,18 @@ def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) ->
     best: tuple[float, int] | None = None
     batch, idle = first, 0
     while batch <= most and idle < 2:
-        found = rate(batch)
-        if found is None:
+        tokens_per_second = rate(batch)
+        if tokens_per_second is None:
             break
-        if best is None or found > best[0]:
-            best, idle = (found, batch), 0
+        if best is None or tokens_per_second > best[0]:
+            best, idle = (tokens_per_second, batch), 0
         else:
             idle += 1
         batch *= 2
     batch = first // 2
     while best is None and batch >= 1:
-        found = rate(batch)
-        best = None if found is None else (found, batch)
+        tokens_per_second = rate(batch)
+        best = None if tokens_per_second is None else (tokens_per_second, batch)
         batch //= 2
     return None if best is None else best[1]
 

@@ -168,11 +168,12 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     Raises `UserError` for an unreadable file, an unknown key or name, or an invalid value.
     """
     values = asdict(validate(_ComparisonFile, load_yaml(str(path)), str(path)))
-    found = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
-    kept = _chosen(systems, found, "--systems")
-    built = tuple(_scenario(name, spec, kept, found) for name, spec
+    all_systems = {name: _system(name, spec) for name, spec in values.pop("systems").items()}
+    selected = _chosen(systems, all_systems, "--systems")
+    built = tuple(_scenario(name, spec, selected, all_systems) for name, spec
                   in _chosen(scenarios, values.pop("scenarios"), "--scenarios").items())
-    return Comparison(kept, tuple(each for each in built if each.systems), models=models, **values)
+    return Comparison(selected, tuple(each for each in built if each.systems), models=models,
+                      **values)
 
 
 def _system(name: str, spec: Mapping[str, Any]) -> System:
@@ -182,25 +183,26 @@ def _system(name: str, spec: Mapping[str, Any]) -> System:
     return System(name, spec["baseline"], baseline_class(spec["baseline"]).check(name, options))
 
 
-def _scenario(name: str, spec: Mapping[str, Any], kept: Mapping[str, System],
+def _scenario(name: str, spec: Mapping[str, Any], selected: Mapping[str, System],
               known: Mapping[str, System]) -> ComparisonScenario:
     """Return a scenario with only the selected systems."""
     where = f"scenario {name}"
     check_keys(spec, ComparisonScenario.__struct_fields__[1:], where)
     sizes = {key: parse_size(f"{where}: {key}", spec[key]) for key in ("memory", "device_memory")
              if spec.get(key) is not None}
-    given = {key: value for key, value in spec.items() if value is not None}  # null: left out
-    found = validate(ComparisonScenario,
-                    {"systems": list(known), **given, **sizes, "name": name}, where)
-    for key, names in (("systems", known), ("cut_gen_len", found.systems),
-                       ("best_batch", found.systems)):
-        for system in getattr(found, key):
+    values = {key: value for key, value in spec.items() if value is not None}  # null: left out
+    scenario = validate(ComparisonScenario,
+                    {"systems": list(known), **values, **sizes, "name": name}, where)
+    for key, names in (("systems", known), ("cut_gen_len", scenario.systems),
+                       ("best_batch", scenario.systems)):
+        for system in getattr(scenario, key):
             if system not in names:
                 raise UserError(f"{where}: {key} names {system!r}, which is none of the systems")
-    own = {key: {system: number for system, number in getattr(found, key).items()
-                 if system in kept} for key in ("cut_gen_len", "best_batch")}
-    return replace(found, **own, prompts=found.prompts and os.path.expanduser(found.prompts),
-                   systems=tuple(system for system in found.systems if system in kept))
+    per_system = {key: {system: number for system, number in getattr(scenario, key).items()
+                        if system in selected} for key in ("cut_gen_len", "best_batch")}
+    return replace(scenario, **per_system, prompts=scenario.prompts
+                   and os.path.expanduser(scenario.prompts),
+                   systems=tuple(system for system in scenario.systems if system in selected))
 
 
 def _chosen(names: Iterable[str], known: Mapping[str, Any], flag: str) -> dict[str, Any]:

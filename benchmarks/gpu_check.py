@@ -161,20 +161,20 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
         rows.add("time", "copy", "read and written", "uint8", rates["copy"] / 1e9, "GB/s")
         rows.add("time", "GEMM", "8192 x 8192 x 8192", HALF, rates["gemm"] / 1e12, "TFLOP/s")
 
-    found = [CheckStep("check", "groups", lambda: check_groups(rows))]
+    check_steps = [CheckStep("check", "groups", lambda: check_groups(rows))]
     for check, name, cases in ((check_selection, "select", SELECTIONS),
                                (check_decode, "decode", DECODES),
                                (check_prefill, "prefill", PREFILLS)):
-        found += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
-                  if brain or case[0] != BRAIN]
-    found += [CheckStep("check", "product",
-                        partial(check_matrix, rows, case))
-              for case in MATRICES if brain or case[0] != BRAIN]
-    found.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
-    found += [CheckStep("check", "recall",
-                        partial(check_recall, rows, case))
-              for case in RECALLS if brain or case[0] != BRAIN]
-    found.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
+        check_steps += [CheckStep("check", name, partial(check, rows, *case)) for case in cases
+                        if brain or case[0] != BRAIN]
+    check_steps += [CheckStep("check", "product",
+                              partial(check_matrix, rows, case))
+                    for case in MATRICES if brain or case[0] != BRAIN]
+    check_steps.append(CheckStep("check", "unpack", lambda: check_rows(rows)))
+    check_steps += [CheckStep("check", "recall",
+                              partial(check_recall, rows, case))
+                    for case in RECALLS if brain or case[0] != BRAIN]
+    check_steps.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
     for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
         timings.append(("decode", lambda one=one: time_decode(rows, timed, rates["copy"], *one)))
@@ -185,7 +185,7 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
                 ("recall", lambda: time_recall(rows, timed, rates["copy"])),
                 ("product", lambda: time_matrices(rows, timed, rates["copy"], rates["gemm"]))]
     # If the rates are skipped for lack of time, so are the timings that need them.
-    return found + [CheckStep("time", name, call, reserve) for name, call in timings]
+    return check_steps + [CheckStep("time", name, call, reserve) for name, call in timings]
 
 
 def checked(number: int) -> list[dict]:
@@ -264,10 +264,10 @@ def main() -> None:
 def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
             only: Collection[str] | None) -> None:
     """Check and time the kernels, or `only` some steps; timings leave `reserve` seconds."""
-    found = dict(enumerate(steps(rows, has_brain(), reserve)))
-    found = {number: step for number, step in found.items()
-             if only is None or step.name in {"rates", *only}}
-    checks = {number: step for number, step in found.items() if step.kind == "check"}
+    numbered = dict(enumerate(steps(rows, has_brain(), reserve)))
+    numbered = {number: step for number, step in numbered.items()
+                if only is None or step.name in {"rates", *only}}
+    checks = {number: step for number, step in numbered.items() if step.kind == "check"}
     done, ended = run_side_by_side(checked, checks, deadline, processes())
     for number, step in checks.items():
         if number in done:
@@ -277,7 +277,7 @@ def run_all(rows: GpuRows, deadline: Deadline, kernels: Path, reserve: float,
     for tuned in kernels.glob("*/*.autotune.json"):
         tuned.unlink()  # it was measured under load
     with torch.inference_mode():
-        run_steps([step for step in found.values() if step.kind == "time"], deadline, rows.skip)
+        run_steps([step for step in numbered.values() if step.kind == "time"], deadline, rows.skip)
 
 
 @contextmanager

@@ -62,18 +62,18 @@ def run_steps(steps: Iterable[CheckStep], deadline: Deadline, skip: Callable[[Ch
 
 
 def run_side_by_side(call: Callable[[int], Any], numbers: Iterable[int], deadline: Deadline,
-                     most: int) -> tuple[dict[int, Any], dict[int, str]]:
-    """Call `call` for each number in a new process, at most `most` at a time.
+                     max_processes: int) -> tuple[dict[int, Any], dict[int, str]]:
+    """Call `call` for each number in a new process, at most `max_processes` at a time.
 
     Returns the results, and reasons for processes that ended without one, both by number. Numbers
     without time left are in neither.
     """
     context = multiprocessing.get_context("spawn")
-    waiting, found, ended = deque(numbers), {}, {}
+    waiting, results, ended = deque(numbers), {}, {}
     running: dict[Any, tuple[int, BaseProcess]] = {}  # by the pipe, later by the process's sentinel
     try:
         while (waiting or running) and deadline.left() > 0:
-            while waiting and len(running) < most:
+            while waiting and len(running) < max_processes:
                 number = waiting.popleft()
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_send_result, args=(call, number, sender),
@@ -85,17 +85,17 @@ def run_side_by_side(call: Callable[[int], Any], numbers: Iterable[int], deadlin
                 number, process = running.pop(ready)
                 if isinstance(ready, Connection):
                     with ready, suppress(EOFError, OSError):  # no result, or half of it
-                        found[number] = ready.recv()
+                        results[number] = ready.recv()
                     running[process.sentinel] = number, process
                 else:
                     process.join()
-                    if number not in found:
+                    if number not in results:
                         ended[number] = f"its process ended with {_status(process.exitcode)}"
     finally:
         for _, process in running.values():
             process.kill()
             process.join()
-    return found, ended
+    return results, ended
 
 
 def _send_result(call: Callable[[int], Any], number: int, sender: Connection) -> None:
@@ -156,10 +156,10 @@ class WrittenModel:
 
 
 def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
-            do: Callable[..., dict] = run_job) -> list[dict[str, str]]:
+            run: Callable[..., dict] = run_job) -> list[dict[str, str]]:
     """Run the comparison of `CONFIG`, write its file and return its rows.
 
-    A system without time left has a row that says so. `do` runs a job like `run_job`.
+    A system without time left has a row that says so. `run` runs a job like `run_job`.
 
     Raises
     ------
@@ -170,7 +170,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
     config = load(CONFIG, models=checkpoint.folder.parent)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         table = Table(os.path.join(folder, path.name))
-        within = partial(_within, do, config, deadline, Path(folder), {})
+        within = partial(_within, run, config, deadline, Path(folder), {})
         with report_partial_rows(table.file):
             Cells(config, table, within).run()
         table.finish()
@@ -180,7 +180,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
     return rows
 
 
-def _within(do: Callable[..., dict], config: Comparison, deadline: Deadline, scratch: Path,
+def _within(run: Callable[..., dict], config: Comparison, deadline: Deadline, scratch: Path,
             rates: dict, job: dict, memory: int | None) -> dict:
     """Run a job within the deadline. Rates are measured once."""
     if job["kind"] == "rates" and rates:
@@ -189,7 +189,7 @@ def _within(do: Callable[..., dict], config: Comparison, deadline: Deadline, scr
     if left < LEAST:
         return {"status": TIME, "reason": "no time was left", "page_cache": "as it was"}
     limit = min(job.get("timeout") or config.timeout, int(left))
-    found = do(job, threads=config.threads, timeout=limit, memory=memory, scratch=scratch)
+    result = run(job, threads=config.threads, timeout=limit, memory=memory, scratch=scratch)
     if job["kind"] == "rates":
-        rates |= found
-    return found
+        rates |= result
+    return result

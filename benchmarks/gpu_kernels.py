@@ -94,11 +94,11 @@ def check_matrix(rows, case: Product) -> None:
     before = torch.randn(case.rows, case.outputs, device=GPU).to(case.dtype)
     if not case.add:
         before.fill_(float("nan"))
-    wanted, *results = before.float(), before.clone(), before.clone()
-    reference_matrix.linear_quantized(x, weight, bias, wanted, add=case.add)
+    expected, *results = before.float(), before.clone(), before.clone()
+    reference_matrix.linear_quantized(x, weight, bias, expected, add=case.add)
     for out in results:
         ops.linear_quantized(x, weight, bias, out, add=case.add)
-    wrong = error(results[0], wanted) if torch.equal(*results) else float("nan")
+    wrong = error(results[0], expected) if torch.equal(*results) else float("nan")
     shape = f"{case.rows} x {case.inputs} x {case.outputs}, {case.form}"
     rows.add("check", "product", f"{shape}, bias {case.bias}, add {case.add}", case.dtype, wrong,
              "error", limit=BOUND[case.dtype])
@@ -140,11 +140,11 @@ def time_matrices(rows, timed: Callable[[list[Callable]], float], rate: float,
         roofline = max((plain[0].nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
         rows.add("time", "cuBLAS", shape, HALF, base, "ms", roofline_ms=roofline)
         for form, weights in quantized.items():
-            taken = timed([lambda w=w, x=x, out=out: ops.linear_quantized(x, w, None, out)
-                           for w in weights])
+            seconds = timed([lambda w=w, x=x, out=out: ops.linear_quantized(x, w, None, out)
+                             for w in weights])
             goal = 1.15 if count > 64 else 0.5 if count <= 16 and form == "4 bits" else None
             roofline = max((weights[0].data.nbytes + x.nbytes + out.nbytes) / rate, work) * 1e3
-            rows.add("time", "product", f"{shape}, {form}", HALF, taken, "ms",
+            rows.add("time", "product", f"{shape}, {form}", HALF, seconds, "ms",
                      limit=goal and goal * base, roofline_ms=roofline)
 
 
@@ -180,9 +180,9 @@ def normal(*shape: int, dtype=FULL) -> torch.Tensor:
     return torch.randn(shape, device=GPU).to(dtype)
 
 
-def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+def error(x: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in the 2-norm; NaN if there is a NaN."""
-    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return ((x.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads=4, full=True,
@@ -190,11 +190,11 @@ def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads
     """Return arguments of a decode step; scores are far apart, so rounding changes no eviction."""
     layout = CacheLayout.from_bits(dim, bits)
     shape = (sequences, kv_heads, slots)
-    held = normal(2, *shape, dim, dtype=dtype)
-    held = reference.pack_slots(held, layout)
+    vectors = normal(2, *shape, dim, dtype=dtype)
+    vectors = reference.pack_slots(vectors, layout)
     cached = torch.tensor([slots - free * s for s in range(sequences)], device=GPU)
     empty = (torch.arange(slots, device=GPU) >= cached[:, None])[:, None]
-    held.masked_fill_(empty[..., None], float("nan") if layout is None else 255)
+    vectors.masked_fill_(empty[..., None], float("nan") if layout is None else 255)
     order = torch.rand(shape, device=GPU).argsort(-1)
     positions = order.argsort(-1).int().masked_fill_(empty, EMPTY)
     ranks = positions.argsort(-1).argsort(-1).int().masked_fill_(empty, 0) if rotary else None
@@ -206,7 +206,7 @@ def decode_case(dtype, dim, group, bits, rotary, slots, *, sequences=3, kv_heads
                             cached * 0 + int(full)]).int()
     k, v = normal(2, sequences, kv_heads, dim, dtype=dtype)
     return {"q": normal(sequences, kv_heads * group, dim, dtype=dtype), "k": k, "v": v,
-            "slots": held, "metadata": metadata, "layout": layout, "state": state}
+            "slots": vectors, "metadata": metadata, "layout": layout, "state": state}
 
 
 def twin(case: dict) -> dict:
@@ -227,18 +227,18 @@ def check_decode(rows, dtype, dim, group, bits, rotary, slots) -> None:
             case["state"].positions[:, :, -1] = EMPTY
         other = twin(case)
         before = case["state"].scores.clone()
-        wanted, place = reference.decode_attention(**case)
+        expected, place = reference.decode_attention(**case)
         out, taken = ops.decode_attention(**other)
         state, right = other["state"], case["state"]
         same = torch.equal(taken, place) and torch.equal(state.positions, right.positions)
         same &= bool((other["slots"].nan_to_num() == case["slots"].nan_to_num()).all())
         same &= state.ranks is None or torch.equal(state.ranks, right.ranks)
-        rows.add("check", "decode", shape, dtype, error(out, wanted) if same else float("nan"),
+        rows.add("check", "decode", shape, dtype, error(out, expected) if same else float("nan"),
                  "error", limit=BOUND[dtype])
         gained = state.scores - before, right.scores - before
-        held = torch.ones_like(before, dtype=torch.bool).scatter_(-1, place[..., None], False)
+        untouched = torch.ones_like(before, dtype=torch.bool).scatter_(-1, place[..., None], False)
         # An attention score of thousands leaves few digits for what one query adds.
-        largest = (gained[0] - gained[1])[held].abs().max().item()
+        largest = (gained[0] - gained[1])[untouched].abs().max().item()
         rows.add("check", "scores", shape, dtype, largest, "largest error",
                  limit=SCORES_BOUND[dtype] * group + 2e-3 * (slots > 8192) + 2e-4)
 
@@ -249,8 +249,8 @@ def check_prefill(rows, dtype, dim, group, decay, lengths, keys) -> None:
     k, v = normal(2, kv_heads, sum(keys), dim, dtype=dtype).transpose(1, 2)
     scores = torch.rand(kv_heads, sum(keys), device=GPU)
     right = scores.clone()
-    wanted = reference.prefill_attention(q.float(), k.float(), v.float(), lengths,
-                                         key_lengths=keys, scores=right, decay=decay)
+    expected = reference.prefill_attention(q.float(), k.float(), v.float(), lengths,
+                                           key_lengths=keys, scores=right, decay=decay)
     results = []
     for _ in range(2):
         received = scores.clone()
@@ -259,7 +259,7 @@ def check_prefill(rows, dtype, dim, group, decay, lengths, keys) -> None:
     same = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     out, received = results[0]
     shape = f"d {dim}, group {group}, decay {decay}, rows {'+'.join(map(str, lengths))}"
-    rows.add("check", "prefill", shape, dtype, error(out, wanted) if same else float("nan"),
+    rows.add("check", "prefill", shape, dtype, error(out, expected) if same else float("nan"),
              "error", limit=BOUND[dtype])
     rows.add("check", "scores", shape, dtype, error(received, right), "error",
              limit=SCORES_BOUND[dtype])
@@ -277,10 +277,11 @@ def check_selection(rows, dtype, dim, bits, length, heavy, recent, mean) -> None
         shape = (len(cuts), kv_heads, slots)
         state = EvictionState(Eviction(mean, sinks=4), torch.full(shape, float("nan"), device=GPU),
                               *torch.full((2, *shape), -7, dtype=torch.int32, device=GPU))
-        held = torch.full((2, *shape, dim if layout is None else layout.width), 77, device=GPU,
-                          dtype=dtype if layout is None else torch.uint8)
-        module.select_heavy_hitters(k, v, scores, cuts=cuts, slots=held, state=state, layout=layout)
-        cases.append((held, state.scores, state.positions, state.ranks))
+        slots_before = torch.full((2, *shape, dim if layout is None else layout.width), 77,
+                                  device=GPU, dtype=dtype if layout is None else torch.uint8)
+        module.select_heavy_hitters(k, v, scores, cuts=cuts, slots=slots_before, state=state,
+                                    layout=layout)
+        cases.append((slots_before, state.scores, state.positions, state.ranks))
     wrong = sum((a != b).sum().item() for a, b in zip(*cases, strict=True))
     rows.add("check", "select", f"d {dim}, {bits} bits, {heavy} of {length}, mean {mean}", dtype,
              wrong, "differences", limit=0)

@@ -83,10 +83,10 @@ def metadata_of(tokens: int, count: int, sequences: int) -> Tensor:
     return torch.tensor([[tokens], [count]], device=GPU).int().repeat(1, sequences)
 
 
-def step(cache: Recalled, metadata: Tensor, most: int) -> tuple[Tensor, Tensor]:
+def step(cache: Recalled, metadata: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the selected tokens and the attention output."""
     selected = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
-                               layout=cache.layout, top_k=most)
+                               layout=cache.layout, top_k=top_k)
     return selected, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots,
                                          selected=selected,
                                          metadata=metadata, layout=cache.records)[0]
@@ -107,12 +107,12 @@ def check_recall(rows, case: RecallCase) -> None:
     count = case.tokens // 5
     metadata = metadata_of(case.tokens, count, 2)
     selected, out = step(cache, metadata, count + 3)
-    wanted, _ = reference_recall.attend_recalled(
+    expected, _ = reference_recall.attend_recalled(
         cache.q, cache.k, cache.v, slots=before, selected=selected, metadata=metadata,
         layout=cache.records)
     same = torch.equal(before, cache.slots.to(GPU)) and bool((selected[..., count:] == -1).all())
     rows.add("check", "recall", shape, case.dtype,
-             error(out, wanted) if same else float("nan"), "error", limit=BOUND[case.dtype])
+             error(out, expected) if same else float("nan"), "error", limit=BOUND[case.dtype])
     weights = index_weights(
         cache.q.unflatten(1, (3, -1)), cache.k,
         reference_recall.indexed_keys(right, cache.layout)[:, :, : case.tokens],
@@ -133,27 +133,27 @@ def claims(heads: int, tokens: int, slots: int) -> dict[str, Tensor]:
 
 def check_claims(rows) -> None:
     """Check the slots of successive steps, and the data copied to them from host memory."""
-    for tokens, slots, most in ((8192, 3276, 1638), (20000, 2000, 2000), (300, 64, 15)):
+    for tokens, slots, top_k in ((8192, 3276, 1638), (20000, 2000, 2000), (300, 64, 15)):
         ours = claims(6, tokens, slots)
         theirs = {name: x.cpu().clone() for name, x in ours.items()}
-        held = torch.randn(2, 2, 3, tokens, 128).half().pin_memory()
+        host_cache = torch.randn(2, 2, 3, tokens, 128).half().pin_memory()
         fast = torch.full((2, 2, 3, slots, 128), float("nan"), device=GPU).half()
         wrong = 0
         for step in range(4):
             weights = torch.randint(50 if step % 2 else 2**30, (6, tokens)).int()  # with ties
-            selected = torch.rand(6, tokens).argsort(-1)[:, :most].sort(-1).values.int()
-            selected = selected.view(2, 3, most)
+            selected = torch.rand(6, tokens).argsort(-1)[:, :top_k].sort(-1).values.int()
+            selected = selected.view(2, 3, top_k)
             ours["log_weights"].copy_(weights)
             theirs["log_weights"].copy_(weights)
             taken, moves, counts = ops.claim_slots(selected.to(GPU), **ours)
             right, _, many = reference_recall.claim_slots(selected, **theirs)
-            ops.copy_tokens(held, fast, moves, counts)
+            ops.copy_tokens(host_cache, fast, moves, counts)
             wrong += (taken.cpu() != right).sum().item() + (counts.cpu() != many).sum().item()
             place = taken.long()[None, ..., None].expand(2, -1, -1, -1, 128)
             origin = selected.long()[None, ..., None].expand(2, -1, -1, -1, 128)
-            wrong += (fast.gather(3, place).cpu() != held.gather(3, origin)).sum().item()
+            wrong += (fast.gather(3, place).cpu() != host_cache.gather(3, origin)).sum().item()
         wrong += sum((x.cpu() != theirs[name]).sum().item() for name, x in ours.items())
-        rows.add("check", "fast set", f"{most} of {tokens} tokens, {slots} slots", HALF, wrong,
+        rows.add("check", "fast set", f"{top_k} of {tokens} tokens, {slots} slots", HALF, wrong,
                  "differences", limit=0)
 
 
@@ -200,8 +200,8 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
               for place in ("device", "host")}
     metadata = torch.tensor([[LENGTH], [LENGTH + 1], [0], [0]], device=GPU).int().repeat(
         1, SEQUENCES)
-    some = caches["device"][0]
-    landing = torch.empty_like(some.slots)
+    cache_sample = caches["device"][0]
+    landing = torch.empty_like(cache_sample.slots)
     link = timed([lambda: landing.copy_(caches["host"][0].slots, non_blocking=True)], 7)
     rows.add("time", "link", "host to device", HALF, landing.nbytes / link / 1e6, "GB/s")
 
@@ -221,12 +221,12 @@ def time_recall(rows, timed: Callable[..., float], rate: float) -> None:
             selected = metadata_of(LENGTH, count, SEQUENCES)
             rows.add("time", "recall", f"{shape}, {place}, {share:.0%}", HALF,
                      timed([partial(step, cache, selected, count) for cache in of_place], 15),
-                     "ms", roofline_ms=some.index.nbytes / rate * 1e3 + share * there)
+                     "ms", roofline_ms=cache_sample.index.nbytes / rate * 1e3 + share * there)
             if place == "host":
                 steps = FastSteps(of_place[0], count, 2 * count)
-                taken = timed([steps], 21)
+                seconds = timed([steps], 21)
                 least = (1 - steps.hits()) * share * link + (
-                    some.index.nbytes + share * landing.nbytes) / rate * 1e3
+                    cache_sample.index.nbytes + share * landing.nbytes) / rate * 1e3
                 rows.add("time", "fast set",
-                         f"{shape}, {place}, {share:.0%}, {steps.hits():.1%} held", HALF, taken,
+                         f"{shape}, {place}, {share:.0%}, {steps.hits():.1%} held", HALF, seconds,
                          "ms", roofline_ms=least)

@@ -147,9 +147,9 @@ def engine_memory(block: torch.Tensor) -> torch.Tensor:
     return typed(Device().empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
 
 
-def error(x: torch.Tensor, wanted: torch.Tensor) -> float:
+def error(x: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the relative error in the 2-norm."""
-    return ((x.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return ((x.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
@@ -343,10 +343,10 @@ def recall(rows: TimedRows, quick: bool) -> None:
     small = step_of(torch.randn(2, 2, 8, 300, DIM, dtype=DTYPE))
     for name, (share, bits) in CONTESTANTS.items():
         right = reference_step(small, share=share, bits=bits)
-        program, found = captured_recall(small, share=share, bits=bits)
-        found.fill_(torch.nan)
+        program, output = captured_recall(small, share=share, bits=bits)
+        output.fill_(torch.nan)
         program.replay()
-        check(f"recall: {name}", error(found, right))
+        check(f"recall: {name}", error(output, right))
     for sequences, kv_heads, n in CASES:
         n = n // 16 if quick else n
         block = torch.randn(2, sequences, kv_heads, n, DIM, dtype=DTYPE)

@@ -126,8 +126,8 @@ def check_decode(kv_heads: int) -> None:
         state, other = step["state"], step | {"slots": slots.clone()}
         other["state"] = EvictionState(state.eviction, state.scores.clone(),
                                        state.positions.clone())
-        (out, taken), (wanted, victims) = function(**step), reference.decode_attention(**other)
-        check(f"decode: {name}, {kv_heads} KV heads", error(out, wanted),
+        (out, taken), (expected, victims) = function(**step), reference.decode_attention(**other)
+        check(f"decode: {name}, {kv_heads} KV heads", error(out, expected),
               error(state.scores, other["state"].scores),
               same=torch.equal(taken, victims) and torch.equal(slots, other["slots"])
               and torch.equal(state.positions, other["state"].positions))
@@ -153,9 +153,9 @@ def decode(rows: TimedRows, quick: bool) -> None:
                                 for bits in (8, 4)}
         steps = {bits: [decode_step(slots, bits) for slots in copies(slots, quick)]
                  for bits, slots in blocks.items()}
-        programs = {id(step): captured_decode(step) for some in steps.values() for step in some}
+        programs = {id(step): captured_decode(step) for group in steps.values() for step in group}
         # Contestants with 16-bit slots share one iterator over them, so that none is in a cache.
-        rounds = {bits: successive(some) for bits, some in steps.items()}
+        rounds = {bits: successive(group) for bits, group in steps.items()}
         functions = {name: function for name, (_, function) in DECODERS.items()}
         inputs = {name: rounds[bits] for name, (bits, _) in DECODERS.items()}
         for name in (OURS, OURS_8, OURS_4):
@@ -184,10 +184,10 @@ def prefill_case(sequences: int, length: int) -> dict:
 def prefill(rows: TimedRows, quick: bool) -> None:
     case = prefill_case(2, 301)
     scores = case["scores"].clone()
-    wanted = reference.prefill_attention(**case | {"scores": scores})
+    expected = reference.prefill_attention(**case | {"scores": scores})
     for name, function in PREFILLERS.items():
         twin = case | {"scores": case["scores"].clone()}
-        check(f"prefill: {name}", error(function(**twin), wanted),
+        check(f"prefill: {name}", error(function(**twin), expected),
               error(twin["scores"], scores) if name in (OURS, PLAIN) else 0)
     for sequences, length in PREFILLS:
         length = length // 8 if quick else length
@@ -303,13 +303,13 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
             del functions[OURS]
         for name, function in functions.items():
             first = inputs[name][0]
-            wanted = torch.empty(count, len(weight))
+            expected = torch.empty(count, len(weight))
             if isinstance(first, QuantizedMatrix):
-                reference_matrix.linear_quantized(x, first, None, wanted)
+                reference_matrix.linear_quantized(x, first, None, expected)
             else:
-                wanted = F.linear(x.float(), first.float())
+                expected = F.linear(x.float(), first.float())
             function(first)
-            check(f"linear: {name}, {count} rows", error(out, wanted))
+            check(f"linear: {name}, {count} rows", error(out, expected))
         flops = 2 * count * weight.numel() if count > READING_ROWS else 0
         endless = {name: itertools.cycle({"weight": one} for one in inputs[name])
                    for name in functions}
@@ -324,11 +324,11 @@ def choices(rows: TimedRows, quick: bool) -> None:
     for count in COMPARED_ROWS:
         x = torch.randn(count, MATRIX[1], dtype=DTYPE)
         out = torch.empty(count, len(weights[0]), dtype=DTYPE)
-        wanted, functions = F.linear(x.float(), weights[0].float()), {}
+        expected, functions = F.linear(x.float(), weights[0].float()), {}
         for name in dispatch.available("linear", count, DTYPE):
             functions[name] = functools.partial(linear_by, name, x=x, out=out)
             functions[name](weights[0])
-            check(f"choices: {name}, {count} rows", error(out, wanted))
+            check(f"choices: {name}, {count} rows", error(out, expected))
             out.fill_(float("nan"))
         endless = {name: itertools.cycle({"weight": one} for one in weights) for name in functions}
         rows.measure("choices", f"{count} x {MATRIX[1]} x {len(weights[0])}", functions, endless,
@@ -351,7 +351,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
     """
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
-    every = torch.arange(len(weight))
+    outputs = torch.arange(len(weight))
     endless = itertools.cycle({"weight": one} for one in copies(weight, quick))
     for bits, group in ROUNDED:
         layout, shape = MatrixLayout(*weight.shape, bits, group), f"{bits} bits, groups of {group}"
@@ -364,7 +364,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
         expected = (steps.square().mean() / 12).sqrt() / weight.float().square().mean().sqrt()
         for row in rows.rows[-2:]:
             rounded = QuantizedMatrix(functions[row["contestant"]](weight), layout)
-            row["error"] = error(ops.unpack_rows(rounded, every, torch.float32), weight)
+            row["error"] = error(ops.unpack_rows(rounded, outputs, torch.float32), weight)
             row["expected_error"] = expected.item()
             print(f"round       {shape:33}  {row['contestant']:15} error {row['error']:.4f}, "
                   f"expected without a search {expected:.4f}", flush=True)
@@ -418,12 +418,12 @@ def goal_lines(rows: Sequence[dict], isa: str) -> Iterator[str]:
             if (row["operation"], row["contestant"]) != (goal.operation, goal.contestant) or (
                     not row["shape"].startswith(goal.shape)):
                 continue
-            wanted = goal.amx if isa.startswith("amx") else goal.plain
-            found = row[goal.column]
-            reached = found <= wanted if goal.most else found >= wanted
+            target = goal.amx if isa.startswith("amx") else goal.plain
+            value = row[goal.column]
+            reached = value <= target if goal.most else value >= target
             sign, said = "<=" if goal.most else ">=", "reached" if reached else "not reached"
             yield (f"goal  {goal.operation:8} {row['shape']:33} {goal.contestant:13} "
-                   f"{goal.column:18} {found:.2f} {sign} {wanted:g}: {said}")
+                   f"{goal.column:18} {value:.2f} {sign} {target:g}: {said}")
 
 
 @torch.inference_mode()

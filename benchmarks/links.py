@@ -76,12 +76,12 @@ TO_GPU, TO_HOST = 1, 2
 
 
 def chosen_layers(layers: Sequence[dict], size: Callable[[object], int], nbytes: int, *,
-                  whole: bool) -> list[dict]:
+                  all_tensors: bool) -> list[dict]:
     """Return the first decoder layers of about `nbytes`, at least `LAYERS` whole ones.
 
-    Without `whole`, return the first tensors of two layers, half of the bytes each.
+    Without `all_tensors`, return the first tensors of two layers, half of the bytes each.
     """
-    if whole:
+    if all_tensors:
         layer = sum(map(size, layers[0].values()))
         return list(layers[: max(LAYERS, nbytes // layer)])
     chosen = []
@@ -101,7 +101,7 @@ class Weights:
         The folder holds no model, or its tensors cannot be read in place.
     """
 
-    def __init__(self, folder: Path, transfers: Transfers, nbytes: int, *, whole: bool):
+    def __init__(self, folder: Path, transfers: Transfers, nbytes: int, *, all_tensors: bool):
         self.config: ModelConfig = from_transformers(read_config(folder), str(folder))
         kind = family(self.config)
         self._checkpoint = open_checkpoint(folder)
@@ -112,7 +112,7 @@ class Weights:
             self.dtype = self._checkpoint.info(names[first.name]).dtype
             form = WeightFormat(self.dtype)
             layers = chosen_layers(layers, form.nbytes, nbytes,
-                                   whole=whole)
+                                   all_tensors=all_tensors)
             specs = [spec for layer in layers for spec in layer.values()]
             names = resolve(self._checkpoint, specs, kind.aliases)
             self._store = WeightStore(
@@ -256,13 +256,13 @@ def beside(raw: TimedWork, engine: TimedWork, repeats: int) -> tuple[float, floa
     A pair is one run of each in succession, as a disk's rate drifts by more than the difference.
     Every other pair starts with the engine.
     """
-    found = []
+    measured_rates = []
     for repeat in range(repeats):
         order = (raw, engine) if repeat % 2 == 0 else (engine, raw)
         seconds = {id(work): _seconds(work) for work in order}
-        found.append((raw.nbytes / seconds[id(raw)], engine.nbytes / seconds[id(engine)]))
-    ratios = [ours / plain for plain, ours in found]
-    plain, ours = (statistics.median(column) for column in zip(*found, strict=True))
+        measured_rates.append((raw.nbytes / seconds[id(raw)], engine.nbytes / seconds[id(engine)]))
+    ratios = [ours / plain for plain, ours in measured_rates]
+    plain, ours = (statistics.median(column) for column in zip(*measured_rates, strict=True))
     return plain, ours, statistics.median(ratios)
 
 
@@ -300,13 +300,13 @@ class RawFile:
         todo, lock = spans(self._start, self.nbytes, request), threading.Lock()
 
         def work(thread: int) -> None:
-            mine = self._view[thread * request : (thread + 1) * request]
+            view = self._view[thread * request : (thread + 1) * request]
             while True:
                 with lock:
                     offset, length = next(todo, (0, 0))
                 if not length:
                     return
-                if self._call(self._file, [mine[:length]], offset) != length:
+                if self._call(self._file, [view[:length]], offset) != length:
                     raise UserError(f"{self._path}: a request came back short")
 
         try:
@@ -326,7 +326,7 @@ class RawFile:
 def disk_rows(args, transfers: Transfers, opened: contextlib.ExitStack) -> list[Row]:
     """Return rows of the disk. `opened` closes their files and removes the scratch file."""
     settings = QUICK_SETTINGS if args.quick else SETTINGS
-    weights = Weights(args.model, transfers, args.nbytes, whole=not args.quick)
+    weights = Weights(args.model, transfers, args.nbytes, all_tensors=not args.quick)
     opened.callback(weights.close)
     start, length = read_range(args.file, weights.reads, args.nbytes)
     cache = CacheOnDisk(weights.config, weights.dtype, args.nbytes)
@@ -395,19 +395,20 @@ def gpu_rows(args, transfers: Transfers) -> list[Row]:
     return rows
 
 
-def cells(row: Row, found: dict[tuple, float], repeats: int) -> dict[str, object]:
+def cells(row: Row, measured_rates: dict[tuple, float], repeats: int) -> dict[str, object]:
     """Return a row's measured columns: the engine against the fastest raw work."""
-    key = max(row.raw, key=found.__getitem__)
+    key = max(row.raw, key=measured_rates.__getitem__)
     raw, engine, ratio = beside(row.raw[key], row.engine, repeats)
     return {"link": row.link, "what": row.what, "raw_gb_per_s": raw / GB,
             "engine_gb_per_s": engine / GB, "engine_over_raw": ratio,
             "request_mb": key[1] // MB, "threads": key[2], "nbytes": row.engine.nbytes}
 
 
-def show_grids(found: dict[tuple, float]) -> None:
+def show_grids(measured_rates: dict[tuple, float]) -> None:
     """Print the raw rates by request size and threads."""
-    for name in dict.fromkeys(key[0] for key in found if len(key) == 3):
-        grid = {key[1:]: rate for key, rate in found.items() if key[0] == name and len(key) == 3}
+    for name in dict.fromkeys(key[0] for key in measured_rates if len(key) == 3):
+        grid = {key[1:]: rate for key, rate in measured_rates.items() if key[0] == name
+                and len(key) == 3}
         threads = sorted({threads for _, threads in grid})
         print(f"\nraw, {name}, GB/s" + "".join(f"{t:>6} thr." for t in threads))
         for request in sorted({request for request, _ in grid}):
@@ -476,9 +477,9 @@ def measure(args: argparse.Namespace) -> list[dict]:
         works: dict[tuple, TimedWork] = {}
         for row in rows:
             works |= row.raw
-        found = rates(works, args.repeats)
-        show_grids({key: rate for key, rate in found.items() if key[0] not in (H2D, D2H)})
-        table = [cells(row, found, PAIRS * args.repeats) for row in rows]
+        measured = rates(works, args.repeats)
+        show_grids({key: rate for key, rate in measured.items() if key[0] not in (H2D, D2H)})
+        table = [cells(row, measured, PAIRS * args.repeats) for row in rows]
     nbytes = (64 << 20) if args.quick else 2 << 30
     memory = {"link": MEMORY, "what": "sum of float32", "nbytes": nbytes,
               "raw_gb_per_s": memory_read_rate(nbytes) / GB, "threads": torch.get_num_threads()}

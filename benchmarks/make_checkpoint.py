@@ -98,10 +98,10 @@ def stacks_of(cfg: ModelConfig, names: Sequence[str]) -> Mapping[str, list[str]]
     separate ones to new files at each start.
     """
     places = {} if cfg.experts is None else family(cfg).views(cfg)
-    found: dict[str, list[str]] = {}
+    stacks: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(places[name][0].tensor if name in places else name, []).append(name)
-    return found
+        stacks.setdefault(places[name][0].tensor if name in places else name, []).append(name)
+    return stacks
 
 
 def make(model: str, out: Path, *, dtype: str = "bfloat16", seed: int = 0,

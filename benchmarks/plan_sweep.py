@@ -66,33 +66,34 @@ def sweep(args: argparse.Namespace, partial: Path) -> tuple[list[dict[str, objec
 
     After every run the rows are also written to `partial`.
     """
-    found: dict[tuple[str, ...], list[Mapping[str, str]]] = {AUTO: []}
-    found |= {policy: [] for policy in grid()}
-    todo, failures = list(found), []
+    runs: dict[tuple[str, ...], list[Mapping[str, str]]] = {AUTO: []}
+    runs |= {policy: [] for policy in grid()}
+    todo, failures = list(runs), []
     for repeat in range(args.repeats):
         for policy in list(todo):
             ended, flags = outcome(args, policy), " ".join(policy)
             if ended.status == OK:
-                found[policy].append(ended.row)
+                runs[policy].append(ended.row)
                 print(f"{repeat} {seconds(ended.row):8.2f} s  {flags}", flush=True)
-                write_csv(partial, COLUMNS, rows_of(args, found))
+                write_csv(partial, COLUMNS, rows_of(args, runs))
                 continue
             todo.remove(policy)
             if ended.status != TOO_LARGE:
                 failures.append(f"{flags} failed: {ended.reason}")
                 print(failures[-1], file=sys.stderr, flush=True)
-    return rows_of(args, found), failures
+    return rows_of(args, runs), failures
 
 
 def rows_of(args: argparse.Namespace,
-            found: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]
+            runs_of: Mapping[tuple[str, ...], Sequence[Mapping[str, str]]]
             ) -> list[dict[str, object]]:
     """Return a row for each policy that has run: the plan's, then the fastest first."""
-    took = {policy: statistics.median(map(seconds, runs)) for policy, runs in found.items() if runs}
+    took = {policy: statistics.median(map(seconds, runs)) for policy, runs in runs_of.items()
+            if runs}
     best = min((time for policy, time in took.items() if policy != AUTO), default=None)
     table = []
     for policy in sorted(took, key=lambda policy: (policy != AUTO, took[policy])):
-        last = found[policy][-1]
+        last = runs_of[policy][-1]
         predicted = seconds(last, "predicted_") if policy == AUTO else None
         flags = " ".join(policy)
         if policy == AUTO:
@@ -102,7 +103,7 @@ def rows_of(args: argparse.Namespace,
             "prompts": args.num_prompts, "prompt_len": args.prompt_len, "gen_len": args.gen_len,
             "policy": flags, "seconds": took[policy], "predicted_s": predicted,
             "predicted_over_measured": predicted and predicted / took[policy],
-            "best_over_this": best and best / took[policy], "repeats": len(found[policy])})
+            "best_over_this": best and best / took[policy], "repeats": len(runs_of[policy])})
     return table
 
 

@@ -59,14 +59,15 @@ def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[QualityPoint]]:
     full = next((row for row in rows if (row["policy"], row["variant"]) == FULL), None)
     if full is None:
         raise UserError("--csv has no row of the full cache, which the others are shares of")
-    found: dict[tuple[str, str], dict[float, QualityPoint]] = {}
+    points_by_policy: dict[tuple[str, str], dict[float, QualityPoint]] = {}
     for row in rows:
         mode = row["policy"], row["variant"]
         if mode in MODES:
-            found.setdefault(mode, {}).setdefault(positive(row, "budget_percent"),
-                                                  _point(row, full))
+            points_by_policy.setdefault(mode, {}).setdefault(positive(row, "budget_percent"),
+                                                             _point(row, full))
     return {mode: [mine[budget] for budget in sorted(mine)]
-            for mode, mine in sorted(found.items(), key=lambda each: list(MODES).index(each[0]))}
+            for mode, mine in sorted(points_by_policy.items(),
+                                     key=lambda each: list(MODES).index(each[0]))}
 
 
 def _point(row: Row, full: Row) -> QualityPoint:
@@ -77,37 +78,38 @@ def _point(row: Row, full: Row) -> QualityPoint:
 def _shares(row: Row, full: Row) -> tuple[float, float]:
     """Return the shares of the full cache's bytes: in memory at the end, read for a token."""
     bits = int(positive(row, "cache_bits"))
-    held, tokens = (positive(row, name) / positive(full, name)
-                    for name in ("kv_cache_bytes_per_sequence", "cached_tokens_mean"))
+    kept_bytes, tokens = (positive(row, name) / positive(full, name)
+                          for name in ("kv_cache_bytes_per_sequence", "cached_tokens_mean"))
     if bits < 16:
         # Caches of 16 bits had the run's dtype; packed ones have their size.
-        held *= _WIDE.get(row["dtype"], _HALF) / _HALF
-        return held, tokens * GroupLayout(GROUP_SIZE, bits).nbytes / (_HALF * GROUP_SIZE)
+        kept_bytes *= _WIDE.get(row["dtype"], _HALF) / _HALF
+        return kept_bytes, tokens * GroupLayout(GROUP_SIZE, bits).nbytes / (_HALF * GROUP_SIZE)
     budget = positive(row, "budget_percent") / 100
     if row["policy"] == "sparse-values":
-        return held, (1 + budget) / 2
+        return kept_bytes, (1 + budget) / 2
     if row["policy"] != "recall":
-        return held, tokens
+        return kept_bytes, tokens
     index = IndexLayout(GROUP_SIZE, 2 if row["variant"] == "2-bit index" else 4)
     part = index.tile_bytes / INDEX_TILE / (2 * GROUP_SIZE * _HALF)
     if row["variant"] != "of the text":
         budget *= positive(row, "prompt_tokens_mean") / positive(full, "cached_tokens_mean")
-    return held + part, part + budget
+    return kept_bytes + part, part + budget
 
 
 def draw(rows: Sequence[Row]):
     """Return the figure. Raises `UserError` as `points` does."""
-    found = points(rows)
+    by_policy = points(rows)
     figure = new_figure(16, 6.8)
     panels = figure.subplots(1, 2, sharey=True)
-    over = [max(point.over, _GOOD) - 1 for mine in found.values() for point in mine]
+    over = [max(point.over, _GOOD) - 1 for policy_points in by_policy.values()
+            for point in policy_points]
     for axes, name, label in zip(panels, ("held", "read"),
                                  ("bytes in memory, % of the full cache's",
                                   "bytes that a token reads, % of the full cache's"), strict=True):
-        for mode, mine in found.items():
+        for mode, policy_points in by_policy.items():
             called, colour, marker, line = MODES[mode]
-            axes.plot([getattr(point, name) for point in mine],
-                      [100 * (max(point.over, _GOOD) - 1) for point in mine], label=called,
+            axes.plot([getattr(point, name) for point in policy_points],
+                      [100 * (max(point.over, _GOOD) - 1) for point in policy_points], label=called,
                       color=COLOURS[colour], marker=marker, linestyle=line)
         axes.set(xlabel=label, xlim=(0, None), yscale="log")
         axes.grid(color="0.9")
@@ -117,7 +119,7 @@ def draw(rows: Sequence[Row]):
     first = rows[0]
     notes = ["In numbers of 16 bits but where fewer are named; keys, values and index, without "
              "weights and scores. The full cache, which loses nothing, stands at the bottom."]
-    if any(mode[0] == "recall" for mode in found):
+    if any(mode[0] == "recall" for mode in by_policy):
         notes.append("Recall holds everything and an index: what it saves is reading.")
     entitle(figure, "Quality against the bytes of the cache\n"
             f"{first['model']}, {float(first['articles']):.0f} articles, prompts of "

@@ -31,25 +31,25 @@ Bar = tuple[str, float, float]
 
 def factors(rows: Sequence[Row], model: str) -> dict[str, float]:
     """Return the perplexity factor of each mode of a model. Raises `UserError`."""
-    found = {row["mode"]: positive(row, "factor") for row in rows if row["model"] == model}
-    if not found:
+    by_mode = {row["mode"]: positive(row, "factor") for row in rows if row["model"] == model}
+    if not by_mode:
         raise UserError(f"--quality has no rows of {model}")
-    return found
+    return by_mode
 
 
 def bars(rows: Iterable[Row], systems: dict[str, tuple[str, str]], quality: dict[str, float], *,
          rate: str, batch: str) -> list[Bar]:
     """Return a bar for each system that has rows: the fastest of them."""
-    found: dict[str, tuple[float, str]] = {}
+    by_label: dict[str, tuple[float, str]] = {}
     for row in rows:
         if row["system"] in systems and row.get("status", OK) == OK:
-            found[row["system"]] = max(found.get(row["system"], (0.0, "")),
-                                       (positive(row, rate), row[batch]))
+            by_label[row["system"]] = max(by_label.get(row["system"], (0.0, "")),
+                                          (positive(row, rate), row[batch]))
     missing = [mode for _, mode in systems.values() if mode not in quality]
     if missing:
         raise UserError(f"--quality has no row of {missing[0]}")
-    return [(f"{label}, batch {found[name][1]}", found[name][0], quality[mode])
-            for name, (label, mode) in systems.items() if name in found]
+    return [(f"{label}, batch {by_label[name][1]}", by_label[name][0], quality[mode])
+            for name, (label, mode) in systems.items() if name in by_label]
 
 
 def draw(compared: Sequence[Row], gguf: Sequence[Row], quality: Sequence[Row], model: str):
@@ -65,10 +65,10 @@ def draw(compared: Sequence[Row], gguf: Sequence[Row], quality: Sequence[Row], m
               rate="tokens_per_second", batch="sequences"))]
     figure = new_figure(10, 4.6)
     grid = figure.subplots(2, 2, width_ratios=[2, 1], squeeze=False,
-                           height_ratios=[len(found) + 1 for _, found in panels])
-    for (left, right), (title, found) in zip(grid, panels, strict=True):
-        _panel(left, [(label, rate) for label, rate, _ in found], "{:.3g}")
-        _panel(right, [("", factor) for *_, factor in found], "{:.2f}")
+                           height_ratios=[len(panel_bars) + 1 for _, panel_bars in panels])
+    for (left, right), (title, panel_bars) in zip(grid, panels, strict=True):
+        _panel(left, [(label, rate) for label, rate, _ in panel_bars], "{:.3g}")
+        _panel(right, [("", factor) for *_, factor in panel_bars], "{:.2f}")
         right.set_xlim(0, 1.8)
         right.set_xticks([0, 1])
         left.set_title(title, loc="left", fontsize=12, fontweight="bold")
@@ -84,13 +84,13 @@ def _panel(axes, values: Sequence[tuple[str, float]], form: str) -> None:
     """Draw horizontal bars with their values; labels of this engine are bold."""
     names, ends = zip(*values, strict=True)
     ours = [name.startswith("flexgen_h2o") for name in names] if any(names) else [False] * len(ends)
-    colours = [COLOURS["blue"] if own else COLOURS["orange"] for own in ours]
-    held = axes.barh(range(len(ends)), ends, height=0.66,
-                     color=colours if any(names) else "0.6")
-    axes.bar_label(held, [form.format(end) for end in ends], padding=4, fontsize=11)
+    colours = [COLOURS["blue"] if is_ours else COLOURS["orange"] for is_ours in ours]
+    bars_drawn = axes.barh(range(len(ends)), ends, height=0.66,
+                           color=colours if any(names) else "0.6")
+    axes.bar_label(bars_drawn, [form.format(end) for end in ends], padding=4, fontsize=11)
     axes.set_yticks(range(len(ends)), names)
-    for label, own in zip(axes.get_yticklabels(), ours, strict=True):
-        label.set_fontweight("bold" if own else "normal")
+    for label, is_ours in zip(axes.get_yticklabels(), ours, strict=True):
+        label.set_fontweight("bold" if is_ours else "normal")
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.15)
     axes.invert_yaxis()

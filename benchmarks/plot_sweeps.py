@@ -81,7 +81,7 @@ def labels_of(row: Row) -> list[str]:
     return [name for name in row if name not in (*CSV_COLUMNS, *_PLACE)]
 
 
-def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = ()) -> list[str]:
+def telling(rows: Sequence[Row], columns: Iterable[str], ignored: Sequence[str] = ()) -> list[str]:
     """Return the fewest columns that distinguish rows as well as all of them.
 
     Parameters
@@ -89,7 +89,7 @@ def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = 
     rows : sequence of Row
     columns : iterable of str
         Earlier ones are preferred.
-    given : sequence of str
+    ignored : sequence of str
         Columns that already distinguish rows.
 
     Returns
@@ -99,14 +99,14 @@ def telling(rows: Sequence[Row], columns: Iterable[str], given: Sequence[str] = 
     """
     varying = [name for name in columns if len({row[name] for row in rows}) > 1]
     order = sorted(varying, key=lambda name: -len({row[name] for row in rows}))
-    kept: list[str] = []
+    telling_columns: list[str] = []
     for name in order:
-        seen: dict[Key, str] = {}
-        keys = (*given, *kept)
-        if any(seen.setdefault(tuple(row[key] for key in keys), row[name]) != row[name]
+        firsts: dict[Key, str] = {}
+        keys = (*ignored, *telling_columns)
+        if any(firsts.setdefault(tuple(row[key] for key in keys), row[name]) != row[name]
                for row in rows):
-            kept.append(name)
-    return kept
+            telling_columns.append(name)
+    return telling_columns
 
 
 def ordered_settings(row: Row, *, without: Iterable[str] = ()) -> list[str]:
@@ -164,15 +164,16 @@ def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
 
 def notes(lines: Sequence[Line], failed: Sequence[Row]) -> list[str]:
     """Return the caption: repeats, projections and omitted rows."""
-    points, found = [each for line in lines for each in line.points], []
+    points, notes_lines = [each for line in lines for each in line.points], []
     if any(each.repeats > 1 for each in points):
-        found.append("Medians of repeats, with bars from the lowest to the highest.")
+        notes_lines.append("Medians of repeats, with bars from the lowest to the highest.")
     if any(each.projected for each in points):
-        found.append("Hollow marks: projected from the first steps.")
+        notes_lines.append("Hollow marks: projected from the first steps.")
     if failed:
-        found.append(f"Left out: {len(failed)} run{'s' if len(failed) > 1 else ''} without figures "
-                     f"({', '.join(distinct(failed, 'status'))}).")
-    return found
+        runs = f"{len(failed)} run{'s' if len(failed) > 1 else ''}"
+        notes_lines.append(f"Left out: {runs} without figures "
+                           f"({', '.join(distinct(failed, 'status'))}).")
+    return notes_lines
 
 
 def common_settings(rows: Sequence[Row]) -> str:
@@ -215,13 +216,13 @@ def batch_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
     ran = [{**row, BATCH: f"{_sequences(row):g}"} for row in ran]
     columns = telling(ran, ordered_settings(ran[0], without=("gpu_batch_size", BATCH)), (BATCH,))
     crosses, left = _crosses(failed, columns, splits)
-    found = []
-    for key, mine in grouped(ran, columns).items():
+    lines = []
+    for key, group in grouped(ran, columns).items():
         points = [point(float(batch), repeats, BATCH_FIGURES)
-                  for (batch,), repeats in grouped(mine, [BATCH]).items()]
-        found.append(Line(label(mine[0], columns), tuple(sorted(points, key=lambda each: each.x)),
+                  for (batch,), repeats in grouped(group, [BATCH]).items()]
+        lines.append(Line(label(group[0], columns), tuple(sorted(points, key=lambda each: each.x)),
                           tuple(crosses.pop(key, {}).items())))
-    return found, left + [row for some in crosses.values() for row in some.values()]
+    return lines, left + [row for some in crosses.values() for row in some.values()]
 
 
 def _sequences(row: Row) -> float:
@@ -235,59 +236,59 @@ def _crosses(failed: Sequence[Row], columns: Sequence[str], splits: Sequence[str
     Rows of failed runs have only the flags of the grid. If all other rows have the same
     num_gpu_batches, failed runs have it, too.
     """
-    found: dict[tuple[str, ...], dict[float, Row]] = {}
+    by_batch: dict[tuple[str, ...], dict[float, Row]] = {}
     left = []
     for row in failed:
         split = row["num_gpu_batches"] or (splits[0] if len(splits) == 1 else "")
         if row["gpu_batch_size"] and split:
             batch = _sequences({**row, "num_gpu_batches": split})
-            found.setdefault(tuple(row[name] for name in columns), {})[batch] = row
+            by_batch.setdefault(tuple(row[name] for name in columns), {})[batch] = row
         else:
             left.append(row)
-    return found, left
+    return by_batch, left
 
 
 def draw_batch(rows: Sequence[Row]):
     """Return the figure. Raises `UserError`, also for too many lines."""
-    found, left = batch_lines(rows)
-    check_number_of(found)
+    lines, left = batch_lines(rows)
+    check_number_of(lines)
     figure = new_figure(16, 6.4)
     panels = dict(zip(BATCH_FIGURES, figure.subplots(1, 3), strict=True))
-    batches = [each.x for line in found for each in line.points]
-    batches += [batch for line in found for batch, _ in line.failed]
+    batches = [each.x for line in lines for each in line.points]
+    batches += [batch for line in lines for batch, _ in line.failed]
     for name, axes in panels.items():
-        _panel(axes, name, found, batches)
-    cross = _mark_failures(panels["throughput"], found)
+        _panel(axes, name, lines, batches)
+    cross = _mark_failures(panels["throughput"], lines)
     handles, labels = panels["step"].get_legend_handles_labels()
     if cross is not None:
         handles, labels = [*handles, cross], [*labels, cross.get_label()]
     if any(labels):
         beside(figure, handles, labels)
     entitle(figure, f"Throughput and latency against batch: {common_settings(rows)}",
-            notes(found, left), where=measured_where(rows))
+            notes(lines, left), where=measured_where(rows))
     return figure
 
 
-def _panel(axes, name: str, found: Sequence[Line], batches: Sequence[float]) -> None:
+def _panel(axes, name: str, lines: Sequence[Line], batches: Sequence[float]) -> None:
     title, unit = _PANELS[name]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    for line, look in zip(found, LINES, strict=False):
+    for line, look in zip(lines, LINES, strict=False):
         draw_line(axes, line, name, look)
     axes.set(title=title, ylabel=unit, xlabel="batch: sequences of a block",
              xlim=(min(batches) / 1.3, max(batches) * 1.3))
     log_numbers(axes.xaxis, batches, base=2)
-    log_numbers(axes.yaxis, [each.figures[name][1] for line in found for each in line.points])
+    log_numbers(axes.yaxis, [each.figures[name][1] for line in lines for each in line.points])
     axes.grid(color="0.9")
 
 
-def _mark_failures(axes, found: Sequence[Line]):
+def _mark_failures(axes, lines: Sequence[Line]):
     """Draw a cross at the bottom for each failed run, in its line's colour.
 
     Returns a handle for the legend, or None.
     """
     reasons: dict[str, None] = {}
-    for height, (line, look) in enumerate(zip(found, LINES, strict=False)):
+    for height, (line, look) in enumerate(zip(lines, LINES, strict=False)):
         for batch, row in line.failed:
             axes.plot([batch], [0.03 + 0.05 * height], transform=axes.get_xaxis_transform(),
                       color=look["color"], **_CROSS)
@@ -318,41 +319,41 @@ def budget_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
     common = [name for name in columns if name not in EVICTION
               and set(distinct(full, name)) & set(distinct(evicting, name))]
     ends = grouped(full, common)
-    found = []
-    for mine in grouped(evicting, columns).values():
-        shared = tuple(mine[0][name] for name in common)
-        points = grouped({id(row): row for row in [*mine, *ends.get(shared, ())]}.values(),
+    lines = []
+    for group in grouped(evicting, columns).values():
+        shared = tuple(group[0][name] for name in common)
+        points = grouped({id(row): row for row in [*group, *ends.get(shared, ())]}.values(),
                          ("eviction", *SIZES, "kv_cache_bytes", "full_kv_cache_bytes"))
-        found.append(Line(label(mine[0], columns), tuple(sorted(
+        lines.append(Line(label(group[0], columns), tuple(sorted(
             (point(percent(repeats[0]), repeats, BUDGET_FIGURES) for repeats in points.values()),
             key=lambda each: each.x))))
-    return found, failed
+    return lines, failed
 
 
 def draw_budget(rows: Sequence[Row]):
     """Return the figure. Raises `UserError`, also for too many lines."""
-    found, failed = budget_lines(rows)
-    check_number_of(found)
+    lines, failed = budget_lines(rows)
+    check_number_of(lines)
     figure = new_figure(10, 6.4)
     axes = figure.subplots()
-    for line, look in zip(found, LINES, strict=False):
+    for line, look in zip(lines, LINES, strict=False):
         draw_line(axes, line, "throughput", look)
     axes.set(xlabel="KV cache, % of a full one with nothing compressed", xlim=(0, None),
              ylabel="generated tokens/s", ylim=(0, None))
     axes.grid(color="0.9")
-    whole = {positive(row, "full_kv_cache_bytes") for row in by_outcome(rows)[0]}
-    if len(whole) == 1:
-        _in_bytes(axes, whole.pop())
-    if any(line.label for line in found):
+    full_bytes = {positive(row, "full_kv_cache_bytes") for row in by_outcome(rows)[0]}
+    if len(full_bytes) == 1:
+        _in_bytes(axes, full_bytes.pop())
+    if any(line.label for line in lines):
         axes.legend(frameon=False, handlelength=3)
     entitle(figure, f"Throughput against KV budget\n{common_settings(rows)}",
-            notes(found, failed), where=measured_where(rows))
+            notes(lines, failed), where=measured_where(rows))
     return figure
 
 
-def _in_bytes(axes, whole: float) -> None:
+def _in_bytes(axes, full_bytes: float) -> None:
     """Add an axis in bytes on top."""
-    unit, scale = ("GB", GB) if whole >= GB else ("MB", 1e6)
-    top = axes.secondary_xaxis("top", functions=(lambda share: share / 100 * whole / scale,
-                                                 lambda amount: amount * scale / whole * 100))
+    unit, scale = ("GB", GB) if full_bytes >= GB else ("MB", 1e6)
+    top = axes.secondary_xaxis("top", functions=(lambda share: share / 100 * full_bytes / scale,
+                                                 lambda amount: amount * scale / full_bytes * 100))
     top.set_xlabel(f"KV cache, {unit}")

@@ -68,23 +68,23 @@ def panels(rows: Sequence[Row], *, scenarios: Sequence[str], at: str | None
         A scenario or its rows are missing, or a system has several rows.
     """
     known = distinct(rows, "scenario")
-    found: dict[str, list[Row]] = {}
+    by_title: dict[str, list[Row]] = {}
     for name in scenarios or known:
         if name not in known:
             raise UserError(f"--scenario {name} is not in --csv: it has {', '.join(known)}")
-        mine = {which: [row for row in rows if row["scenario"] == name and row["at"] == which]
-                for which in (BEST, EQUAL)}
-        of_panel = mine[at or (BEST if mine[BEST] else EQUAL)]
+        at_batch = {which: [row for row in rows if row["scenario"] == name and row["at"] == which]
+                    for which in (BEST, EQUAL)}
+        of_panel = at_batch[at or (BEST if at_batch[BEST] else EQUAL)]
         systems = [row["system"] for row in of_panel]
         twice = next((each for each in systems if systems.count(each) > 1), None)
         if twice is not None:
             raise UserError(f"--csv has several rows of {twice} in {name}: say which by --only, "
                             "such as --only host=NAME")
         if of_panel:
-            found[name] = of_panel
-    if not found:
+            by_title[name] = of_panel
+    if not by_title:
         raise UserError(f"--csv has no rows measured at {at or f'{BEST} or {EQUAL}'}")
-    return found
+    return by_title
 
 
 def bar(row: Row) -> Bar:
@@ -118,20 +118,20 @@ def best_of_others(bars: Sequence[Bar]) -> float | None:
 
 def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None = None):
     """Return the figure; see `panels` for parameters and errors."""
-    found = panels(rows, scenarios=scenarios, at=at)
-    columns = 1 if len(found) == 1 else 2 if len(found) in (2, 4) else 3
-    lines = -(-len(found) // columns)
-    sizes = [len(mine) for mine in found.values()]
+    by_title = panels(rows, scenarios=scenarios, at=at)
+    columns = 1 if len(by_title) == 1 else 2 if len(by_title) in (2, 4) else 3
+    lines = -(-len(by_title) // columns)
+    sizes = [len(bars) for bars in by_title.values()]
     most = [max(sizes[start: start + columns]) for start in range(0, len(sizes), columns)]
     figure = new_figure(max(6 * columns, 9), 1.6 * lines + 0.42 * sum(most) + 1.6)
     grid = figure.subplots(lines, columns, squeeze=False, height_ratios=most).ravel()
-    for place, (axes, (name, mine)) in enumerate(zip(grid, found.items(), strict=False)):
-        _panel(axes, name, mine)
+    for place, (axes, (name, bars)) in enumerate(zip(grid, by_title.items(), strict=False)):
+        _panel(axes, name, bars)
         axes.set_ylim(most[place // columns] - 0.4, -0.6)  # bars of one height
-    spare = grid[len(found):]
+    spare = grid[len(by_title):]
     for axes in spare:
         axes.set_axis_off()
-    handles = _handles([bar(row) for mine in found.values() for row in mine])
+    handles = _handles([bar(row) for bars in by_title.values() for row in bars])
     if len(spare):
         spare[0].legend(handles=handles, loc="center left", frameon=False)
     elif columns == 1:
@@ -139,7 +139,7 @@ def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None =
     else:
         figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False,
                       borderaxespad=0.8)  # clear of the title
-    drawn = [row for mine in found.values() for row in mine]
+    drawn = [row for bars in by_title.values() for row in bars]
     notes = ["Multiples: over the fastest of the other systems in the same panel.", _limits(drawn)]
     entitle(figure, "Throughput by system", [note for note in notes if note],
             where=measured_where(drawn))
@@ -193,12 +193,12 @@ def _panel(axes, name: str, rows: Sequence[Row]) -> None:
 _ROOFLINE = {"marker": "|", "markersize": 17, "markeredgewidth": 3, "color": COLOURS["black"]}
 
 
-def _words(each: Bar, best: float | None, at_best: bool) -> str:
+def _words(system_bar: Bar, best: float | None, at_best: bool) -> str:
     """Return the label at a bar's end."""
-    words = f"{each.rate:.3g}" if each.rate < 1000 else f"{each.rate:.0f}"
-    if each.ours and best is not None:
-        words += f" ({each.rate / best:.2g}x)"
-    return words + (f", batch {each.batch}" if at_best else "")
+    words = f"{system_bar.rate:.3g}" if system_bar.rate < 1000 else f"{system_bar.rate:.0f}"
+    if system_bar.ours and best is not None:
+        words += f" ({system_bar.rate / best:.2g}x)"
+    return words + (f", batch {system_bar.batch}" if at_best else "")
 
 
 def _conditions(row: Row, at_best: bool) -> str:

@@ -74,26 +74,26 @@ def label(about: dict[str, object], name: str) -> str:
 def draw_breakdown(paths: Sequence[str]):
     """Return the figure of some traces, a row of panels each. Raises `UserError`."""
     traces = [Trace.read_chrome(path) for path in paths]
-    found = [{part.name: part for part in parts(trace, path)}
-             for trace, path in zip(traces, paths, strict=True)]
-    columns = list(dict.fromkeys(name for each in found for name in each))
-    lanes = list(dict.fromkeys(lane for each in found for part in each.values()
+    all_parts = [{part.name: part for part in parts(trace, path)}
+                 for trace, path in zip(traces, paths, strict=True)]
+    columns = list(dict.fromkeys(name for trace_parts in all_parts for name in trace_parts))
+    lanes = list(dict.fromkeys(lane for trace_parts in all_parts for part in trace_parts.values()
                                for lane in part.lanes if lane != IDLE)) + [IDLE]
     usual = (COMPUTE, *LINKS)
     lanes.sort(key=lambda lane: (lane == IDLE,
                                  usual.index(lane) if lane in usual else len(usual)))
     figure = new_figure(3.5 + 6.2 * len(columns), 1.6 + len(paths) * (1.3 + 0.45 * len(lanes)))
     grid = figure.subplots(len(paths), len(columns), squeeze=False, sharex="col", sharey=True)
-    for line, each, trace, path in zip(grid, found, traces, paths, strict=True):
+    for line, trace_parts, trace, path in zip(grid, all_parts, traces, paths, strict=True):
         for axes, name in zip(line, columns, strict=True):
-            if name in each:
-                _bars(axes, each[name], lanes)
+            if name in trace_parts:
+                _bars(axes, trace_parts[name], lanes)
             else:
                 axes.set_axis_off()
         line[0].set_ylabel(label(trace.about, Path(path).stem), rotation=0, ha="right",
                            va="center", multialignment="left", labelpad=16, fontsize=12)
     for axes, name in zip(grid[-1], columns, strict=True):
-        most = max(each[name].wall for each in found if name in each)
+        most = max(trace_parts[name].wall for trace_parts in all_parts if name in trace_parts)
         _scale(axes, most)
     beside(figure, *_legend())
     entitle(figure, "Where the time goes, by link and compute",
@@ -127,12 +127,12 @@ def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
-def _scale(axes, most: float) -> None:
+def _scale(axes, maximum: float) -> None:
     """Scale an axis in seconds or milliseconds, with space for labels."""
     from matplotlib.ticker import FuncFormatter
 
-    unit, scale = ("seconds", 1) if most >= 1 else ("milliseconds", 1e3)
-    axes.set_xlim(0, 1.3 * most)
+    unit, scale = ("seconds", 1) if maximum >= 1 else ("milliseconds", 1e3)
+    axes.set_xlim(0, 1.3 * maximum)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * scale:g}"))
     axes.set_xlabel(unit)
 
@@ -159,24 +159,24 @@ def curves(trace: Trace, name: str) -> dict[str, tuple[list[float], list[float]]
 
     Raises `UserError` if the trace in file `name` has no samples.
     """
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    by_name: dict[str, tuple[list[float], list[float]]] = {}
     for what, at, nbytes in sorted(trace.samples(), key=lambda sample: sample[1]):
-        times, sizes = found.setdefault(what, ([], []))
+        times, sizes = by_name.setdefault(what, ([], []))
         times.append(at)
         sizes.append(nbytes / GB)
-    if not found:
+    if not by_name:
         raise UserError(f"{name} has no samples of memory: run again with --trace")
-    return found
+    return by_name
 
 
 def draw_memory(path: str, *, limit: int | None = None):
     """Return the figure of a trace; `limit` is in bytes. Raises `UserError`."""
     trace = Trace.read_chrome(path)
-    found = curves(trace, path)
+    lines = curves(trace, path)
     figure = new_figure(12, 6.2)
     axes = figure.subplots()
     _shade(axes, trace)
-    for what, (times, sizes) in found.items():
+    for what, (times, sizes) in lines.items():
         peak = max(range(len(sizes)), key=sizes.__getitem__)
         axes.plot(times, sizes, label=f"{_NAMES.get(what, what)}, at most {sizes[peak]:.3g} GB",
                   **_LOOKS.get(what, {"color": COLOURS["green"], "linestyle": ":"}))
@@ -185,7 +185,7 @@ def draw_memory(path: str, *, limit: int | None = None):
     if limit is not None:
         axes.axhline(limit / GB, color=COLOURS["vermillion"], linestyle="--",
                      label=f"limit, {limit / GB:.3g} GB")
-    ends = [time for times, _ in found.values() for time in times]
+    ends = [time for times, _ in lines.values() for time in times]
     ends += [time for span in trace.spans() if span[1] == PHASES for time in span[2:4]]
     axes.set(xlabel="seconds since the start", ylabel="memory, GB", xlim=(0, max(ends)))
     axes.set_ylim(0, None)

@@ -78,11 +78,11 @@ Row = Mapping[str, str]
 _MOST_NAMED = 3  # of hosts or commits in a caption
 
 
-def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
+def read_rows(path: str, required: Iterable[str]) -> list[dict[str, str]]:
     """Return all rows of a CSV file as text.
 
     Raises `UserError` if the file is missing, is not CSV in UTF-8, has no rows or lacks one of the
-    `needed` columns.
+    `required` columns.
     """
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -92,7 +92,7 @@ def read_rows(path: str, needed: Iterable[str]) -> list[dict[str, str]]:
         raise UserError(f"cannot read --csv {path}: {error.strerror}") from None
     except (UnicodeDecodeError, csv.Error):
         raise UserError(f"--csv {path} is not a CSV file in UTF-8") from None
-    lacks = [name for name in needed if name not in names]
+    lacks = [name for name in required if name not in names]
     if lacks:
         raise UserError(f"--csv {path} has no column {lacks[0]}: this figure is not of such rows")
     if not rows:
@@ -108,13 +108,14 @@ def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
 
     Several values of a column match any of them. Raises `UserError` if no row is left.
     """
-    wanted: dict[str, set[str]] = {}
-    for each in only:
-        column, equals, value = each.partition("=")
+    conditions: dict[str, set[str]] = {}
+    for condition in only:
+        column, equals, value = condition.partition("=")
         if not equals or column not in rows[0]:
-            raise UserError(f"--only takes COLUMN=VALUE with a column of the file, got {each!r}")
-        wanted.setdefault(column, set()).add(value)
-    left = [row for row in rows if all(row[name] in values for name, values in wanted.items())]
+            raise UserError(f"--only takes COLUMN=VALUE with a column of the file, got "
+                            f"{condition!r}")
+        conditions.setdefault(column, set()).add(value)
+    left = [row for row in rows if all(row[name] in values for name, values in conditions.items())]
     if not left:
         raise UserError(f"no row has --only {' '.join(only)}")
     return left

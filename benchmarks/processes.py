@@ -175,21 +175,21 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
             job["door"], first = str(group.door), None
         status, text = _spawn(job, first, threads=threads, timeout=timeout)
         if status == 0:
-            found = json.loads(answer.read_text(encoding="utf-8"))
+            result = json.loads(answer.read_text(encoding="utf-8"))
         elif status is None:
-            found = {"status": TIME, "reason": f"killed after {timeout} s"}
+            result = {"status": TIME, "reason": f"killed after {timeout} s"}
         elif status == -signal.SIGKILL:
-            found = {"status": MEMORY, "reason": "killed, as the system does for want of memory"}
+            result = {"status": MEMORY, "reason": "killed, as the system does for want of memory"}
         else:
-            found = {"status": FAILED, "reason": f"exit status {status}: {text}"}
+            result = {"status": FAILED, "reason": f"exit status {status}: {text}"}
         # The killed process may be a child of the worker.
-        if found["status"] in (FAILED, MEMORY) and group is not None and group.kills():
-            found = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
-        if found["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
-            found["status"] += LOADING
-        if found["status"] == OK and group is not None:
-            found["peak_memory"] = group.peak() + found.get("held", 0)
-    return found | {"page_cache": "dropped before" if dropped else "as it was"}
+        if result["status"] in (FAILED, MEMORY) and group is not None and group.kills():
+            result = {"status": MEMORY, "reason": f"killed at the limit of {memory / GB:.3g} GB"}
+        if result["status"] in (MEMORY, TIME) and job.get("loads_alike") and not loaded.exists():
+            result["status"] += LOADING
+        if result["status"] == OK and group is not None:
+            result["peak_memory"] = group.peak() + result.get("held", 0)
+    return result | {"page_cache": "dropped before" if dropped else "as it was"}
 
 
 def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int

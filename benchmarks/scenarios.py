@@ -78,15 +78,15 @@ def raw_rate(path: Path) -> float:
     """
     span = min(path.stat().st_size // (RAW_RUNS * len(RAW)), RAW_BYTES) // PAGE * PAGE
     buffer = Device().host_empty(max(request * threads for request, threads in RAW), touch=True)
-    found: dict[tuple[int, int], list[float]] = {setting: [] for setting in RAW}
+    rates: dict[tuple[int, int], list[float]] = {setting: [] for setting in RAW}
     for number, setting in enumerate(RAW * RAW_RUNS):
         start = number * (path.stat().st_size // (RAW_RUNS * len(RAW))) // PAGE * PAGE
         file = RawFile(path, start, span, buffer, write=False)
         began = time.perf_counter()
         file.sweep(*setting)
-        found[setting].append(span / (time.perf_counter() - began))
+        rates[setting].append(span / (time.perf_counter() - began))
         file.close()
-    return max(map(statistics.median, found.values()))
+    return max(map(statistics.median, rates.values()))
 
 
 def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:

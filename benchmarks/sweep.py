@@ -205,15 +205,15 @@ def _cell(sweep: str, base: Mapping[str, object], point: Mapping[str, _Value], *
         flags |= value.flags
     try:
         config = RunConfig.from_mapping(flags)
-        given = {name: getattr(config, name) for name in flags}
+        values = {name: getattr(config, name) for name in flags}
         if config.path is None and (models / config.model).is_dir():
             config = RunConfig.from_mapping(flags | {"path": str(models / config.model)})
     except UserError as error:
         shown = _label({axis: value.shown for axis, value in point.items()})
         raise UserError(f"cell {shown}: {error}") from None
-    axes = {axis: value.shown if value.named else str(format_flag_value(given[axis]))
+    axes = {axis: value.shown if value.named else str(format_flag_value(values[axis]))
             for axis, value in point.items()}
-    return Cell(sweep, axes, given, config)
+    return Cell(sweep, axes, values, config)
 
 
 def _check_different(cells: tuple[Cell, ...]) -> None:
@@ -254,16 +254,16 @@ def runs_of(cell: Cell, repeats: int, table: ResumableCsv) -> list[dict[str, str
 def to_run(sweeps: Sequence[Sweep], table: ResumableCsv, *, retry_failed: bool
            ) -> list[tuple[Cell, int]]:
     """Return the missing (cell, repeat) pairs of cells that have not failed."""
-    found = []
+    todo = []
     for sweep in sweeps:
         for repeat in range(1, sweep.repeats + 1):
             for cell in sweep.cells:
                 rows = runs_of(cell, sweep.repeats, table)
-                mine = rows[repeat - 1]
+                recorded = rows[repeat - 1]
                 failed = any(row is not None and row["status"] != OK for row in rows)
-                if (mine is None or mine["status"] != OK) and (retry_failed or not failed):
-                    found.append((cell, repeat))
-    return found
+                if (recorded is None or recorded["status"] != OK) and (retry_failed or not failed):
+                    todo.append((cell, repeat))
+    return todo
 
 
 def measure(todo: Sequence[tuple[Cell, int]], table: ResumableCsv, run: Run) -> None:

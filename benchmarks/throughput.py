@@ -175,16 +175,16 @@ def compare(args):
 
     config = from_transformers(read_config(Path(args.model)), args.model)
     for batch in args.batches:
-        found: dict[str, list[dict]] = {system: [] for system in args.systems}
+        runs: dict[str, list[dict]] = {system: [] for system in args.systems}
         rates: list[dict[str, float]] = []
         for repeat in range(args.repeats):
             rates.append(rates_of(args))
             for system in args.systems:
-                found[system] += spawn(args, system, batch)
-                print(f"batch {batch} repeat {repeat} {system}: {found[system][-1]}",
+                runs[system] += spawn(args, system, batch)
+                print(f"batch {batch} repeat {repeat} {system}: {runs[system][-1]}",
                       file=sys.stderr, flush=True)
         middle = {system: {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-                  for system, rows in found.items()}
+                  for system, rows in runs.items()}
         typical = {key: statistics.median(r[key] for r in rates) for key in rates[0]}
         for system in args.systems:
             yield row_of(args, config, batch, system, middle, typical)
@@ -192,27 +192,27 @@ def compare(args):
 
 def row_of(args, config, batch: int, system: str, middle: dict, rates: dict) -> dict:
     """Return a row from the medians of all systems at one batch size."""
-    mine = middle[system]
+    run = middle[system]
     amount = amounts(config, batch, system, args)
-    prefill_roofline, decode_roofline = rooflines(system, amount, mine["read"], rates,
+    prefill_roofline, decode_roofline = rooflines(system, amount, run["read"], rates,
                                                   middle["engine"]["step"])
     row = {
-        "batch": batch, "system": system, "prefill_s": mine["prefill"],
-        "decode_step_s": mine["step"],
+        "batch": batch, "system": system, "prefill_s": run["prefill"],
+        "decode_step_s": run["step"],
         "tokens_per_s": batch * args.gen_len / (
-            mine["prefill"] + (args.gen_len - 1) * mine["step"]),
-        "load_s": mine["load"], "load_gb_per_s": amount.all_bytes / mine["load"] / 1e9,
-        "peak_rss_gb": mine["rss"] / 1e9, "gb_read_per_step": mine["read"] / 1e9,
+            run["prefill"] + (args.gen_len - 1) * run["step"]),
+        "load_s": run["load"], "load_gb_per_s": amount.all_bytes / run["load"] / 1e9,
+        "peak_rss_gb": run["rss"] / 1e9, "gb_read_per_step": run["read"] / 1e9,
         "disk_gb_per_s": rates["disk"] / 1e9,
         "prefill_roofline_s": prefill_roofline, "decode_roofline_s": decode_roofline,
-        "prefill_over_roofline": mine["prefill"] / prefill_roofline,
-        "decode_over_roofline": mine["step"] / decode_roofline,
+        "prefill_over_roofline": run["prefill"] / prefill_roofline,
+        "decode_over_roofline": run["step"] / decode_roofline,
     }
     for name, baseline in (("transformers", "transformers"), ("tuned", "transformers tuned"),
                            ("engine", "engine")):
         for stage, key in (("prefill", "prefill"), ("decode", "step")):
             if baseline in middle:
-                row[f"{stage}_speedup_over_{name}"] = middle[baseline][key] / mine[key]
+                row[f"{stage}_speedup_over_{name}"] = middle[baseline][key] / run[key]
     return describe(args) | row
 
 

@@ -37,14 +37,14 @@ def targets(path: str) -> Iterator[str]:
 
 def linked() -> set[str]:
     """README.md, and all files that it leads to and that are not in docs/."""
-    found, todo = set(), {"README.md", *(f"{DOCS}/{page.name}" for page in
+    pages, todo = set(), {"README.md", *(f"{DOCS}/{page.name}" for page in
                                          (ROOT / DOCS).glob("*.md"))}
     while todo:
         path = todo.pop()
-        found.add(path)
+        pages.add(path)
         if path.endswith(".md"):
-            todo |= {each for each in targets(path) if (ROOT / each).is_file()} - found
-    return {path for path in found if not path.startswith(f"{DOCS}/")}
+            todo |= {each for each in targets(path) if (ROOT / each).is_file()} - pages
+    return {path for path in pages if not path.startswith(f"{DOCS}/")}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -33,10 +33,10 @@ _FIGURES = re.compile(r"prefill latency: ([\d.]+) s.*?decode latency: ([\d.]+) s
 
 def latencies(log: str) -> tuple[float, float]:
     """Return seconds of prefill and decode from FlexGen's log. Raises `UserError`."""
-    found = _FIGURES.search(log)
-    if found is None:
+    match = _FIGURES.search(log)
+    if match is None:
         raise UserError(f"FlexGen logged no latencies: {log.strip()[-200:]!r}")
-    return float(found[1]), float(found[2])
+    return float(match[1]), float(match[2])
 
 
 class FlexGen(Baseline):
@@ -53,11 +53,11 @@ class FlexGen(Baseline):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        check_int(f"system {name}: num_gpu_batches", found["num_gpu_batches"], ge=1)
-        if not isinstance(found["flags"], str):
-            raise UserError(f"system {name}: flags must be text, got {found['flags']!r}")
-        return found
+        settings = super().check(name, options)
+        check_int(f"system {name}: num_gpu_batches", settings["num_gpu_batches"], ge=1)
+        if not isinstance(settings["flags"], str):
+            raise UserError(f"system {name}: flags must be text, got {settings['flags']!r}")
+        return settings
 
     def refusal(self) -> str | None:
         return no_cuda() or missing("flexgen", "bench-flexgen")
@@ -127,9 +127,9 @@ class H2OFork(FlexGen):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        check_number(f"system {name}: cache_share", found["cache_share"], gt=0, le=1)
-        return found
+        settings = super().check(name, options)
+        check_number(f"system {name}: cache_share", settings["cache_share"], gt=0, le=1)
+        return settings
 
     def refusal(self) -> str | None:
         if self._path is None:

@@ -67,9 +67,9 @@ def timed_generate(model, prompts: Sequence[Sequence[int]], gen_len: int) -> Tim
     model.generation_config.pad_token_id = 0
     clock = StepClock()
     with torch.inference_mode():
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=gen_len, do_sample=False,
-                               stopping_criteria=[clock])
-    return clock.timings(found[:, longest:])
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=gen_len, do_sample=False,
+                                stopping_criteria=[clock])
+    return clock.timings(output[:, longest:])
 
 
 @contextmanager
@@ -79,10 +79,10 @@ def holding_cache(model, tokens: int) -> Iterator[None]:
 
     shape = from_transformers(model.config, "model")
     near = "cuda" if torch.cuda.is_available() else "cpu"
-    held = torch.ones(tokens * shape.kv_bytes_per_token(model.dtype.itemsize), dtype=torch.uint8,
-                      device=near)
+    cache = torch.ones(tokens * shape.kv_bytes_per_token(model.dtype.itemsize), dtype=torch.uint8,
+                       device=near)
     yield
-    del held
+    del cache
 
 
 def empty_model(folder: Path):
@@ -165,10 +165,10 @@ class AccelerateOffload(HuggingFaceBaseline):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        check_choice(f"system {name}: offload", found["offload"], ACCELERATE_TIERS)
-        check_int(f"system {name}: near_layers", found["near_layers"], ge=0)
-        return found
+        settings = super().check(name, options)
+        check_choice(f"system {name}: offload", settings["offload"], ACCELERATE_TIERS)
+        check_int(f"system {name}: near_layers", settings["near_layers"], ge=0)
+        return settings
 
     def refusal(self) -> str | None:
         return missing("accelerate", "bench-accelerate")
@@ -241,9 +241,9 @@ class DeepSpeedZero(HuggingFaceBaseline):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        check_choice(f"system {name}: offload", found["offload"], DEEPSPEED_TIERS)
-        return found
+        settings = super().check(name, options)
+        check_choice(f"system {name}: offload", settings["offload"], DEEPSPEED_TIERS)
+        return settings
 
     @classmethod
     def loads_beyond(cls, options: Mapping[str, Any]) -> bool:

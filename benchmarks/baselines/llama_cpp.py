@@ -64,14 +64,14 @@ class LlamaCpp(Baseline):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        check_choice(f"system {name}: weights", found["weights"], tuple(BITS))
-        check_int(f"system {name}: n_ubatch", found["n_ubatch"], ge=1, le=N_BATCH)
+        settings = super().check(name, options)
+        check_choice(f"system {name}: weights", settings["weights"], tuple(BITS))
+        check_int(f"system {name}: n_ubatch", settings["n_ubatch"], ge=1, le=N_BATCH)
         for option in ("flash_attention", "repack"):
-            check_bool(f"system {name}: {option}", found[option])
-        if found["threads"] is not None:
-            check_int(f"system {name}: threads", found["threads"], ge=1)
-        return found
+            check_bool(f"system {name}: {option}", settings[option])
+        if settings["threads"] is not None:
+            check_int(f"system {name}: threads", settings["threads"], ge=1)
+        return settings
 
     @classmethod
     def weight_bits(cls, options: Mapping[str, Any]) -> int:
@@ -90,9 +90,9 @@ class LlamaCpp(Baseline):
         import llama_cpp
 
         self._lib, options = llama_cpp, self.settings.options
-        most = llama_cpp.llama_max_parallel_sequences()
-        if self.settings.batch > most:
-            raise UserError(f"llama.cpp runs at most {most} sequences at once")
+        max_sequences = llama_cpp.llama_max_parallel_sequences()
+        if self.settings.batch > max_sequences:
+            raise UserError(f"llama.cpp runs at most {max_sequences} sequences at once")
         self._listen()
         self._lib.llama_backend_init()
         self._open(gguf_file(model, options["weights"]))
@@ -118,21 +118,21 @@ class LlamaCpp(Baseline):
     def _open(self, path: Path) -> None:
         """Load the model, and make a context for all sequences."""
         settings = self.settings
-        wanted = self._lib.llama_model_default_params()
-        wanted.n_gpu_layers = 0
-        wanted.use_extra_bufts = settings.options["repack"]
-        self._model = self._lib.llama_model_load_from_file(str(path).encode(), wanted)
+        model_params = self._lib.llama_model_default_params()
+        model_params.n_gpu_layers = 0
+        model_params.use_extra_bufts = settings.options["repack"]
+        self._model = self._lib.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {' '.join(self._errors[-3:])}")
         self._vocab = self._lib.llama_vocab_n_tokens(
             self._lib.llama_model_get_vocab(self._model))
         room = -(-(settings.prompt_len + settings.gen_len) // PADDED) * PADDED
-        asked = self._lib.llama_context_default_params()
-        asked.n_ctx, asked.n_seq_max = room * settings.batch, settings.batch
-        asked.kv_unified = False  # one stream a sequence; else other sequences are masked
-        asked.n_batch, asked.n_ubatch = N_BATCH, settings.options["n_ubatch"]
-        asked.flash_attn_type = int(settings.options["flash_attention"])
-        self._context = self._lib.llama_init_from_model(self._model, asked)
+        context_params = self._lib.llama_context_default_params()
+        context_params.n_ctx, context_params.n_seq_max = room * settings.batch, settings.batch
+        context_params.kv_unified = False  # one stream a sequence; else other sequences are masked
+        context_params.n_batch, context_params.n_ubatch = N_BATCH, settings.options["n_ubatch"]
+        context_params.flash_attn_type = int(settings.options["flash_attention"])
+        self._context = self._lib.llama_init_from_model(self._model, context_params)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context: {' '.join(self._errors[-3:])}")
 
@@ -144,13 +144,13 @@ class LlamaCpp(Baseline):
             tried = sorted({most, *(1 << power for power in range(most.bit_length()))})
         prompts, steps = tried[-1], tried[-1]
         if len(tried) > 1:
-            found: dict[int, list[Timings]] = {count: [] for count in tried}
+            timings: dict[int, list[Timings]] = {count: [] for count in tried}
             short = [[0] * min(PROBE_TOKENS, self.settings.prompt_len)] * self.settings.batch
             for count in tried * PROBES:
                 self._lib.llama_set_n_threads(self._context, count, count)
-                found[count].append(self.generate(short, min(PROBE_STEPS, self.settings.gen_len)))
-            prompts = min(tried, key=lambda count: min(each.prefill for each in found[count]))
-            steps = min(tried, key=lambda count: min(min(each.steps) for each in found[count]))
+                timings[count].append(self.generate(short, min(PROBE_STEPS, self.settings.gen_len)))
+            prompts = min(tried, key=lambda count: min(each.prefill for each in timings[count]))
+            steps = min(tried, key=lambda count: min(min(each.steps) for each in timings[count]))
         self._lib.llama_set_n_threads(self._context, steps, prompts)
         return prompts, steps
 
@@ -180,20 +180,20 @@ class LlamaCpp(Baseline):
 
     def _decoded(self, entries: Iterable[tuple[int, int, int, bool]]) -> dict[int, int]:
         """Run (token, position, sequence, predict) entries. Return tokens by sequence."""
-        batch, wanted = self._batch, []
+        batch, outputs = self._batch, []
         for index, (token, position, row, follows) in enumerate(entries):
             batch.token[index], batch.pos[index] = token, position
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
             batch.logits[index] = follows
             if follows:
-                wanted.append((row, index))
+                outputs.append((row, index))
         batch.n_tokens = index + 1
         status = self._lib.llama_decode(self._context, batch)
         if status:
             raise RuntimeError(f"llama_decode answers {status}: {' '.join(self._errors[-3:])}")
         return {row: int(np.ctypeslib.as_array(
             self._lib.llama_get_logits_ith(self._context, index), (self._vocab,)).argmax())
-            for row, index in wanted}
+            for row, index in outputs}
 
     def close(self) -> None:
         if self._batch is not None:
@@ -283,7 +283,7 @@ def gguf_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
+def _write(folder: Path, config: ModelConfig, target: Path, weights: str) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quant_shape_to_byte_shape, quantize
 
@@ -295,17 +295,17 @@ def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
     known = ARCHITECTURES[_NAMES[config.family]]
     specs = {spec.name: spec for group in config.weights.groups() for spec in group.values()}
     tensors = _tensors(config, GGMLQuantizationType[weights], plain)
-    writer = GGUFWriter(_file(made), _NAMES[config.family])
+    writer = GGUFWriter(_file(target), _NAMES[config.family])
     _add_metadata(writer, config)
     factors = rope_factors(config)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    for each in tensors:
-        stored = quant_shape_to_byte_shape(each.shape, each.kind)
+    for tensor in tensors:
+        stored = quant_shape_to_byte_shape(tensor.shape, tensor.kind)
         writer.add_tensor_info(
-            each.name, each.shape if each.kind == plain else stored,
-            np.dtype(np.float32 if each.kind == plain else np.uint8), math.prod(stored),
-            raw_dtype=each.kind)
+            tensor.name, tensor.shape if tensor.kind == plain else stored,
+            np.dtype(np.float32 if tensor.kind == plain else np.uint8), math.prod(stored),
+            raw_dtype=tensor.kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -314,14 +314,14 @@ def _write(folder: Path, config: ModelConfig, made: Path, weights: str) -> None:
     kind = family(config)
     views = {} if config.experts is None else kind.views(config)
     with unstacked(open_checkpoint(folder), views) as checkpoint:
-        found = resolve(checkpoint, specs.values(), kind.aliases)
-        for each in tensors:
+        names = resolve(checkpoint, specs.values(), kind.aliases)
+        for tensor in tensors:
             parts = []
-            for name in each.parts:
-                values = _read(checkpoint, found[name], specs[name].shape)
+            for name in tensor.parts:
+                values = _read(checkpoint, names[name], specs[name].shape)
                 heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(
                     name.split(".")[-2], 0) if known.interleaved else 0
-                parts.append(quantize(in_pairs(values, heads), each.kind))
+                parts.append(quantize(in_pairs(values, heads), tensor.kind))
             writer.write_tensor_data(parts[0] if len(parts) == 1 else np.stack(parts))
     writer.close()
 
@@ -333,7 +333,7 @@ def _tensors(config: ModelConfig, weights: GGMLQuantizationType, plain: GGMLQuan
     parts: dict[str, list[str]] = {}
     for name in specs:
         parts.setdefault(_gguf_name(name, config), []).append(name)
-    found = []
+    tensors = []
     for name, names in parts.items():
         shape = specs[names[0]].shape
         kind = plain if len(shape) == 1 or shape in config.exact_shapes else weights
@@ -341,8 +341,8 @@ def _tensors(config: ModelConfig, weights: GGMLQuantizationType, plain: GGMLQuan
             raise UserError(f"{config.name}: rows of {shape[1]} weights are not whole blocks of "
                             f"{_BLOCK}")
         shape = shape if len(names) == 1 else (len(names), *shape)
-        found.append(FileTensor(name, shape, kind, tuple(names)))
-    return found
+        tensors.append(FileTensor(name, shape, kind, tuple(names)))
+    return tensors
 
 
 def _add_metadata(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -393,9 +393,9 @@ def _gguf_name(name: str, config: ModelConfig) -> str:
     outer = {hub: own for own, hub in known.outer.items()}
     inner = {hub: own for own, hub in known.layer.items()}
     if name.startswith(f"{known.layers}."):
-        number, rest = name.removeprefix(f"{known.layers}.").split(".", 1)
-        rest = re.sub(r"\.experts\.[0-9]+\.", ".experts.{}.", rest.removesuffix(".weight"))
-        return f"blk.{number}.{inner[rest]}.weight"
+        number, suffix = name.removeprefix(f"{known.layers}.").split(".", 1)
+        suffix = re.sub(r"\.experts\.[0-9]+\.", ".experts.{}.", suffix.removesuffix(".weight"))
+        return f"blk.{number}.{inner[suffix]}.weight"
     return f"{outer[name.removesuffix('.weight')]}.weight"
 
 

@@ -53,16 +53,16 @@ class Ours(Baseline):
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().check(name, options)
-        if found["cache_share"] is not None:
-            check_number(f"system {name}: cache_share", found["cache_share"], gt=0, le=1)
+        settings = super().check(name, options)
+        if settings["cache_share"] is not None:
+            check_number(f"system {name}: cache_share", settings["cache_share"], gt=0, le=1)
         try:
             cls.config(Path("model"), BaselineSettings(
                 dtype="bfloat16", batch=1, prompt_len=512, mean_prompt_len=512, gen_len=32,
-                scratch="scratch", options=found))
+                scratch="scratch", options=settings))
         except UserError as error:
             raise UserError(f"system {name}: {error}") from None
-        return found
+        return settings
 
     def refusal(self) -> str | None:
         return None

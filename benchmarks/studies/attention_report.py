@@ -40,12 +40,12 @@ SEEN = (10, 20, 30, 40, 50, 60, 70, 80, 90)
 _HALF = 50  # percent of the text, one of `columns.SEEN`
 
 
-def summary(found: dict[str, Sequence[dict]]) -> str:
-    """Text of the parts that there are; `found` has the rows of each by its name."""
+def summary(tables: dict[str, Sequence[dict]]) -> str:
+    """Text of the parts that there are; `tables` has the rows of each by its name."""
     lines = []
     for name, tell in _TELL.items():
-        if name in found:
-            lines += tell(found[name])
+        if name in tables:
+            lines += tell(tables[name])
     return "\n".join(lines)
 
 

@@ -224,9 +224,9 @@ def miss_rates(q: Tensor, k: Tensor, *, context: int, percents: Sequence[float])
     totals = [sizes("best", percent, context).total for percent in percents]
     missed = torch.zeros(len(POLICIES), len(percents), dtype=torch.float64, device=q.device)
     for start, logits in logit_blocks(q, k, begin=context):
-        for row, one in enumerate(logits.unbind(2)):
+        for row, query_logits in enumerate(logits.unbind(2)):
             for policy, cache in enumerate(caches):
-                missed[policy] += cache.step(one[..., : start + row + 1])
+                missed[policy] += cache.step(query_logits[..., : start + row + 1])
         missed[-1] += _best(logits, start, totals)
     return missed.cpu() / ((len(q) - context) * q.shape[1])
 
@@ -237,14 +237,14 @@ def _best(logits: Tensor, start: int, totals: Sequence[int]) -> Tensor:
     A row of t tokens before it attends over min(t, total) of them and itself.
     """
     rows, tokens = logits.shape[2:]
-    most = min(max(totals) + 1, tokens)
-    held = logits.softmax(-1).topk(most, dim=-1).values.double().cumsum(-1)
+    max_count = min(max(totals) + 1, tokens)
+    mass = logits.softmax(-1).topk(max_count, dim=-1).values.double().cumsum(-1)
     before = torch.arange(start, start + rows, device=logits.device)
     lost = []
     for total in totals:
-        place = before.clamp(max=total).clamp(max=most - 1)
+        place = before.clamp(max=total).clamp(max=max_count - 1)
         last = place[:, None].expand(*logits.shape[:3], 1)
-        lost.append((1 - held.gather(-1, last)).clamp(min=0).sum())
+        lost.append((1 - mass.gather(-1, last)).clamp(min=0).sum())
     return torch.stack(lost)
 
 
@@ -289,24 +289,24 @@ class Caches:
         """
         empty = self.positions == EMPTY
         places = self.positions.masked_fill(empty, 0).long()[:, :, None]
-        every = row.expand(len(places), -1, -1, -1)
-        held = every.gather(-1, places.expand(*every.shape[:3], -1))
-        held = held.masked_fill(empty[:, :, None], float("-inf"))
-        attended = torch.cat([held, every[..., -1:]], dim=-1)
-        kept = attended.logsumexp(-1) - row.logsumexp(-1)  # the log of its share
+        all_heads = row.expand(len(places), -1, -1, -1)
+        cached_logits = all_heads.gather(-1, places.expand(*all_heads.shape[:3], -1))
+        cached_logits = cached_logits.masked_fill(empty[:, :, None], float("-inf"))
+        attended = torch.cat([cached_logits, all_heads[..., -1:]], dim=-1)
+        log_share = attended.logsumexp(-1) - row.logsumexp(-1)  # the log of its share
         received = attended.softmax(-1).sum(2)
         self._scores += received[..., :-1]
         self._cache(received[..., -1:])
-        return -kept.double().clamp(max=0).expm1().sum((1, 2))
+        return -log_share.double().clamp(max=0).expm1().sum((1, 2))
 
-    def _cache(self, own: Tensor) -> None:
-        """Put the new token, which has the attention score `own` [budgets, kv_heads, 1], into its
+    def _cache(self, new_scores: Tensor) -> None:
+        """Put the new token with attention score `new_scores` [budgets, kv_heads, 1] into its
         slot."""
         new, self._tokens = self._tokens, self._tokens + 1
-        taken = self._eviction.victims(
+        victims = self._eviction.victims(
             self._scores, self.positions, tokens=torch.full_like(self._recent, self._tokens),
             recent=self._recent)
         # Where all tokens so far fit in, nothing was evicted and they stand in order.
-        taken = taken.where((self._total < self._tokens)[:, None], new)[..., None]
-        self._scores.scatter_(-1, taken, own)
-        self.positions.scatter_(-1, taken, torch.full_like(taken, new, dtype=torch.int32))
+        victims = victims.where((self._total < self._tokens)[:, None], new)[..., None]
+        self._scores.scatter_(-1, victims, new_scores)
+        self.positions.scatter_(-1, victims, torch.full_like(victims, new, dtype=torch.int32))

@@ -62,23 +62,23 @@ class Survey:
 
     def _look(self, layer: int, pair: int, q, k) -> None:
         tokens, group = len(q), q.shape[1] // k.shape[1]
-        stops = [share_of(seen, tokens) for seen in SEEN] if "local" in self._parts else []
-        seen = observe(q, k, stops)
+        stops = [share_of(observed, tokens) for observed in SEEN] if "local" in self._parts else []
+        observed = observe(q, k, stops)
         if "sparsity" in self._parts:
-            self._keep("sparsity", layer, seen.sparsity.cpu().numpy())
+            self._keep("sparsity", layer, observed.sparsity.cpu().numpy())
         if "scores" in self._parts:
-            self._keep("scores", layer, at_ranks(seen.scores, group, RANKS))
+            self._keep("scores", layer, at_ranks(observed.scores, group, RANKS))
         if "local" in self._parts:
             self._keep("local", layer, [
-                [self._overlap(seen, stop, percent) for percent in self._percents]
+                [self._overlap(observed, stop, percent) for percent in self._percents]
                 for stop in stops])
         if "frequency" in self._parts:
-            self._keep("frequency", layer, correlations(self._ids[pair], seen.scores))
+            self._keep("frequency", layer, correlations(self._ids[pair], observed.scores))
 
-    def _overlap(self, seen, stop: int, percent: float) -> tuple[float, float]:
+    def _overlap(self, observed, stop: int, percent: float) -> tuple[float, float]:
         """The overlap, and what it is by chance."""
         count = share_of(percent, stop)
-        return overlap(seen.local[stop], seen.scores[:, :stop], count), count / stop
+        return overlap(observed.local[stop], observed.scores[:, :stop], count), count / stop
 
     def _keep(self, part: str, layer: int, values) -> None:
         self._found[part].setdefault(layer, []).append(values)
@@ -150,25 +150,25 @@ def chosen_keys(kind: str, scores: Tensor, count: int, *, seed: int = 0) -> Tens
     return draws.argsort(dim=1)[:, :count].to(scores.device)
 
 
-def attend_without(q: Tensor, k: Tensor, v: Tensor, gone: Tensor) -> Tensor:
+def attend_without(q: Tensor, k: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
     """Causal attention in which the later queries do not see some of the first keys.
 
     Parameters
     ----------
     q : Tensor [tokens, heads, head_dim]
     k, v : Tensor [tokens, kv_heads, head_dim]
-    gone : bool Tensor [kv_heads, context]
+    evicted : bool Tensor [kv_heads, context]
         Of the first `context` keys, those that queries from `context` on do not see.
 
     Returns
     -------
     Tensor like q
     """
-    context, values = gone.shape[1], v.float()
+    context, values = evicted.shape[1], v.float()
     out = torch.empty_like(q)
     out[:context] = ops.prefill_attention(q[:context], k[:context], v[:context], [context])
     for start, logits in logit_blocks(q, k, begin=context):
-        logits[..., :context].masked_fill_(gone[:, None, None], float("-inf"))
+        logits[..., :context].masked_fill_(evicted[:, None, None], float("-inf"))
         rows, seen = logits.shape[2:]
         attended = torch.einsum("kgrt,tkd->rkgd", logits.softmax(-1), values[:seen])
         out[start : start + rows] = attended.flatten(1, 2).to(q.dtype)

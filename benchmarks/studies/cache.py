@@ -88,27 +88,27 @@ def main() -> None:
     if missing := sorted(needed - {*args.caches}):
         flags.error(f"--caches needs {missing[0]!r}, which others are compared with")
     check_int("--repeats", args.repeats, ge=1)
-    found: dict[str, list[dict]] = {name: [] for name in args.caches}
+    runs: dict[str, list[dict]] = {name: [] for name in args.caches}
     for _ in range(args.repeats):
         for name in args.caches:
             row = measure(args, name)
-            found[name].append(row)
+            runs[name].append(row)
             print(name, {k: round(v, 4) for k, v in row.items() if k != "dtype"}, flush=True)
     disk_rate = offload_read_rate(args.offload_dir)
-    write(args, found, memory_read_rate(), disk_rate)
+    write(args, runs, memory_read_rate(), disk_rate)
 
 
-def write(args, found, memory_rate: float, disk_rate: float) -> None:
+def write(args, runs, memory_rate: float, disk_rate: float) -> None:
     """Write medians, rooflines and ratios as CSV, and print them."""
     middle = {name: {key: statistics.median(row[key] for row in rows) for key in rows[0]
-                     if key != "dtype"} for name, rows in found.items()}
+                     if key != "dtype"} for name, rows in runs.items()}
     rows = []
     for name, row in middle.items():
         here = 0 if "disk" in name else row["kv_cache_mb"]
         roofline = max((row["weights"] + here * 1e6) / memory_rate,
                        row["kv_cache_mb"] * 1e6 / disk_rate if "disk" in name else 0)
         rows.append(row | run_columns(args) | {
-            "dtype": found[name][0]["dtype"], "cache": name, "repeats": args.repeats,
+            "dtype": runs[name][0]["dtype"], "cache": name, "repeats": args.repeats,
             "of_full": row["kv_cache_mb"] / middle["full"]["kv_cache_mb"],
             "roofline_step_s": roofline, "step_over_roofline": row["decode_step_s"] / roofline,
             "decode_speedup_over_full": (

@@ -75,15 +75,15 @@ class ChoiceItem:
 
 def make_items(items: Iterable[Mapping], tokenizer) -> list[ChoiceItem]:
     """Tokenize items of `lm_eval_budgets.items` as the harness does."""
-    found = []
+    made_items = []
     for item in items:
         context = f"Article: {item['article']}\nSummary:"
         prompt = tokenizer(context)["input_ids"]
         texts = [f"{context} {choice}" for choice in item["choices"]]
-        found.append(ChoiceItem(prompt, [tokenizer(text)["input_ids"][len(prompt):]
-                                         for text in texts],
-                                [len(choice) for choice in item["choices"]], item["gold"]))
-    return found
+        made_items.append(ChoiceItem(prompt, [tokenizer(text)["input_ids"][len(prompt):]
+                                              for text in texts],
+                                     [len(choice) for choice in item["choices"]], item["gold"]))
+    return made_items
 
 
 def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | None
@@ -92,41 +92,41 @@ def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | Non
 
     A batch has all choices of some items, so that an evicting cache reads each article once.
     """
-    each = len(items[0].choices)
-    batch = each * min(TOGETHER, len(items))
+    num_choices = len(items[0].choices)
+    batch = num_choices * min(TOGETHER, len(items))
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
              policy=Policy(gpu_batch_size=batch)) as llm:
-        found = llm.score([(item.prompt, choice) for item in items for choice in item.choices])
+        scores = llm.score([(item.prompt, choice) for item in items for choice in item.choices])
         nbytes = llm.stats.kv_cache_bytes // batch
-    sums = [sum(one.log_probs) for one in found]
-    return [sums[at : at + each] for at in range(0, len(sums), each)], nbytes
+    sums = [sum(one.log_probs) for one in scores]
+    return [sums[at : at + num_choices] for at in range(0, len(sums), num_choices)], nbytes
 
 
-def pressed_scores(items: Sequence[ChoiceItem], model, one: Rival, percent: float
+def pressed_scores(items: Sequence[ChoiceItem], model, rival: Rival, percent: float
                    ) -> tuple[list[list[float]], int]:
     """Score each item's choices with kvpress on transformers.
 
     The bytes are those of the largest cache after the cut.
     """
-    attention_of(model, one)
-    found, most = [], 0
+    attention_of(model, rival)
+    scores, max_bytes = [], 0
     for item in items:
         length = len(item.prompt)
         cache = DynamicCache()
-        with make_press(one, "cut", kept(percent, length), length)(model):
+        with make_press(rival, "cut", kept(percent, length), length)(model):
             first = model(torch.tensor([item.prompt]), past_key_values=cache,
                           logits_to_keep=1).logits
-            most = max(most, cache_bytes(cache))
-            found.append([])
+            max_bytes = max(max_bytes, cache_bytes(cache))
+            scores.append([])
             for choice in item.choices:
-                rest = torch.tensor([choice])
+                continuation = torch.tensor([choice])
                 logits = [first]
                 if len(choice) > 1:
                     positions = torch.arange(length, length + len(choice) - 1)[None]
-                    logits.append(model(rest[:, :-1], past_key_values=copy.deepcopy(cache),
+                    logits.append(model(continuation[:, :-1], past_key_values=copy.deepcopy(cache),
                                         position_ids=positions).logits)
-                found[-1].append(float(chosen(torch.cat(logits, 1), rest).sum()))
-    return found, most
+                scores[-1].append(float(chosen(torch.cat(logits, 1), continuation).sum()))
+    return scores, max_bytes
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
@@ -142,12 +142,12 @@ def config_of(cache: str, percent: float) -> H2OConfig | None:
 class ChoiceRows:
     """Rows of the results of items by cache."""
 
-    def __init__(self, args: argparse.Namespace, made: Sequence[ChoiceItem]):
-        self.args, self.items = args, made
+    def __init__(self, args: argparse.Namespace, choice_items: Sequence[ChoiceItem]):
+        self.args, self.items = args, choice_items
         self.folder = str(checkpoint_folder(args.model))
         self.table = GrowingTable(args.csv, COLUMNS, KEY, {
-            "model": args.model, "dtype": DTYPE, "items": len(made), "words": args.words,
-            INPUT: digest(made)})
+            "model": args.model, "dtype": DTYPE, "items": len(choice_items), "words": args.words,
+            INPUT: digest(choice_items)})
 
     def add(self, system: str, cache: str, percent: float) -> None:
         """Add the row of a cache unless it exists; the full cache's must be first."""
@@ -162,13 +162,14 @@ class ChoiceRows:
             found, nbytes = choice_scores(self.items, self.folder, config_of(cache, percent))
         seconds = time.perf_counter() - began
         pairs = list(zip(self.items, found, strict=True))
-        which = "".join(str(max(range(len(one)), key=one.__getitem__)) for one in found)
+        which = "".join(str(max(range(len(item_scores)), key=item_scores.__getitem__))
+                        for item_scores in found)
         full = which if cache == FULL else self.table.find(
             system="flexgen_h2o", cache=FULL, budget_percent="100")["which"]
         row = {"prompt_tokens": sum(len(item.prompt) for item in self.items),
                "right": sum(item.right(scores) for item, scores in pairs),
                "right_by_length": sum(item.right_by_length(scores) for item, scores in pairs),
-               "as_full": sum(one == other for one, other in zip(which, full, strict=True)),
+               "as_full": sum(answer == other for answer, other in zip(which, full, strict=True)),
                "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds, "which": which}
         self.table.add(**origin(), **key, **row)
         print(f"{cache} {percent:g} %: {row['right']} of {len(self.items)} right, "

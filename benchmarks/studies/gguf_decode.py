@@ -86,17 +86,17 @@ def main() -> None:
     rows = CsvWriter(args.csv, COLUMNS)
     with report_partial_rows(rows):
         for count in args.sequences:
-            found: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
+            timings: dict[str, list[dict]] = {system: [] for system in SYSTEMS}
             for _ in range(args.rounds):
-                for system, runs in found.items():
+                for system, runs in timings.items():
                     child = subprocess.run(
                         [sys.executable, __file__, args.path, "--system", system, "--sequences",
                          str(count), "--tokens", str(args.tokens)],
                         check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
                     runs.append(json.loads(child.stdout.splitlines()[-1]))
             speed = {system: count / statistics.median(sum((run["steps"] for run in runs), []))
-                     for system, runs in found.items()}
-            for system, runs in found.items():
+                     for system, runs in timings.items()}
+            for system, runs in timings.items():
                 row = {**origin(), "cpu": cpu_model(), "file": os.path.basename(args.path),
                        "system": system, "sequences": count, "tokens_per_second": speed[system],
                        "over_llama_cpp": speed[system] / speed[SYSTEMS[0]],

@@ -98,13 +98,13 @@ def left_under_way(code: str) -> int:
     code : str
         A kernel in Triton's GPU dialect (``asm["ttgir"]``).
     """
-    most = 0
+    max_pending = 0
     for _, body in _LOOP.findall(code):
         waits = _WAIT.findall(body)
         if _PRODUCT.search(body) and waits:
-            most = max(most, int(waits[-1]))
-        most = max(most, left_under_way(body))
-    return most
+            max_pending = max(max_pending, int(waits[-1]))
+        max_pending = max(max_pending, left_under_way(body))
+    return max_pending
 
 
 _REGISTERS_USED = re.compile(r"Used (\d+) registers")
@@ -177,7 +177,7 @@ def _caught(architecture: int, take: Callable[[JITFunction, tuple, dict], None])
 
 def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
     """Return the launches of the variants on a card, without duplicates."""
-    found: dict[tuple, KernelLaunch] = {}
+    by_key: dict[tuple, KernelLaunch] = {}
     run = JITFunction.run
     variant = None
 
@@ -189,17 +189,17 @@ def launches(card: Card, variants: Iterable[Variant]) -> list[KernelLaunch]:
         key = (function.fn.__name__, constants_text(constants), *(
             _kind(named[param.name]) for param in function.params
             if not (param.is_constexpr or param.do_not_specialize)))
-        if key not in found:
-            found[key] = KernelLaunch(function.fn.__name__, variant, constants,
+        if key not in by_key:
+            by_key[key] = KernelLaunch(function.fn.__name__, variant, constants,
                                 functools.partial(_fresh, run, function, args, options),
                                 _digest(function))
 
     with _caught(card.gpu.architecture, take), assume_gpu(card.gpu):
         for variant in variants:  # noqa: B007 (take reads it)
             variant.call()
-    names = [(*identity(card, launch).values(),) for launch in found.values()]
+    names = [(*identity(card, launch).values(),) for launch in by_key.values()]
     assert len(names) == len(set(names)), "the file has one row for two launches"
-    return list(found.values())
+    return list(by_key.values())
 
 
 @functools.cache
@@ -280,20 +280,20 @@ def bytes_per_flop(launch: KernelLaunch) -> float | None:
 
     They come from GPU memory or its caches: each row block of `_forward` reads all keys and values.
     """
-    held, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
+    constants, item, bits = launch.constants, launch.variant.dtype.itemsize, launch.variant.bits
     size = launch.variant.size
     if launch.kernel in ("_read", "read_codes"):
         vector = size * item if bits == 16 else GroupLayout(size, bits).nbytes
-        return 2 * vector / (4 * size * held.get("HEADS", 1))
+        return 2 * vector / (4 * size * constants.get("HEADS", 1))
     if launch.kernel == "_forward":
-        return item / (2 * held["BLOCK_M"])
+        return item / (2 * constants["BLOCK_M"])
     if launch.kernel == "_sum_columns":
-        return (size * item + 8) / (2 * held["BLOCK_N"] * size)
-    group = held.get("WORDS", 0) * 32 // bits
+        return (size * item + 8) / (2 * constants["BLOCK_N"] * size)
+    group = constants.get("WORDS", 0) * 32 // bits
     if launch.kernel in ("_skinny", "_multiply_floats"):
         head = 4 if launch.kernel == "_skinny" else 1
-        return (bits / 8 + head / group) / (2 * held["ROWS"])
+        return (bits / 8 + head / group) / (2 * constants["ROWS"])
     if launch.kernel in ("_narrow", "_wide"):
-        rows, outputs = (8, 32) if launch.kernel == "_narrow" else (held["ROWS"], 128)
+        rows, outputs = (8, 32) if launch.kernel == "_narrow" else (constants["ROWS"], 128)
         return (bits / 8 + 4 / group + rows * item / outputs) / (2 * rows)
     return None

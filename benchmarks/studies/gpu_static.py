@@ -231,55 +231,55 @@ def stale(row: dict | None, wanted: dict) -> bool:
 
 def faults(row: dict) -> str:
     """Return the faults of a row as text; empty without faults."""
-    found = []
+    problems = []
     if int(row["spill_stores"]) or int(row["spill_loads"]):
-        found.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
+        problems.append(f"spills {row['spill_stores']} + {row['spill_loads']} bytes")
     if int(row["shared"]) > int(row["shared_limit"]):
-        found.append(f"takes {row['shared']} of {row['shared_limit']} bytes of shared memory")
+        problems.append(f"takes {row['shared']} of {row['shared_limit']} bytes of shared memory")
     if int(row["left_under_way"]):
-        found.append("may write registers that a product has not read yet")
-    return ", ".join(found)
+        problems.append("may write registers that a product has not read yet")
+    return ", ".join(problems)
 
 
-def compile_all(wanted: list[tuple[Card, KernelLaunch]], path: Path) -> int:
+def compile_all(pairs: list[tuple[Card, KernelLaunch]], path: Path) -> int:
     """Write a row for each launch. Returns the number of faults."""
-    held = read(path)
+    recorded = read(path)
     rows: dict[tuple[str, ...], dict] = {}
     saved, wrong = time.monotonic(), 0
-    for number, (card, launch) in enumerate(wanted, 1):
+    for number, (card, launch) in enumerate(pairs, 1):
         row = identity(card, launch)
         place = key(row)
-        found = held.get(place)
-        rows[place] = row = compiled(card, launch) if stale(found, row) else found
+        previous = recorded.get(place)
+        rows[place] = row = compiled(card, launch) if stale(previous, row) else previous
         if fault := faults(row):
             wrong += 1
-            print(f"{number}/{len(wanted)} {' '.join(place)}: {fault}", flush=True)
+            print(f"{number}/{len(pairs)} {' '.join(place)}: {fault}", flush=True)
         if time.monotonic() - saved > SAVED_EVERY:
-            write_csv(path, COLUMNS, (held | rows).values(), digits=6)
+            write_csv(path, COLUMNS, (recorded | rows).values(), digits=6)
             saved = time.monotonic()
     write_csv(path, COLUMNS, rows.values(), digits=6)
     return wrong
 
 
-def check(wanted: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
+def check(pairs: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> list[str]:
     """Return the differences between a file and the variants; compile `sample` rows."""
-    held = read(path)
-    expected = {key(row): (row, card, launch) for card, launch in wanted
+    recorded = read(path)
+    expected = {key(row): (row, card, launch) for card, launch in pairs
                 for row in [identity(card, launch)]}
-    found = [f"missing: {' '.join(place)}" for place in expected.keys() - held.keys()]
-    found += [f"not a variant: {' '.join(place)}" for place in held.keys() - expected.keys()]
-    found += [f"{' '.join(place)}: {fault}" for place, row in held.items()
-              if (fault := faults(row))]
-    both = [place for place in expected if place in held]
-    found += [f"of an older kernel: {' '.join(place)}" for place in both
-              if held[place]["source"] != expected[place][0]["source"]]
-    alike = all(row["triton"] == triton.__version__ for row in held.values())
+    problems = [f"missing: {' '.join(place)}" for place in expected.keys() - recorded.keys()]
+    problems += [f"not a variant: {' '.join(place)}" for place in recorded.keys() - expected.keys()]
+    problems += [f"{' '.join(place)}: {fault}" for place, row in recorded.items()
+                 if (fault := faults(row))]
+    both = [place for place in expected if place in recorded]
+    problems += [f"of an older kernel: {' '.join(place)}" for place in both
+                 if recorded[place]["source"] != expected[place][0]["source"]]
+    alike = all(row["triton"] == triton.__version__ for row in recorded.values())
     for place in both[:: max(1, len(both) // sample)] if sample else ():
         _, card, launch = expected[place]
         row = {name: str(format_cell(value)) for name, value in compiled(card, launch).items()}
-        if alike and any(row[name] != held[place][name] for name in COLUMNS):
-            found.append(f"compiles to something else: {' '.join(place)}")
-    return found
+        if alike and any(row[name] != recorded[place][name] for name in COLUMNS):
+            problems.append(f"compiles to something else: {' '.join(place)}")
+    return problems
 
 
 def main() -> None:
@@ -290,14 +290,14 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="check the file and write nothing")
     parser.add_argument("--sample", type=int, default=6, help="rows that --check compiles")
     args = parser.parse_args()
-    wanted = [(CARDS[one], launch) for one in args.architectures
-              for launch in launches(CARDS[one], variants())]
+    all_launches = [(CARDS[one], launch) for one in args.architectures
+                    for launch in launches(CARDS[one], variants())]
     if args.check:
-        found = check(wanted, args.csv, args.sample)
-        print("\n".join(found[:20]) or f"{len(wanted)} variants, as {args.csv} has them")
-        sys.exit(bool(found))
-    wrong = compile_all(wanted, args.csv)
-    print(f"{len(wanted)} variants, {wrong} with a fault; {args.csv}")
+        problems = check(all_launches, args.csv, args.sample)
+        print("\n".join(problems[:20]) or f"{len(all_launches)} variants, as {args.csv} has them")
+        sys.exit(bool(problems))
+    wrong = compile_all(all_launches, args.csv)
+    print(f"{len(all_launches)} variants, {wrong} with a fault; {args.csv}")
     sys.exit(bool(wrong))
 
 

@@ -102,17 +102,17 @@ def write_task(args: argparse.Namespace, folder: Path) -> None:
 def model_arguments(args: argparse.Namespace, policy: str, budget: float, evict_prompt: bool
                     ) -> dict[str, object]:
     """Return the ``--model_args`` of a cache that keeps `budget` percent of each prompt."""
-    found: dict[str, object] = {"pretrained": args.model, "dtype": args.dtype,
-                                "batch_size": args.batch_size}
+    arguments: dict[str, object] = {"pretrained": args.model, "dtype": args.dtype,
+                                    "batch_size": args.batch_size}
     if policy == FULL:
-        return found
+        return arguments
     if policy == RECALL:
-        return found | {"recall": True, "hh_ratio": budget / 200, "recent_ratio": budget / 200}
+        return arguments | {"recall": True, "hh_ratio": budget / 200, "recent_ratio": budget / 200}
     if evict_prompt:
-        found |= {"evict_prompt": True, "prompt_chunk": args.prompt_chunk}
+        arguments |= {"evict_prompt": True, "prompt_chunk": args.prompt_chunk}
     if policy == "window":
-        return found | {"eviction": "window", "recent_ratio": budget / 100}
-    return found | {"hh_ratio": budget / 200, "recent_ratio": budget / 200}
+        return arguments | {"eviction": "window", "recent_ratio": budget / 100}
+    return arguments | {"hh_ratio": budget / 200, "recent_ratio": budget / 200}
 
 
 def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
@@ -147,19 +147,19 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
             lm = FlexGenLM(**model_arguments(args, policy, budget, evict_prompt))
             try:
                 began = time.perf_counter()
-                found = lm_eval.simple_evaluate(lm, tasks=[TASK], num_fewshot=shots,
-                                                task_manager=tasks, limit=args.limit,
-                                                log_samples=False)
+                results = lm_eval.simple_evaluate(lm, tasks=[TASK], num_fewshot=shots,
+                                                  task_manager=tasks, limit=args.limit,
+                                                  log_samples=False)
                 seconds = time.perf_counter() - began
                 info = lm.get_model_info()
             finally:
                 lm.close()
-            result = found["results"][TASK]
+            result = results["results"][TASK]
             rows.append({
                 **origin(), "model": args.model, "dtype": info["model_dtype"], "policy": policy,
                 "budget_percent": budget, "shots": shots, "evict_prompt": evict_prompt,
                 "prompt_chunk": args.prompt_chunk if evict_prompt else None,
-                "items": found["n-samples"][TASK]["effective"],
+                "items": results["n-samples"][TASK]["effective"],
                 **{name: result[f"{name},none"]
                    for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
                 "seconds": seconds, "gpu_batch_size": lm.llm.policy.gpu_batch_size,
@@ -206,11 +206,11 @@ def draw(rows: Sequence[dict], path: str) -> None:
 def _panel(axes, rows: Sequence[dict], mode: str) -> None:
     full = [row for row in rows if row["policy"] == FULL]
     for policy in POLICIES[1:]:
-        mine = [row for row in rows if row["policy"] == policy
-                and (policy == RECALL or str(row["evict_prompt"]) == mode)]
-        if not mine:
+        policy_rows = [row for row in rows if row["policy"] == policy
+                       and (policy == RECALL or str(row["evict_prompt"]) == mode)]
+        if not policy_rows:
             continue
-        points = sorted(mine + full, key=lambda row: row["budget_percent"])
+        points = sorted(policy_rows + full, key=lambda row: row["budget_percent"])
         axes.errorbar([row["budget_percent"] for row in points],
                       [100 * row["acc"] for row in points],
                       yerr=[100 * row["acc_stderr"] for row in points], capsize=2, label=policy,

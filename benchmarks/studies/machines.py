@@ -104,7 +104,7 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
                                 cluster.network)[0].choice
         return search(hardware, request(-(-prompts // cluster.machines)), limits)[0]
 
-    found = []
+    pair_rates = []
     for way in (PIPELINE, REPLICAS):
         row = {"kind": "simulated", "way": way, "processes": cluster.machines, "model": model,
                "cache": cache, "prompts": prompts, "prompt_len": lengths[0],
@@ -121,12 +121,12 @@ def pair(cluster: Cluster, model: str, cache: str, prompts: int, lengths: tuple[
             positions = lengths[0] + lengths[1] - 1
             row["sent_bytes_per_token"] = (cluster.machines - 1) * (
                 shape.hidden_size * 2 * positions / lengths[1] + 8)
-        found.append(row)
-    rates = [row.get("tokens_per_s", 0) for row in found]
-    for row, rate, other in zip(found, rates, reversed(rates), strict=True):
+        pair_rates.append(row)
+    rates = [row.get("tokens_per_s", 0) for row in pair_rates]
+    for row, rate, other in zip(pair_rates, rates, reversed(rates), strict=True):
         row["wins"] = str(rate > other).lower()
         row["times_the_other"] = rate / other if rate and other else None
-    return found
+    return pair_rates
 
 
 def _figures(choice: Choice, prompts: int) -> dict[str, object]:
@@ -214,11 +214,11 @@ def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
                   ) -> Iterator[dict[str, object]]:
     """Yield a row for each way: medians of alternating repeats, and the share of the ideal."""
     order: Sequence[tuple[str, int]] = ways(cpus)
-    found: dict[tuple[str, int], list[Rate]] = {each: [] for each in order}
+    found: dict[tuple[str, int], list[Rate]] = {place: [] for place in order}
     for repeat in range(repeats):
-        for each in order:
-            found[each].append(run(job, *each, repeat))
-            print(f"{each[0]} x {each[1]}: {found[each][-1].tokens_per_second:.1f} tokens/s",
+        for place in order:
+            found[place].append(run(job, *place, repeat))
+            print(f"{place[0]} x {place[1]}: {found[place][-1].tokens_per_second:.1f} tokens/s",
                   file=sys.stderr, flush=True)
     alone = statistics.median(rate.tokens_per_second for rate in found[ONE, 1])
     for (way, processes), all_rates in found.items():

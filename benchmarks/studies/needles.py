@@ -72,9 +72,9 @@ class NeedleTask:
     question: list[int]
     answer: list[int]
 
-    def parts(self, asked: str) -> tuple[list[int], list[int]]:
+    def parts(self, question: str) -> tuple[list[int], list[int]]:
         """Return the prompt and its continuation, which ends with the answer."""
-        if asked == "later":
+        if question == "later":
             return self.text, self.question + self.answer
         return self.text + self.question, self.answer
 
@@ -97,7 +97,7 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
         There are too few articles.
     """
     draw, taken = random.Random(0), 0
-    made: list[NeedleTask] = []
+    tasks: list[NeedleTask] = []
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -117,12 +117,12 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
         for start, end, needle in zip([0, *places], [*places, room], [*hidden, []], strict=True):
             text += [*hay[taken + start : taken + end], *needle]
         taken += room
-        made += [NeedleTask(text, encode(question), encode(f" {number}"))
-                 for question, number in zip(questions, numbers, strict=True)]
-    return made
+        tasks += [NeedleTask(text, encode(question), encode(f" {number}"))
+                  for question, number in zip(questions, numbers, strict=True)]
+    return tasks
 
 
-def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, asked: str
+def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, question: str
             ) -> tuple[list[Scored], int]:
     """Score the answers with this engine. Returns scores and cache bytes of a sequence.
 
@@ -130,28 +130,28 @@ def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, ask
     """
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
              policy=Policy(gpu_batch_size=len(QUESTIONS))) as llm:
-        found = llm.score([task.parts(asked) for task in tasks])
+        scores = llm.score([task.parts(question) for task in tasks])
         nbytes = llm.stats.kv_cache_bytes // len(QUESTIONS)
     return [Scored(one.log_probs[-len(task.answer) :], one.likeliest[-len(task.answer) :])
-            for task, one in zip(tasks, found, strict=True)], nbytes
+            for task, one in zip(tasks, scores, strict=True)], nbytes
 
 
-def pressed_answers(tasks: Sequence[NeedleTask], model, one: Rival, percent: float,
-                    asked: str) -> tuple[list[Scored], int]:
+def pressed_answers(tasks: Sequence[NeedleTask], model, rival: Rival, percent: float,
+                    question: str) -> tuple[list[Scored], int]:
     """Score the answers with kvpress on transformers, which evicts only from prompts."""
-    attention_of(model, one)
-    found, most = [], 0
+    attention_of(model, rival)
+    scores, max_bytes = [], 0
     for task in tasks:
-        prompt, rest = task.parts(asked)
-        press = make_press(one, "cut", kept(percent, len(prompt)), len(prompt))
-        logits, nbytes = pressed(press, model, torch.tensor([prompt + rest]), len(prompt),
+        prompt, question_ids = task.parts(question)
+        press = make_press(rival, "cut", kept(percent, len(prompt)), len(prompt))
+        logits, nbytes = pressed(press, model, torch.tensor([prompt + question_ids]), len(prompt),
                                         steps=False)
-        mine = logits[0, -len(task.answer) :].log_softmax(-1)
+        log_probs = logits[0, -len(task.answer) :].log_softmax(-1)
         answer = torch.tensor(task.answer)
-        found.append(Scored(mine.gather(-1, answer[:, None])[:, 0].tolist(),
-                            (mine.argmax(-1) == answer).tolist()))
-        most = max(most, nbytes)
-    return found, most
+        scores.append(Scored(log_probs.gather(-1, answer[:, None])[:, 0].tolist(),
+                             (log_probs.argmax(-1) == answer).tolist()))
+        max_bytes = max(max_bytes, nbytes)
+    return scores, max_bytes
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
@@ -176,31 +176,32 @@ class NeedleRows:
             "model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
             "tasks": len(tasks), INPUT: digest(tasks)})
 
-    def add(self, system: str, cache: str, percent: float, asked: str) -> None:
+    def add(self, system: str, cache: str, percent: float, question: str) -> None:
         """Add the row of a cache unless it exists; the full cache's must be first."""
-        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}", "asked": asked}
+        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}",
+               "asked": question}
         if self.table.find(**key) is not None:
             return
         began = time.perf_counter()
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            found, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
-                                                    asked)
+            scores, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
+                                                     question)
         else:
-            found, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
-                                            asked)
+            scores, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
+                                             question)
         seconds = time.perf_counter() - began
-        solved = [one.greedy for one in found]
+        solved = [score.greedy for score in scores]
         full = solved if cache == FULL else self._of_full()
         row = {"kept_tokens": self.args.tokens if cache == FULL
                else kept(percent, self.args.tokens), "solved": sum(solved),
                "solved_by_full": sum(full),
                "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
-               "answer_nats": -fmean(chain.from_iterable(one.log_probs for one in found)),
+               "answer_nats": -fmean(chain.from_iterable(score.log_probs for score in scores)),
                "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
-               "which": "".join("ny"[one] for one in solved)}
+               "which": "".join("ny"[score] for score in solved)}
         self.table.add(**origin(), **key, **row)
-        print(f"{self.args.tokens} tokens, {cache} {percent:g} %, asked {asked or 'anywhere'}: "
+        print(f"{self.args.tokens} tokens, {cache} {percent:g} %, asked {question or 'anywhere'}: "
               f"{row['solved']} of {len(solved)}, of the full cache's {row['solved_by_full']} "
               f"{row['solved_of_these']}, {seconds:.0f} s", flush=True)
 
@@ -237,12 +238,12 @@ def run(args: argparse.Namespace) -> None:
                                    for text in read_articles(args.input_path)))
     rows = NeedleRows(args, make_tasks(hay, tokenizer, tokens=args.tokens, texts=args.texts))
     rows.add("flexgen_h2o", FULL, 100, "")
-    for asked in args.asked:
+    for question in args.asked:
         for percent in args.budgets:
             for cache in args.caches:
-                rows.add("flexgen_h2o", cache, percent, asked)
+                rows.add("flexgen_h2o", cache, percent, question)
             for press in args.presses:
-                rows.add("kvpress", press, percent, asked)
+                rows.add("kvpress", press, percent, question)
 
 
 if __name__ == "__main__":

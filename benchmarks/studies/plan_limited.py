@@ -72,11 +72,11 @@ RUNS = (LimitedRun("full", 4), LimitedRun("full-in-memory", 4, in_memory=True),
 def configured(args: argparse.Namespace, run: LimitedRun) -> RunConfig:
     """Return the configuration of the whole run, to be planned."""
     limit = parse_size("--memory-limit", args.memory_limit)
-    kept = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
+    budget = {"num_heavy_hitter_tokens": _half(args), "num_window_length": 2 * _half(args)}
     return RunConfig(model=args.model, path=args.path, prompt_len=args.prompt_len,
                      gen_len=args.gen_len, num_prompts=run.batch, percent="auto",
                      memory_limit=limit, weight_bits=run.bits, cache_bits=run.bits,
-                     offload_dir=args.offload_dir, **(kept if run.h2o else {}))
+                     offload_dir=args.offload_dir, **(budget if run.h2o else {}))
 
 
 def _half(args: argparse.Namespace) -> int:
@@ -87,7 +87,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
     """Plan a run, and measure a short run of the planned placement unless ``--plan-only``."""
     plan = planned(replace(configured(args, run), recalibrate=recalibrate), run)
     best, policy = plan.best, plan.config.policy()
-    found: dict[str, object] = {
+    columns: dict[str, object] = {
         "commit": source_commit(), "cpu": cpu_model(), "model": args.model,
         "memory_limit": args.memory_limit, "system": run.system, "batch": run.batch,
         "policy": f"--percent {format_percent(policy)} --gpu-batch-size {policy.gpu_batch_size} "
@@ -96,7 +96,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
         "plan_step_s": best.decode / (args.gen_len - 1),
         "bound_decode": best.estimate.step.binding}
     if args.plan_only:
-        return found
+        return columns
     prompt = args.run_prompt_len or args.prompt_len + (0 if run.h2o else args.gen_len // 2)
     # A longer prompt has a larger workspace, which would not fit.
     short = replace(plan.config, prompt_len=prompt, gen_len=args.tokens, memory_limit=None)
@@ -105,7 +105,7 @@ def row(args: argparse.Namespace, run: LimitedRun, *, recalibrate: bool) -> dict
         prefill, step = process.submit(measured, short, plan.implementations).result()
     blocks = math.ceil(run.batch / (policy.gpu_batch_size * policy.num_gpu_batches))
     predicted_step = predicted.decode / blocks / (args.tokens - 1)  # steps are of one block
-    return found | {
+    return columns | {
         "run_prompt_len": prompt, "run_gen_len": args.tokens,
         "predicted_prefill_s": predicted.prefill, "prefill_s": prefill,
         "prefill_predicted_over_measured": predicted.prefill / prefill,
@@ -138,11 +138,11 @@ def measured(config: RunConfig, implementations: AutotuneTable) -> tuple[float, 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Yield a row for each selected run."""
-    wanted = [run for run in RUNS
-              if args.systems is None or f"{run.system}-{run.batch}" in args.systems]
-    for run in wanted:
+    selected = [run for run in RUNS
+                if args.systems is None or f"{run.system}-{run.batch}" in args.systems]
+    for run in selected:
         try:
-            yield row(args, run, recalibrate=run is wanted[0])
+            yield row(args, run, recalibrate=run is selected[0])
         except InsufficientMemory as error:  # measure the others
             print(f"{run.system:14} {run.batch:4}  left out: {error}", flush=True)
 
@@ -168,15 +168,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, low in (("prompt_len", 1), ("gen_len", 2), ("tokens", 2)):
         check_int(flag_name(name), getattr(args, name), ge=low)
     table = []
-    for found in rows(args):
-        table.append(found)
-        print(f"{found['system']:14} {found['batch']:4}  {found['policy']}\n"
-              f"    planned {found['plan_tokens_s']:.4g} tokens/s, prefill "
-              f"{found['plan_prefill_s']:.3g} s, step {found['plan_step_s']:.3g} s", flush=True)
+    for entry in rows(args):
+        table.append(entry)
+        print(f"{entry['system']:14} {entry['batch']:4}  {entry['policy']}\n"
+              f"    planned {entry['plan_tokens_s']:.4g} tokens/s, prefill "
+              f"{entry['plan_prefill_s']:.3g} s, step {entry['plan_step_s']:.3g} s", flush=True)
         if not args.plan_only:
             print("    " + "; ".join(
-                f"{phase} of the short run {found[f'predicted_{phase}_s']:.3g} s predicted, "
-                f"{found[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
+                f"{phase} of the short run {entry[f'predicted_{phase}_s']:.3g} s predicted, "
+                f"{entry[f'{phase}_s']:.3g} s measured" for phase in ("prefill", "step")),
                 flush=True)
         write_csv(args.out, COLUMNS, table)  # keep rows if a later run is stopped
 

@@ -76,11 +76,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan_table.csv"))
     args = parser.parse_args(argv)
     table = []
-    for found in rows():
-        table.append(found)
-        print(f"{found['machine']:5} {found['model']:18} {found['prompt_len']}+"
-              f"{found['gen_len']:<5} {found['system']:24} paper {found['paper'] or '-':>5}  "
-              f"planned {found['planned']:6.1f} {found['quantity']}", flush=True)
+    for row in rows():
+        table.append(row)
+        print(f"{row['machine']:5} {row['model']:18} {row['prompt_len']}+"
+              f"{row['gen_len']:<5} {row['system']:24} paper {row['paper'] or '-':>5}  "
+              f"planned {row['planned']:6.1f} {row['quantity']}", flush=True)
     write_csv(args.out, COLUMNS, table)
 
 

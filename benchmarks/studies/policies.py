@@ -73,15 +73,15 @@ def compared(log_probs: torch.Tensor, full: torch.Tensor, plain: torch.Tensor | 
     over = (full - log_probs).double()
     tokens = [over.shape[1]] * len(over)
     low, high = bootstrap_interval(over.sum(1).tolist(), tokens)
-    found = {"perplexity": math.exp(-log_probs.double().mean()),
-             "over_full": math.exp(over.mean()), "delta_nats": float(over.mean()),
-             "delta_nats_low": low, "delta_nats_high": high}
+    figures = {"perplexity": math.exp(-log_probs.double().mean()),
+               "over_full": math.exp(over.mean()), "delta_nats": float(over.mean()),
+               "delta_nats_low": low, "delta_nats_high": high}
     if plain is not None:
-        more = (plain - log_probs).double()
-        low, high = bootstrap_interval(more.sum(1).tolist(), tokens)
-        found |= {"over_sum": math.exp(more.mean()), "over_sum_low": math.exp(low),
-                  "over_sum_high": math.exp(high)}
-    return found
+        differences = (plain - log_probs).double()
+        low, high = bootstrap_interval(differences.sum(1).tolist(), tokens)
+        figures |= {"over_sum": math.exp(differences.mean()), "over_sum_low": math.exp(low),
+                    "over_sum_high": math.exp(high)}
+    return figures
 
 
 def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -> None:
@@ -98,18 +98,18 @@ def run_masked(masked: MaskedModel, rows: PolicyRows, settings: list[Setting]) -
                 full = masked.log_probs(None, None)
             if plain is None:
                 plain = masked.log_probs(CANDIDATES[0], setting)
-            found = plain
+            log_probs = plain
             if candidate is not CANDIDATES[0]:
-                found = masked.log_probs(candidate, setting)
+                log_probs = masked.log_probs(candidate, setting)
             rows.add(**key, kept_tokens=setting.sizes(masked.prompt, masked.prompt)[0],
-                     **compared(found, full, plain))
+                     **compared(log_probs, full, plain))
 
 
-def config_of(one: Rival, percent: float, part: str) -> H2OConfig:
+def config_of(rival: Rival, percent: float, part: str) -> H2OConfig:
     """Return this engine's cache that keeps, or attends to, `percent` of the prompt."""
-    if one is RECALL:
+    if rival is RECALL:
         return H2OConfig(heavy_ratio=percent / 200, recall=True)
-    return H2OConfig(heavy_ratio=percent / 200, score=one.name, evict_generated=part == "decode")
+    return H2OConfig(heavy_ratio=percent / 200, score=rival.name, evict_generated=part == "decode")
 
 
 def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[Setting],
@@ -117,11 +117,11 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
     """Measure this engine's policies and kvpress in part `cut` or `decode`."""
     model, ids, prompt, full = masked.model, masked.tokens, masked.prompt, None
     width = model.config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
-    for percent in [one.percent for one in settings if one.budget_of == "prompt"]:
+    for percent in [rival.percent for rival in settings if rival.budget_of == "prompt"]:
         setting, plain = Setting(percent, "prompt", part == "decode"), None
         keep = setting.sizes(prompt, prompt)[0]
-        for one in systems(part):
-            key = {"part": part, "system": one.system, "policy": one.name,
+        for rival in systems(part):
+            key = {"part": part, "system": rival.system, "policy": rival.name,
                    "budget_percent": percent, "budget_of": "prompt"}
             if rows.find(**key) is not None:
                 continue
@@ -129,20 +129,20 @@ def run_beside(masked: MaskedModel, rows: PolicyRows, part: str, settings: list[
                 full = masked.log_probs(None, None)
             if plain is None:
                 plain = masked.log_probs(ENGINE["sum"], setting)
-            if one.system == "kvpress":
-                attention_of(model, one)
-                made = make_press(one, part, keep, prompt)
+            if rival.system == "kvpress":
+                attention_of(model, rival)
+                press = make_press(rival, part, keep, prompt)
                 began = time.perf_counter()
-                logits, nbytes = pressed(made, model, ids, prompt, steps=part == "decode")
-                found = chosen(logits, ids[:, prompt:])
-                kept, seconds = keep, time.perf_counter() - began
+                logits, nbytes = pressed(press, model, ids, prompt, steps=part == "decode")
+                log_probs = chosen(logits, ids[:, prompt:])
+                num_cached, seconds = keep, time.perf_counter() - began
             else:
-                h2o = config_of(one, percent, part)
-                found, seconds = scored(folder, ids, prompt, h2o)
-                kept = prompt if h2o.recall else keep
-                nbytes = len(ids) * kept * len(masked.layers) * width * 2 * 4
-            rows.add(**key, kept_tokens=kept, kv_cache_bytes=nbytes, seconds=seconds,
-                     **compared(found, full, plain))
+                h2o = config_of(rival, percent, part)
+                log_probs, seconds = scored(folder, ids, prompt, h2o)
+                num_cached = prompt if h2o.recall else keep
+                nbytes = len(ids) * num_cached * len(masked.layers) * width * 2 * 4
+            rows.add(**key, kept_tokens=num_cached, kv_cache_bytes=nbytes, seconds=seconds,
+                     **compared(log_probs, full, plain))
 
 
 def main() -> None:

@@ -79,14 +79,14 @@ class CandidateState:
 
     def read_prompt(self, weights: torch.Tensor) -> None:
         """Accumulate attention weights [a, h, g, n, n] of the prompt's queries."""
-        one, n = self.candidate, self.tokens
-        first = n - one.prompt_window if one.prompt_window else 0
+        candidate, n = self.candidate, self.tokens
+        first = n - candidate.prompt_window if candidate.prompt_window else 0
         age = torch.arange(n - 1, -1, -1)[first:]
         self._attention[:, :, :n] = torch.einsum("ahgqk,q->ahk", weights[:, :, :, first:],
-                                                 one.decay ** age.float())
-        if one.window:
-            self._rows = list(weights[:, :, :, -one.window :].unbind(3))
-            self._recent[:, :, :n] = weights[:, :, :, -one.window :].sum((2, 3))
+                                                 candidate.decay ** age.float())
+        if candidate.window:
+            self._rows = list(weights[:, :, :, -candidate.window :].unbind(3))
+            self._recent[:, :, :n] = weights[:, :, :, -candidate.window :].sum((2, 3))
 
     def append(self) -> None:
         """Add a new token."""
@@ -330,12 +330,12 @@ class MaskedModel:
             hidden = self._finish(layer, hidden,
                                   torch.einsum("ahgqk,ahkd->ahgqd", weights, values))
         hidden = torch.cat((self._last, hidden), 1)
-        wanted = self.tokens[:, self.prompt :]
-        found = []
-        for some, ids in zip(hidden.split(CHUNK), wanted.split(CHUNK), strict=True):
+        targets = self.tokens[:, self.prompt :]
+        parts = []
+        for some, ids in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
             logits = self.model.lm_head(self.model.model.norm(some))
-            found.append(logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])
-        return torch.cat(found)
+            parts.append(logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])
+        return torch.cat(parts)
 
     def _full(self, products: torch.Tensor) -> torch.Tensor:
         rows, keys = products.shape[-2:]

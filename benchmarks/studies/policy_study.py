@@ -54,10 +54,10 @@ class GrowingTable:
         """Return the row with this key, or None."""
         if not os.path.exists(self._path):
             return None
-        wanted = {name: str((self._common | row).get(name, "")) for name in self._key}
+        values = {name: str((self._common | row).get(name, "")) for name in self._key}
         with self._path.open(newline="", encoding="utf-8") as file:
             return next((old for old in csv.DictReader(file)
-                         if all(old[name] == wanted[name] for name in self._key)), None)
+                         if all(old[name] == values[name] for name in self._key)), None)
 
     def add(self, **row) -> None:
         """Append a row. Raises `UserError`."""
@@ -118,13 +118,13 @@ def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None
         return torch.tensor(found), time.perf_counter() - began
 
 
-def make_press(one: Rival, part: str, keep: int, prompt: int):
+def make_press(rival: Rival, part: str, keep: int, prompt: int):
     """Return a press that keeps `keep` of `prompt` tokens; part `decode` evicts later ones, too."""
 
     def press(ratio: float, queries: int):
-        options = {"window_size": queries} if one.name.endswith("SnapKV") else {}
-        made = getattr(kvpress, one.press)(compression_ratio=ratio, **options)
-        return kvpress.AdaKVPress(made) if one.adaptive else made
+        options = {"window_size": queries} if rival.name.endswith("SnapKV") else {}
+        made = getattr(kvpress, rival.press)(compression_ratio=ratio, **options)
+        return kvpress.AdaKVPress(made) if rival.adaptive else made
 
     cut = press(1 - (keep + 0.5) / prompt, SNAP_WINDOW if keep > SNAP_WINDOW else keep // 2)
     if part == "cut":
@@ -134,27 +134,27 @@ def make_press(one: Rival, part: str, keep: int, prompt: int):
     return kvpress.PrefillDecodingPress(prefilling_press=cut, decoding_press=decoding)
 
 
-def attention_of(model, one: Rival) -> None:
+def attention_of(model, rival: Rival) -> None:
     """Select the attention implementation; ObservedAttention needs attention weights."""
-    model.set_attn_implementation("eager" if one.name == "ObservedAttention" else "sdpa")
+    model.set_attn_implementation("eager" if rival.name == "ObservedAttention" else "sdpa")
 
 
-def pressed(made, model, ids: torch.Tensor, prompt: int, *, steps: bool
+def pressed(press, model, ids: torch.Tensor, prompt: int, *, steps: bool
             ) -> tuple[torch.Tensor, int]:
     """Return logits [articles, tokens, vocabulary] after the prompts, and bytes of the cut cache.
 
     With `steps` there is a forward pass for each token, else one for all.
     """
-    found, cache, width = [], DynamicCache(), 1 if steps else ids.shape[1]
-    with made(model):
+    parts, cache, width = [], DynamicCache(), 1 if steps else ids.shape[1]
+    with press(model):
         logits = model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
         nbytes = cache_bytes(cache)
-        found.append(logits)
+        parts.append(logits)
         for at in range(prompt, ids.shape[1] - 1, width):
             end = min(at + width, ids.shape[1] - 1)
-            found.append(model(ids[:, at:end], past_key_values=cache,
+            parts.append(model(ids[:, at:end], past_key_values=cache,
                                position_ids=torch.arange(at, end)[None]).logits)
-    return torch.cat(found, 1), nbytes
+    return torch.cat(parts, 1), nbytes
 
 
 def cache_bytes(cache: DynamicCache) -> int:

@@ -54,13 +54,13 @@ def measure(length: int, cache: str, chunk: int | None) -> dict:
             llm.generate([prompt], max_new_tokens=4, eos_token_id=-1)
             shape, stats = llm.model_config, llm.stats
     itemsize = stats.kv_bytes_per_token // shape.kv_bytes_per_token(1)
-    held = stats.kv_cache_bytes
+    cache_bytes = stats.kv_cache_bytes
     if chunk is None:
-        held += length * shape.hidden_size * itemsize
+        cache_bytes += length * shape.hidden_size * itemsize
     elif h2o is not None:
-        held += length * stats.kv_bytes_per_token
+        cache_bytes += length * stats.kv_bytes_per_token
     return dict(zip(COLUMNS, (
-        length, cache, chunk or "", (_status("VmHWM") - loaded) / 1e6, held / 1e6,
+        length, cache, chunk or "", (_status("VmHWM") - loaded) / 1e6, cache_bytes / 1e6,
         stats.kv_cache_bytes / 1e6, shape.num_heads * length**2 * 4 / 1e6, stats.prefill_seconds,
         length / stats.prefill_seconds), strict=True))
 

@@ -63,9 +63,9 @@ class QualityOptions:
     def __post_init__(self) -> None:
         task_flags.check_flags(self)
         measurements.check_source(self)
-        found = {one.group for one in configurations(self.budgets, self.only)}
+        groups = {configuration.group for configuration in configurations(self.budgets, self.only)}
         for group in self.only if self.only != GROUPS else ():
-            if group not in found:
+            if group not in groups:
                 raise UserError(f"--only {group} measures nothing at these --budgets: add {USUAL}")
         measurements.check_outputs(self)
 
@@ -80,9 +80,9 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
     """Flags as checked `QualityOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(argv, parser(), QualityOptions)
-    task_flags.check_from_csv([*own, *shared])
-    return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **own)
+    options, shared = task_flags.parse(argv, parser(), QualityOptions)
+    task_flags.check_from_csv([*options, *shared])
+    return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **options)
 
 
 def run(options: QualityOptions) -> None:
@@ -107,9 +107,9 @@ def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str,
 def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[Configuration],
                                                                               object]:
     """A function that loads the model with the cache of a configuration."""
-    def open_llm(one: Configuration):
-        show(one.name)
-        return launch.open_llm(options.run, progress=False, **one.arguments())
+    def open_llm(configuration: Configuration):
+        show(configuration.name)
+        return launch.open_llm(options.run, progress=False, **configuration.arguments())
 
     return open_llm
 

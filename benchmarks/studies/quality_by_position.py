@@ -63,14 +63,14 @@ def main() -> None:
                                          llm=llm: llm.tokenizer(text)["input_ids"],
                                 articles=args.articles, min_tokens=args.min_tokens,
                                 max_tokens=args.max_tokens)
-                found = quarters(llm.loglikelihood(split_halves(chosen)))
-            full = full or found
-            over = [a - b for a, b in zip(found, full, strict=True)]
+                losses = quarters(llm.loglikelihood(split_halves(chosen)))
+            full = full or losses
+            over = [a - b for a, b in zip(losses, full, strict=True)]
             print(name, [f"{each:+.3f}" for each in over], flush=True)
-            for quarter, (nats, more) in enumerate(zip(found, over, strict=True), 1):
+            for quarter, (nats, increase) in enumerate(zip(losses, over, strict=True), 1):
                 file.write({"model": args.model, "articles": args.articles, "cache": name,
                             "quarter": quarter, "nats_per_token": f"{nats:.4f}",
-                            "nats_over_full": f"{more:.4f}"})
+                            "nats_over_full": f"{increase:.4f}"})
     file.finish()
 
 

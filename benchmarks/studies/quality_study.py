@@ -157,25 +157,25 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
         Those of `GROUPS` to measure beside the full cache. Default: all.
     """
     budgets = sorted(set(budgets))
-    found = [Configuration("full", 100)]
-    found += [Configuration(policy, budget) for policy in POLICIES[1:] for budget in budgets]
+    result = [Configuration("full", 100)]
+    result += [Configuration(policy, budget) for policy in POLICIES[1:] for budget in budgets]
     for budget in (budget for budget in VARIED if budget in budgets):
         plain = Configuration("h2o", budget)
-        found += [replace(plain, budget_of="text"), replace(plain, score="mean"),
-                  replace(plain, score="decay"), replace(plain, score="caote"),
-                  replace(plain, positions="rolling")]
-        found += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
+        result += [replace(plain, budget_of="text"), replace(plain, score="mean"),
+                   replace(plain, score="decay"), replace(plain, score="caote"),
+                   replace(plain, positions="rolling")]
+        result += [replace(plain, prompt_chunk=chunk) for chunk in CHUNKS]
         recall = Configuration(RECALL, budget)
-        found += [recall, replace(recall, budget_of="text"), Configuration(SPARSE, budget)]
+        result += [recall, replace(recall, budget_of="text"), Configuration(SPARSE, budget)]
     if USUAL in budgets:
-        found += [Configuration(RECALL, USUAL, index_bits=2)]
-        found += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
-    found += [replace(found[0], weight_bits=bits, activation_bits=activations)
-              for bits, activations in ((12, 16), (8, 16), (8, 8), (4, 16), (4, 8))]
+        result += [Configuration(RECALL, USUAL, index_bits=2)]
+        result += [Configuration("h2o", USUAL, cache_bits=bits) for bits in (8, 4)]
+    result += [replace(result[0], weight_bits=bits, activation_bits=activations)
+               for bits, activations in ((12, 16), (8, 16), (8, 8), (4, 16), (4, 8))]
     if USUAL in budgets:
-        found += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
+        result += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
     wanted = set(GROUPS if only is None else only) | {"full"}
-    return [one for one in found if one.group in wanted]
+    return [one for one in result if one.group in wanted]
 
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
@@ -233,22 +233,22 @@ def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((place for place, (a, b) in pairs if a != b), len(one))
 
 
-def figures(found: Measurement, full: Measurement) -> dict[str, float]:
+def figures(measured: Measurement, full: Measurement) -> dict[str, float]:
     """One cache beside the full one, on the same articles, by column name."""
-    greedy = list(zip(found.tokens, full.tokens, strict=True))
+    greedy = list(zip(measured.tokens, full.tokens, strict=True))
     return {
-        **compare_to_full(found.log_probs, full.log_probs),
+        **compare_to_full(measured.log_probs, full.log_probs),
         "greedy_equal_share": fmean(a == b for one, other in greedy
                                     for a, b in zip(one, other, strict=True)),
         "common_prefix_mean": fmean(common_prefix(one, other) for one, other in greedy),
     }
 
 
-def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: Sequence[Pair],
-           gen_len: int) -> dict[str, object]:
+def row_of(configuration: Configuration, measured: Measurement, full: Measurement, *,
+           pairs: Sequence[Pair], gen_len: int) -> dict[str, object]:
     """A row by column name, but for when and where; None where a column has no meaning."""
-    heads, stats = [len(head) for head, _ in pairs], found.stats
-    sizes = [one.sizes(length) for length in heads]
+    heads, stats = [len(head) for head, _ in pairs], measured.stats
+    sizes = [configuration.sizes(length) for length in heads]
     heavy, recent, sinks = (
         None if None in sizes else fmean(getattr(size, part) for size in sizes)
         for part in ("heavy", "recent", "sinks"))
@@ -256,16 +256,19 @@ def row_of(one: Configuration, found: Measurement, full: Measurement, *, pairs: 
         "device": stats.device, "model": stats.model, "dtype": stats.dtype,
         "articles": len(pairs), "prompt_tokens_mean": fmean(heads),
         "continuation_tokens": sum(len(tail) for _, tail in pairs), "gen_len": gen_len,
-        "configuration": one.name, "policy": one.policy, "variant": one.variant,
-        "budget_percent": float(one.budget), "heavy_tokens_mean": heavy,
+        "configuration": configuration.name, "policy": configuration.policy,
+        "variant": configuration.variant,
+        "budget_percent": float(configuration.budget), "heavy_tokens_mean": heavy,
         "recent_tokens_mean": recent, "sink_tokens": sinks,
-        "score": one.score if one.policy == "h2o" else None, "positions": one.positions,
-        "prompt_chunk": one.prompt_chunk, "cache_bits": one.cache_bits,
-        "weight_bits": one.weight_bits,
-        "cached_tokens_mean": fmean(one.cached(len(head), len(tail)) for head, tail in pairs),
+        "score": configuration.score if configuration.policy == "h2o" else None,
+        "positions": configuration.positions,
+        "prompt_chunk": configuration.prompt_chunk, "cache_bits": configuration.cache_bits,
+        "weight_bits": configuration.weight_bits,
+        "cached_tokens_mean": fmean(configuration.cached(len(head), len(tail))
+                                    for head, tail in pairs),
         # The cache of the largest block, which is one GPU batch.
         "kv_cache_bytes_per_sequence": stats.kv_cache_bytes / min(stats.gpu_batch_size, len(pairs)),
-        **figures(found, full), "seconds": found.seconds,
+        **figures(measured, full), "seconds": measured.seconds,
     }
 
 
@@ -291,17 +294,17 @@ def compare(configurations: Sequence[Configuration],
         Called twice for each configuration, for a progress bar.
     """
     full, pairs, rotary = None, None, False
-    for one in configurations:
-        if one.positions == "rolling" and not rotary:
+    for configuration in configurations:
+        if configuration.positions == "rolling" and not rotary:
             on_part()
             on_part()
             continue
-        with open_llm(one) as llm:
+        with open_llm(configuration) as llm:
             if pairs is None:
                 pairs, rotary = pairs_of(llm), llm.model_config.rope is not None
-            found = measure(llm, pairs, gen_len=gen_len, on_part=on_part)
-        full = found if full is None else full
-        yield row_of(one, found, full, pairs=pairs, gen_len=gen_len)
+            measured = measure(llm, pairs, gen_len=gen_len, on_part=on_part)
+        full = measured if full is None else full
+        yield row_of(configuration, measured, full, pairs=pairs, gen_len=gen_len)
 
 
 def read_rows(path: str) -> list[dict[str, object]]:

@@ -43,9 +43,9 @@ COLUMNS = ("date", "commit", "host", "model", "articles", "tokens", "bits", "gro
            "dtype", "perplexity", "over_float32")
 
 
-def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool) -> None:
+def write_rounded(source: Path, target: Path, bits: int, group: int, search: bool) -> None:
     """Write a copy of a Hugging Face folder in float32 with quantized and dequantized matrices."""
-    shutil.copytree(source, made, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     with open_checkpoint(source) as checkpoint:
 
         def chunks(name: str):
@@ -60,7 +60,7 @@ def write_rounded(source: Path, made: Path, bits: int, group: int, search: bool)
 
         layout = {name: (torch.float32, checkpoint.info(name).shape)
                   for name in checkpoint.names()}
-        write_safetensors(made / "model.safetensors", layout, chunks)
+        write_safetensors(target / "model.safetensors", layout, chunks)
 
 
 def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
@@ -69,9 +69,9 @@ def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> 
         chosen = select_articles(texts, lambda text: llm.tokenizer(text)["input_ids"],
                         articles=args.articles, min_tokens=args.min_tokens,
                         max_tokens=args.max_tokens)
-        found = llm.loglikelihood([(ids[:1], ids[1:]) for ids in chosen])
-    count = sum(map(len, found))
-    return math.exp(-sum(map(sum, found)) / count), count
+        scores = llm.loglikelihood([(ids[:1], ids[1:]) for ids in chosen])
+    count = sum(map(len, scores))
+    return math.exp(-sum(map(sum, scores)) / count), count
 
 
 def main() -> None:
@@ -112,9 +112,9 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     yield row(16, "", "", "bfloat16", perplexity(source, texts, args, "bfloat16")[0])
     for bits, group, search in ROUNDINGS:
         with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "rounded"
-            write_rounded(source, made, bits, group, search)
-            yield row(bits, group, search, "float32", perplexity(made, texts, args)[0])
+            rounded = Path(folder) / "rounded"
+            write_rounded(source, rounded, bits, group, search)
+            yield row(bits, group, search, "float32", perplexity(rounded, texts, args)[0])
 
 
 if __name__ == "__main__":

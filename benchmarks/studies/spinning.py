@@ -57,41 +57,41 @@ def serve(model: str, batch: int) -> None:
 def measure(args) -> dict[tuple[int, str], list[float]]:
     """Return step seconds by (busy processes, wait policy), one sample a repeat."""
     with ExitStack() as opened:
-        def start(*command: str, **more) -> subprocess.Popen:
-            process = subprocess.Popen([sys.executable, *command], **more)
+        def start(*command: str, **options) -> subprocess.Popen:
+            process = subprocess.Popen([sys.executable, *command], **options)
             opened.callback(process.wait)
             opened.callback(process.kill)
             return process
 
         workers = {way: start(__file__, "--serve", "--model", args.model, "--batch",
-                              str(args.batch), env=os.environ | more, text=True,
+                              str(args.batch), env=os.environ | options, text=True,
                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                   for way, more in WAYS.items()}
+                   for way, options in WAYS.items()}
         for worker in workers.values():
             if worker.stdout.readline() != "ready\n":
                 raise UserError("a process of the benchmark did not start; see above")
         load = [start("-c", "while True: pass") for _ in range(max(args.busy))]
         for process in load:
             process.send_signal(signal.SIGSTOP)
-        found: dict[tuple[int, str], list[float]] = {}
-        mine = [psutil.Process(process.pid) for process in (*workers.values(), *load)]
+        rates: dict[tuple[int, str], list[float]] = {}
+        processes = [psutil.Process(process.pid) for process in (*workers.values(), *load)]
         for _ in range(args.repeats):
             for busy in args.busy:
                 for process in load[:busy]:
                     process.send_signal(signal.SIGCONT)
                 for way, worker in workers.items():
-                    step = sample(worker, mine, args)
-                    found.setdefault((busy, way), []).append(step)
+                    step = sample(worker, processes, args)
+                    rates.setdefault((busy, way), []).append(step)
                     print(f"{busy} busy, {way}: {step * 1e3:.1f} ms", flush=True)
                 for process in load:
                     process.send_signal(signal.SIGSTOP)
-        return found
+        return rates
 
 
-def sample(worker: subprocess.Popen, mine: list[psutil.Process], args) -> float:
+def sample(worker: subprocess.Popen, processes: list[psutil.Process], args) -> float:
     """Return the seconds of a step measured while other processes are idle."""
     def others() -> float:
-        used = [process.cpu_times() for process in mine]
+        used = [process.cpu_times() for process in processes]
         return busy_seconds() - sum(times.user + times.system for times in used)
 
     while True:
@@ -103,15 +103,15 @@ def sample(worker: subprocess.Popen, mine: list[psutil.Process], args) -> float:
             return step
 
 
-def write(args, found: dict[tuple[int, str], list[float]]) -> None:
+def write(args, rates: dict[tuple[int, str], list[float]]) -> None:
     """Write and print the medians; `over_alone` is relative to spinning threads without load."""
     import torch
 
     from flexgen_h2o.metrics.provenance import cpu_model, source_commit
 
-    alone = statistics.median(found[min(args.busy), "spinning"])
+    alone = statistics.median(rates[min(args.busy), "spinning"])
     rows = []
-    for (busy, way), seconds in found.items():
+    for (busy, way), seconds in rates.items():
         step = statistics.median(seconds)
         rows.append({
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

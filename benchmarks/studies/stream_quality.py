@@ -85,10 +85,10 @@ class StreamQualityOptions:
 
     def streamed(self, policy: str) -> Streamed:
         """One cache to measure."""
-        most = self.tokens
+        max_tokens = self.tokens
         if policy == "full" and self.full_max_tokens is not None:
-            most = min(most, self.full_max_tokens)
-        return Streamed(policy, self.config(policy).h2o(), most, self.blow_up)
+            max_tokens = min(max_tokens, self.full_max_tokens)
+        return Streamed(policy, self.config(policy).h2o(), max_tokens, self.blow_up)
 
 
 def parser() -> Parser:
@@ -126,13 +126,14 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
     """The rows of one cache after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
-    with ProgressBar(total=sum(one.most for one in todo), unit="token", disable=None) as bar:
-        for one in todo:
-            bar.set_description(one.policy)
-            with open_llm(options.config(one.policy), progress=False) as llm:
+    with ProgressBar(total=sum(streamed.most for streamed in todo), unit="token",
+                     disable=None) as bar:
+        for streamed in todo:
+            bar.set_description(streamed.policy)
+            with open_llm(options.config(streamed.policy), progress=False) as llm:
                 if tokens is None:
                     tokens = _tokens(llm, text, options)
-                yield from segments.measure(llm, one, tokens, piece=options.piece,
+                yield from segments.measure(llm, streamed, tokens, piece=options.piece,
                                             on_segment=bar.update)
 
 

@@ -61,7 +61,7 @@ class Streamed:
                 "positions": self.h2o.positions}
 
 
-def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
+def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
             on_segment: Callable[[int], None] = lambda _: None) -> Iterator[dict[str, object]]:
     """Stream the tokens, and yield a row of each piece by `COLUMNS`.
 
@@ -77,31 +77,31 @@ def measure(llm, one: Streamed, tokens: Sequence[int], *, piece: int,
     on_segment : callable
         Called with the tokens of each piece when it is done.
     """
-    for row in _segments(llm, one, tokens, piece, on_segment):
-        yield {**origin(), **one.cells(), "trained_positions": llm.model_config.plain_positions,
-               **row}
+    for row in _segments(llm, streamed, tokens, piece, on_segment):
+        yield {**origin(), **streamed.cells(),
+               "trained_positions": llm.model_config.plain_positions, **row}
 
 
-def _segments(llm, one: Streamed, tokens: Sequence[int], piece: int,
+def _segments(llm, streamed: Streamed, tokens: Sequence[int], piece: int,
               on_segment: Callable[[int], None]) -> Iterator[dict[str, object]]:
     """The cells of each row that differ from row to row."""
-    found: list[list[float]] = []
+    log_probs: list[list[float]] = []
     position, refused = 0, None
     try:
-        with one.open_stream(llm) as stream:
-            for start in range(0, min(len(tokens), one.most), piece):
-                part = tokens[start : min(start + piece, one.most)]
-                found.append(stream.loglikelihood(part))
+        with streamed.open_stream(llm) as stream:
+            for start in range(0, min(len(tokens), streamed.most), piece):
+                part = tokens[start : min(start + piece, streamed.most)]
+                log_probs.append(stream.loglikelihood(part))
                 position = start + len(part)
-                reason = _failure(found, one.blow_up)
-                if not reason and one.most == position < len(tokens):
+                reason = _failure(log_probs, streamed.blow_up)
+                if not reason and streamed.most == position < len(tokens):
                     reason = f"stopped at {position} tokens, as asked"
                 on_segment(len(part))
-                yield {**_figures(found[-1], stream), "position": position, "reason": reason}
+                yield {**_figures(log_probs[-1], stream), "position": position, "reason": reason}
                 if reason:
                     return
     except UserError as error:
-        if one.h2o is not None:
+        if streamed.h2o is not None:
             raise
         refused = " ".join(str(error).split())
     if refused is not None:
@@ -110,12 +110,12 @@ def _segments(llm, one: Streamed, tokens: Sequence[int], piece: int,
                "reason": refused}
 
 
-def _failure(found: Sequence[Sequence[float]], blow_up: float) -> str:
+def _failure(log_probs: Sequence[Sequence[float]], blow_up: float) -> str:
     """Why a cache with these log-probabilities, by piece, has failed; empty if it has not."""
-    if len(found) < 2 * _ENDS:
+    if len(log_probs) < 2 * _ENDS:
         return ""
-    limit = blow_up * perplexity(found[:_ENDS])
-    last = [perplexity([each]) for each in found[-_ENDS:]]
+    limit = blow_up * perplexity(log_probs[:_ENDS])
+    last = [perplexity([each]) for each in log_probs[-_ENDS:]]
     # Not greater: what is infinite or no number has failed, whatever the first pieces were.
     if any(math.isfinite(value) and value <= limit for value in last):
         return ""
@@ -145,10 +145,10 @@ def read_rows(path: str) -> list[dict[str, object]]:
 
 def by_policy(rows: Sequence[dict]) -> dict[str, list[dict]]:
     """Policy to its rows, each in the order that they have."""
-    found: dict[str, list[dict]] = {}
+    groups: dict[str, list[dict]] = {}
     for row in rows:
-        found.setdefault(row["policy"], []).append(row)
-    return found
+        groups.setdefault(row["policy"], []).append(row)
+    return groups
 
 
 def table(rows: Sequence[dict]) -> str:
@@ -198,10 +198,10 @@ def draw(rows: Sequence[dict], path: str) -> None:
     left, right = figure.subplots(1, 2)
     trained, end = rows[0]["trained_positions"], max(row["position"] for row in rows)
     policies = by_policy(rows)
-    every = max(1, max(map(len, policies.values())) // _MARKS)
+    mark_every = max(1, max(map(len, policies.values())) // _MARKS)
     for axes, column in ((left, "perplexity"), (right, "ms_per_token_median")):
         for policy, its in policies.items():
-            _line(axes, policy, its, column=column, every=every)
+            _line(axes, policy, its, column=column, mark_every=mark_every)
         if trained <= end:  # further away it would leave no room for the lines
             axes.axvline(trained, color="0.4", linewidth=1, linestyle=(0, (6, 3)),
                          label=f"trained context, {trained:.0f} tokens")
@@ -224,7 +224,7 @@ def draw(rows: Sequence[dict], path: str) -> None:
     save(figure, path)
 
 
-def _line(axes, policy: str, rows: Sequence[dict], *, column: str, every: int) -> None:
+def _line(axes, policy: str, rows: Sequence[dict], *, column: str, mark_every: int) -> None:
     """One cache's figures, with a marker at every so many of them."""
     points = [(row["position"], row[column]) for row in rows
               if row[column] is not None and math.isfinite(row[column])]
@@ -232,7 +232,7 @@ def _line(axes, policy: str, rows: Sequence[dict], *, column: str, every: int) -
         return
     style = LINES[policy]
     axes.plot(*zip(*points, strict=True), markersize=5, linewidth=1.6, label=policy,
-              markevery=every, **style)
+              markevery=mark_every, **style)
     if rows[-1]["reason"]:
         axes.plot(*points[-1], linestyle="none", marker="x", markersize=10, markeredgewidth=2,
                   color=style["color"])

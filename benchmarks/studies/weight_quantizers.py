@@ -92,9 +92,9 @@ def main() -> None:
         with LLM(model, policy=Policy(gpu_batch_size=8), dtype="bfloat16", progress=False,
                  **options) as llm:
             ids = gate.texts_of(llm, texts, "short", args.articles)
-            scored = llm.score([(each[: gate.SCORED], each[gate.SCORED :]) for each in ids],
+            scored = llm.score([(text[: gate.SCORED], text[gate.SCORED :]) for text in ids],
                                on_logits=compare)
-            return ([each.log_probs for each in scored],
+            return ([text.log_probs for text in scored],
                     8 * llm.stats.weight_bytes / llm.stats.num_parameters)
 
     with report_partial_rows(rows), tempfile.TemporaryDirectory(dir=".") as scratch:
