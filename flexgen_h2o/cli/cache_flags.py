@@ -33,12 +33,12 @@ def h2o_config(flags: RunFlags) -> H2OConfig | None:
     if flags.fast_set is not None and not flags.fetch_chosen:
         raise UserError(f"{flags.label('fast_set')} has no effect: add "
                         f"{flags.label('fetch_chosen')}")
-    given = _sized_by(flags)
-    if not given:
+    size_flags = _sized_by(flags)
+    if not size_flags:
         _check_full(flags)
         return H2OConfig(drop_positions=True) if flags.hh_long_seq else None
-    _check_sized(flags, given)
-    sizes = _counts(flags) if set(given) & set(_COUNTS) else _ratios(flags, given)
+    _check_sized(flags, size_flags)
+    sizes = _counts(flags) if set(size_flags) & set(_COUNTS) else _ratios(flags, size_flags)
     return H2OConfig(
         **sizes,
         budget_of=flags.budget_of,
@@ -61,10 +61,10 @@ def _sized_by(flags: RunFlags) -> list[str]:
     return names if all(ratio == 1 for ratio in ratios) else ["hh_ratio", *names]
 
 
-def _check_sized(flags: RunFlags, given: list[str]) -> None:
+def _check_sized(flags: RunFlags, size_flags: list[str]) -> None:
     """Refuse flags that contradict the given flags of the budget."""
     flag = flags.label
-    ratios, counts = ([flag(name) for name in names if name in given]
+    ratios, counts = ([flag(name) for name in names if name in size_flags]
                       for names in (_RATIOS, _COUNTS))
     if flags.eviction == "full":
         raise UserError(f"{flag('eviction')} full keeps all: leave {(ratios + counts)[0]} out")
@@ -75,7 +75,7 @@ def _check_sized(flags: RunFlags, given: list[str]) -> None:
         _check_recall(flags)
     if ratios and counts:
         raise UserError(f"give {ratios[0]} or {counts[0]}, not both")
-    if flags.eviction == "h2o" and given == ["recent_ratio"]:
+    if flags.eviction == "h2o" and size_flags == ["recent_ratio"]:
         raise UserError(f"{flag('recent_ratio')} says nothing of heavy hitters: give "
                         f"{flag('hh_ratio')} below 1 too, or {flag('eviction')} window")
     if flags.eviction == "window" and flags.sink_tokens:
@@ -139,13 +139,13 @@ def _sinks(flags: RunFlags) -> int:
     return flags.sink_tokens
 
 
-def _ratios(flags: RunFlags, given: list[str]) -> dict[str, Any]:
+def _ratios(flags: RunFlags, size_flags: list[str]) -> dict[str, Any]:
     """Return the budget as ratios: keywords of `H2OConfig`."""
     recent = flags.hh_ratio if flags.recent_ratio is None else flags.recent_ratio
     pairs = _by_layer(flags, flags.hh_ratio, recent)
     if flags.eviction == "h2o":
         return {"heavy_ratio": flags.hh_ratio, "recent_ratio": flags.recent_ratio}
-    if "hh_ratio" not in given:
+    if "hh_ratio" not in size_flags:
         return {"recent_ratio": recent}
     # Rounded, for 0.7 + 0.1 is a little less than 0.8, and a token less of ten.
     sums = tuple(min(1.0, round(a + b, 9)) for a, b in pairs)

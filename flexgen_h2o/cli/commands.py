@@ -61,13 +61,13 @@ def split(words: Sequence[str]) -> tuple[str, list[str]]:
 
     Raises `UserError` for an unknown command.
     """
-    first, rest = (words[0], [*words[1:]]) if words else ("--help", [])
+    first, arguments = (words[0], [*words[1:]]) if words else ("--help", [])
     if first in COMMANDS:
-        return first, rest
+        return first, arguments
     if first.partition("=")[0] in _OWN:
-        return "", [first, *rest]
+        return "", [first, *arguments]
     if first.startswith("-"):
-        return "generate", [first, *rest]
+        return "generate", [first, *arguments]
     raise UserError(f"unknown command {first!r}{did_you_mean(first, COMMANDS)}")
 
 
@@ -88,8 +88,8 @@ def completion(shell: str) -> str:
     import shtab  # slow to import, and nothing else needs it
 
     # By the name of the script: a shell completes the words after that.
-    whole = Parser(prog=SCRIPT, own_flags=False, parents=[parser()], add_help=False)
-    commands = whole.add_subparsers(metavar="COMMAND")
+    full_parser = Parser(prog=SCRIPT, own_flags=False, parents=[parser()], add_help=False)
+    commands = full_parser.add_subparsers(metavar="COMMAND")
     for name, text in COMMANDS.items():
         added = commands.add_parser(name, help=text, parents=[command_module(name).parser()],
                                     add_help=False, own_flags=False)
@@ -100,7 +100,7 @@ def completion(shell: str) -> str:
                     shtab.FILE if value.startswith("FILE") else shtab.DIRECTORY)
             elif re.fullmatch(r"[\w-]+(\|[\w-]+)+", value):
                 action.choices = value.split("|")
-    return shtab.complete(whole, shell=shell)
+    return shtab.complete(full_parser, shell=shell)
 
 
 @command

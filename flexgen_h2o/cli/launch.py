@@ -28,8 +28,8 @@ _ALIKE = ("model", "path", "activation_bits", "key_bits", "value_bits", "attn_sp
           "device_memory_limit")
 
 
-def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:
-    """Return the keywords of `LLM` for a configuration; `others` override or extend them."""
+def llm_arguments(config: RunConfig, **overrides: Any) -> dict[str, Any]:
+    """Return the keywords of `LLM` for a configuration; `overrides` override or extend them."""
     return {
         **{name: getattr(config, name) for name in _ALIKE},
         "policy": config.policy(),
@@ -38,14 +38,14 @@ def llm_arguments(config: RunConfig, **others: Any) -> dict[str, Any]:
         "weight_cache": config.resolved_weight_cache,
         "cache_bits": config.resolved_cache_bits,
         "generation_config": not config.no_generation_config,
-    } | others
+    } | overrides
 
 
-def open_llm(config: RunConfig, **others: Any) -> LLM:
+def open_llm(config: RunConfig, **overrides: Any) -> LLM:
     """Open the `LLM` of a configuration. Imports torch; raises `UserError`."""
     from flexgen_h2o.llm import LLM  # imports torch: bad flags are refused before
 
-    return LLM(**llm_arguments(config, **others))
+    return LLM(**llm_arguments(config, **overrides))
 
 
 _TOKENS = 2
@@ -146,13 +146,13 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
 
 
 def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
-                  bounds: Sequence[int] | None = None, **others: Any) -> LLM:
+                  bounds: Sequence[int] | None = None, **overrides: Any) -> LLM:
     """Open the `LLM` of a configuration on the first rank, and tell the others to open theirs."""
     if pipeline is None:
-        return open_llm(config, **others)
+        return open_llm(config, **overrides)
     # Send the resolved configuration: other ranks may not see the files that it came from.
     pipeline.broadcast(msgspec.json.encode(config.to_dict()))
-    return open_llm(config, pipeline=pipeline, bounds=bounds, **others)
+    return open_llm(config, pipeline=pipeline, bounds=bounds, **overrides)
 
 
 def follow(pipeline: Pipeline) -> None:
@@ -161,10 +161,10 @@ def follow(pipeline: Pipeline) -> None:
     This rank reads, writes and prints nothing, except errors of its own.
     """
     with Ending(lambda: None):  # all ranks get the signals; the first one decides
-        found = pipeline.receive_broadcast()
-        if not found:
+        message = pipeline.receive_broadcast()
+        if not message:
             return
-        given: Mapping[str, Any] = msgspec.json.decode(found)
+        given: Mapping[str, Any] = msgspec.json.decode(message)
         config = RunConfig.from_mapping(given)
         # The first rank reads and writes the files.
         quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None,

@@ -46,14 +46,14 @@ def check_source(options: Any) -> None:
         raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
 
 
-def check_outputs(options: Any, others: Iterable[tuple[str, str]] = ()) -> None:
+def check_outputs(options: Any, outputs: Iterable[tuple[str, str]] = ()) -> None:
     """Raise `UserError` for a plot that cannot be drawn, and for two flags with the same file.
 
-    `others` has more (field, file) pairs, for files that are derived from a field.
+    `outputs` has more (field, file) pairs, for files that are derived from a field.
     """
     if options.plot is not None:
         check_plot("--plot", options.plot)
-    check_files(options, ("input_path", "from_csv", "csv", "plot"), others)
+    check_files(options, ("input_path", "from_csv", "csv", "plot"), outputs)
 
 
 def report(options: Any, *, read: Callable[[str], list[Row]], measure: Callable[[], list[Row]],

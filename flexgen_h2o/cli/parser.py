@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
                    namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         """Parse like argparse; for an unknown flag, name the nearest one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        values, unknown = self.parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("-"):
                 name = word.partition("=")[0]
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"unknown flag {name}{did_you_mean(meant, known)}")
         if unknown:
             raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
-        return found
+        return values
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
@@ -271,10 +271,10 @@ def parse(argv: Sequence[str] | None, parser: Parser, options: type
     `argv` None is the process's. Raises `UserError` for an unknown flag, a missing value or a value
     of a wrong type.
     """
-    given = vars(parser.parse_args(argv))
-    own = {spec.name for spec in flag_fields(options)} & given.keys()
-    return ({name: given[name] for name in given if name in own},
-            {name: given[name] for name in given if name not in own})
+    values = vars(parser.parse_args(argv))
+    names = {spec.name for spec in flag_fields(options)} & values.keys()
+    return ({name: values[name] for name in values if name in names},
+            {name: values[name] for name in values if name not in names})
 
 
 def _shared_arguments(spec: Field, defaults: Mapping[str, object], helps: Mapping[str, str]
@@ -295,13 +295,13 @@ def _spellings(spec: Field) -> list[str]:
         each for name in names for each in (name, "--" + name[2:].replace("-", "_"))))
 
 
-def check_from_csv(given: Collection[str]) -> None:
+def check_from_csv(names: Collection[str]) -> None:
     """Raise `UserError` if flags of a run are given beside ``--from-csv``, which runs nothing.
 
     Only ``--plot`` is allowed with it.
     """
-    if "from_csv" in given:
-        refuse(given, {*given} - {"from_csv", "plot"},
+    if "from_csv" in names:
+        refuse(names, {*names} - {"from_csv", "plot"},
                "has no effect with --from-csv: leave it out")
 
 
@@ -319,13 +319,13 @@ def check_placed(config: RunConfig) -> None:
 
 
 def check_files(options: object, names: Iterable[str],
-                others: Iterable[tuple[str, str]] = ()) -> None:
+                outputs: Iterable[tuple[str, str]] = ()) -> None:
     """Raise `UserError` if two fields name the same file.
 
-    `others` has more (field, file) pairs, for files that are derived from a field.
+    `outputs` has more (field, file) pairs, for files that are derived from a field.
     """
     seen: dict[str, str] = {}
-    for name, path in (*((name, getattr(options, name)) for name in names), *others):
+    for name, path in (*((name, getattr(options, name)) for name in names), *outputs):
         if path is not None:
             other = seen.setdefault(os.path.realpath(path), name)
             if other != name:

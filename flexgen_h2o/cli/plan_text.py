@@ -51,20 +51,20 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
 
     `bounds` are the layer bounds of the ranks in a pipeline.
     """
-    best, *others = choices
-    run, found = best.run, best.estimate
+    best, *alternatives = choices
+    run, estimate = best.run, best.estimate
     load = run.workload
     rows = [
         ("plan", f"{run.model.name} on {hardware.name}, {load.prompt_len} + {load.gen_len} tokens"),
         ("policy", policy_flags(run)),
         ("predicted", f"{best.tokens_per_second:.4g} tokens/s, {best.seconds:.4g} s for "
                       f"{best.sequences} sequences"),
-        ("prefill", _phase(found.prefill)),
-        *([("decode step", _phase(found.step))] if found.steps else []),
+        ("prefill", _phase(estimate.prefill)),
+        *([("decode step", _phase(estimate.step))] if estimate.steps else []),
         *([("memory", MemoryPlan(run).summary(limits))] if bounds is None
           else _ranks(run, bounds, limits)),
         *(("or", f"{other.tokens_per_second:.4g} tokens/s{_not_taken(best, other)}: "
-                 f"{policy_flags(other.run)}") for other in others[:ALTERNATIVES]),
+                 f"{policy_flags(other.run)}") for other in alternatives[:ALTERNATIVES]),
     ]
     return "\n".join(line(*row) for row in rows)
 

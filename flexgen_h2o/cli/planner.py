@@ -297,7 +297,7 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
     h2o = config.h2o()
     if full.run.policy.cache.gpu == 100 or h2o is not None and (h2o.recall or not h2o.is_full):
         return None
-    found = []
+    faster = []
     recall: dict[str, Any] = {"hh_ratio": RECALL_RATIO, "recall": True}
     for added in (recall, recall | {"fetch_chosen": True}):
         with suppress(UserError):
@@ -306,8 +306,8 @@ def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prom
             choices, _ = _choices(other, subject, load, prompts)
             flags = " ".join(flag_name(name) + ("" if value is True else f" {value}")
                              for name, value in added.items())
-            found.append(RecallProposal(flags, choices[0]))
-    best = max(found, key=lambda proposal: proposal.choice.tokens_per_second, default=None)
+            faster.append(RecallProposal(flags, choices[0]))
+    best = max(faster, key=lambda proposal: proposal.choice.tokens_per_second, default=None)
     if best is None or TIE_RATIO * best.choice.tokens_per_second <= full.tokens_per_second:
         return None
     return best

@@ -77,9 +77,9 @@ def read_expert_counts(path: str) -> ExpertChoices:
     """
     text = read_text("--expert-counts", path, if_empty="is empty: count a run again")
     what = f"--expert-counts {path}"
-    found = validate(_Counts, parse_json(what, text), what)
-    return ExpertChoices(tuple(map(tuple, found.counts)), found.per_token, found.texts,
-                         found.text_tokens, found.text_experts, path)
+    counts = validate(_Counts, parse_json(what, text), what)
+    return ExpertChoices(tuple(map(tuple, counts.counts)), counts.per_token, counts.texts,
+                         counts.text_tokens, counts.text_experts, path)
 
 
 def check_counting(path: str | None, llm: LLM) -> None:
@@ -90,11 +90,11 @@ def check_counting(path: str | None, llm: LLM) -> None:
 
 def write_expert_counts(path: str, stats: RunStats) -> None:
     """Write the expert counts of a run, a line per decoder layer. Raises OSError."""
-    found = stats.expert_choices
-    assert found is not None  # see `check_counting`
-    head = {"model": stats.model, "per_token": found.per_token, "texts": found.texts,
-            "text_tokens": found.text_tokens, "text_experts": found.text_experts}
-    layers = ",\n".join(f" {json.dumps(layer)}" for layer in found.counts)
+    choices = stats.expert_choices
+    assert choices is not None  # see `check_counting`
+    head = {"model": stats.model, "per_token": choices.per_token, "texts": choices.texts,
+            "text_tokens": choices.text_tokens, "text_experts": choices.text_experts}
+    layers = ",\n".join(f" {json.dumps(layer)}" for layer in choices.counts)
     with open_atomic(path) as file:
         file.write(f'{json.dumps(head)[:-1]}, "counts": [\n{layers}\n]}}\n')
 
@@ -151,9 +151,9 @@ class RunConfig(RunFlags):
 
     def chat_arguments(self) -> dict[str, Any]:
         """Return the arguments of the chat template. Raises `UserError`."""
-        found = parse_json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
-        check_arguments("--chat-template-kwargs", found)
-        return found
+        arguments = parse_json_object("--chat-template-kwargs", self.chat_template_kwargs or "{}")
+        check_arguments("--chat-template-kwargs", arguments)
+        return arguments
 
     def _check_bits(self) -> None:
         """Refuse bit widths that contradict each other, and flags of quantization without it."""

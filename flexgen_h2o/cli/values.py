@@ -101,11 +101,11 @@ def _several(value: object) -> tuple:
 def parse_size(flag: str, value: object) -> int:
     """Return a size in bytes, from a number or a text such as ``6GB``, ``500 MB`` or ``1.5GiB``."""
     if isinstance(value, str):
-        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B)?", value.strip().upper())
-        if found is None:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(I?)B|B)?", value.strip().upper())
+        if match is None:
             raise UserError(f"{flag} takes bytes, or a size such as 6GB, 500MB or 1.5GiB, "
                             f"got {value!r}")
-        number, prefix, binary = found.groups()
+        number, prefix, binary = match.groups()
         scale = (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0)
         value = float(number) * scale
     return math.floor(check_number(flag, value, ge=1))

@@ -72,7 +72,7 @@ class IntervalUnion:
 
     def __init__(self, max_intervals: int | None = None):
         self.intervals: list[Interval] = []
-        self._most = max_intervals
+        self._max_intervals = max_intervals
         self._closed = 0.0
 
     def add(self, start: float, end: float) -> None:
@@ -83,8 +83,8 @@ class IntervalUnion:
         if first < last:
             start, end = min(start, intervals[first][0]), max(end, intervals[last - 1][1])
         intervals[first:last] = [(start, end)]
-        if self._most is not None and len(intervals) > self._most:
-            half = self._most // 2
+        if self._max_intervals is not None and len(intervals) > self._max_intervals:
+            half = self._max_intervals // 2
             self._closed += seconds(intervals[:half])
             del intervals[:half]
 

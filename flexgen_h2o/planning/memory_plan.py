@@ -224,7 +224,7 @@ class MemoryCheck:
         self._itemsize = itemsize
         self._writes_weights = writes_weights
         self._offload_dir = offload_dir
-        self._most = max_bytes
+        self._max_bytes = max_bytes
         self._device_bytes = device_bytes
         self._stage, self._groups = stage, groups
 
@@ -275,4 +275,4 @@ class MemoryCheck:
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
             limits = plan.before_loading(limits, free_heap=free_heap_bytes(loaded_bytes))
-        return plan, limits.capped(**self._most)
+        return plan, limits.capped(**self._max_bytes)

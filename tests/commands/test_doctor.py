@@ -138,7 +138,7 @@ def test_a_gpu_is_told_by_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "T4")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (15 * GB, 16 * GB))
     found = facts.gpus()
-    assert found.found == (Gpu("T4", 16 * GB, 15 * GB),)
+    assert found.gpus == (Gpu("T4", 16 * GB, 15 * GB),)
     assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in doctor.gpus(found).rows
 
 

@@ -46,9 +46,9 @@ class TokenizerOnly:
         """Return the token ids of a prompt, as `LLM.encode` does."""
         return self._prompts.fitting(prompt, name, new_tokens=new_tokens, special=special)
 
-    def clamped(self, tokens: int, most: int) -> int:
+    def clamped(self, tokens: int, max_new_tokens: int) -> int:
         """Return how many new tokens fit after a prompt, as `LLM.clamped` does."""
-        return self._prompts.clamped(tokens, most)
+        return self._prompts.clamped(tokens, max_new_tokens)
 
     @property
     def vocab_size(self) -> int:

@@ -177,14 +177,14 @@ class BatchOptions:
         if self.ray and self.data_parallel:
             raise UserError("--ray and --data-parallel both share the job: give one of them")
         if not self.ray:
-            for name, given in (("ray_address", self.ray_address), ("replicas",
+            for name, value in (("ray_address", self.ray_address), ("replicas",
                                                                     self.replicas != 1)):
-                if given:
+                if value:
                     raise UserError(f"{flag_name(name)} has no effect without --ray")
         if not self.ray and not self.data_parallel:
             return
-        for name, given in (("csv", self.run.csv), ("plot", self.plot)):
-            if given:
+        for name, value in (("csv", self.run.csv), ("plot", self.plot)):
+            if value:
                 raise UserError(f"{flag_name(name)} shows one process: leave it out with {mode}")
         if self.ray_address is not None and "://" in self.ray_address:
             raise UserError(f"--ray-address {self.ray_address} is a client's, and the input is "
@@ -206,17 +206,17 @@ class BatchOptions:
     @cached_property
     def request_fields(self) -> dict[str, Any]:
         """Default fields of a request's body. Raises `UserError`."""
-        given: dict[str, Any] = {name: value for name in _REQUEST_FIELDS
-                                 if (value := getattr(self, name)) not in (None, False)}
-        if "chat_template_kwargs" in given:
-            given["chat_template_kwargs"] = parse_json_object("--chat-template-kwargs",
-                                                        given["chat_template_kwargs"])
-        more = {} if self.request_defaults is None else parse_json_object("--request-defaults",
-                                                                    self.request_defaults)
-        for name in given.keys() & more.keys():
+        values: dict[str, Any] = {name: value for name in _REQUEST_FIELDS
+                                  if (value := getattr(self, name)) not in (None, False)}
+        if "chat_template_kwargs" in values:
+            values["chat_template_kwargs"] = parse_json_object(
+                "--chat-template-kwargs", values["chat_template_kwargs"])
+        defaults = {} if self.request_defaults is None else parse_json_object(
+            "--request-defaults", self.request_defaults)
+        for name in values.keys() & defaults.keys():
             raise UserError(f"{flag_name(name)} and --request-defaults both give {name}: leave one "
                             "out")
-        return check_defaults("--request-defaults", given | more)
+        return check_defaults("--request-defaults", values | defaults)
 
     def defaults(self) -> Defaults:
         """Return the default values of requests."""
@@ -289,20 +289,20 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
     """Parse flags into checked `BatchOptions`. Raises `UserError`."""
-    given = given_flags(parser(), argv)
-    dry_run = given.get("dry_run", False) is True
-    for name in given:
-        if name in _UNSUPPORTED and given[name] != getattr(RunConfig, name):
+    values = given_flags(parser(), argv)
+    dry_run = values.get("dry_run", False) is True
+    for name in values:
+        if name in _UNSUPPORTED and values[name] != getattr(RunConfig, name):
             raise UserError(f"{flag_name(name)} has no effect on batch: take it out of the file of "
                             "--config")
-        if dry_run and name in _RUN_ONLY and given[name]:
+        if dry_run and name in _RUN_ONLY and values[name]:
             raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
-    if "hardware" in given and not dry_run:
+    if "hardware" in values and not dry_run:
         raise UserError("--hardware describes another machine: add --dry-run")
-    own = {spec.name: given.pop(spec.name) for spec in flag_fields(BatchOptions)
-           if spec.name in given}
-    if isinstance(own.get("input"), str) and not own["input"].endswith(".jsonl"):
-        raise UserError(f"--input must name a .jsonl file, got {own['input']!r}")
+    options = {spec.name: values.pop(spec.name) for spec in flag_fields(BatchOptions)
+               if spec.name in values}
+    if isinstance(options.get("input"), str) and not options["input"].endswith(".jsonl"):
+        raise UserError(f"--input must name a .jsonl file, got {options['input']!r}")
     # With `prompts`, the run is not synthetic.
-    shared = given | {"prompts": own.get("input"), "plan_only": dry_run}
-    return BatchOptions(run=RunConfig.from_mapping(shared), **own)
+    shared = values | {"prompts": options.get("input"), "plan_only": dry_run}
+    return BatchOptions(run=RunConfig.from_mapping(shared), **options)

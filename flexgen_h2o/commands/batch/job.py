@@ -168,9 +168,9 @@ class RequestTokenizer:
                 raise BadRequest(f"{name}: token id {token} is not below the vocabulary's "
                                  f"{encoder.vocab_size}", param=name)
         if encoder.tokenizer is None:
-            for name, given in (("messages", request.chat), ("stop", request.stops),
+            for name, value in (("messages", request.chat), ("stop", request.stops),
                                 ("echo", request.echo)):
-                if given:
+                if value:
                     raise BadRequest(f"the model has no tokenizer here, and {name} are text: give "
                                      "token ids as prompt", param=name)
         limit = params.max_new_tokens
@@ -281,9 +281,10 @@ class Job:
     def _write_failures(self, failed: Sequence[FailedRequest]) -> None:
         if failed:
             self._errors.add([
-                failure_line(one.error, key=int(self._source.keys[one.place]),
-                             number=int(self._source.numbers[one.place]), custom_id=one.custom_id)
-                for one in failed])
+                failure_line(entry.error, key=int(self._source.keys[entry.place]),
+                             number=int(self._source.numbers[entry.place]),
+                             custom_id=entry.custom_id)
+                for entry in failed])
             self._progress.add(answered=len(failed), failed=len(failed))
 
     def _answer(self, ready: Sequence[TokenizedRequest]) -> bool:
@@ -361,14 +362,14 @@ class Job:
         """Write the lines of the requests that a block has finished."""
         lines, tokens = [], 0
         for key, output in outputs.items():
-            one, choice = owners[key]
-            one.outputs[choice] = output
-            if one.finished:
-                choices = [one.outputs.pop(place) for place in range(one.choices)]
-                one.answered = True
-                tokens += sum(len(each.prompt_token_ids) for each in choices[::one.request.n])
+            entry, choice = owners[key]
+            entry.outputs[choice] = output
+            if entry.finished:
+                choices = [entry.outputs.pop(place) for place in range(entry.choices)]
+                entry.answered = True
+                tokens += sum(len(each.prompt_token_ids) for each in choices[::entry.request.n])
                 lines.append(answer_line(
-                    one.request, choices, key=int(self._source.keys[one.place]),
+                    entry.request, choices, key=int(self._source.keys[entry.place]),
                     model=self._options.run.model, created=int(time.time()), parser=self._parser))
         self._results.add(lines)
         self._answered += len(lines)

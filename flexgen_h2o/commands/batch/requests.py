@@ -236,38 +236,38 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
     record = read_object(line)
     custom_id = request_id(record, number)
     url, body = _split_envelope(record)
-    given = check_fields(body, URLS[url])
+    fields = check_fields(body, URLS[url])
     chat = URLS[url] is CHAT
-    arguments = _template_arguments(given, defaults)
-    given = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | given
-    model = given.get("model")
+    arguments = _template_arguments(fields, defaults)
+    fields = {name: value for name, value in defaults.fields.items() if name in URLS[url]} | fields
+    model = fields.get("model")
     if model is not None and model not in defaults.models:
         raise BadRequest(f"model {short_repr(model)} is not the job's, "
                          f"{min(defaults.models, key=len)}",
                          param="model", code="mismatched_model")
-    messages = _messages(given.get("messages")) if chat else ()
-    prompts = () if chat else _prompts(given.get("prompt"))
-    n = given.get("n", 1)
+    messages = _messages(fields.get("messages")) if chat else ()
+    prompts = () if chat else _prompts(fields.get("prompt"))
+    n = fields.get("n", 1)
     if n * len(prompts) > MAX_CHOICES:
         raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MAX_CHOICES} choices: "
                          "make several requests of it", param="n")
-    if given.get("echo") and given.get("logprobs") is not None:
+    if fields.get("echo") and fields.get("logprobs") is not None:
         raise BadRequest("echo beside logprobs is not supported, as prompts have none: leave one "
                          "out", param="echo", code="unsupported_parameter")
     return JobRequest(custom_id, chat, messages, prompts, n,
-                      _params(given, custom_id, defaults, chat=chat),
-                      clamps=not {"max_tokens", "max_completion_tokens"} & given.keys(),
-                      special=given.get("add_special_tokens", not chat),
-                      echo=given.get("echo", False), template_arguments=arguments,
-                      return_token_ids=given.get("return_token_ids", False))
+                      _params(fields, custom_id, defaults, chat=chat),
+                      clamps=not {"max_tokens", "max_completion_tokens"} & fields.keys(),
+                      special=fields.get("add_special_tokens", not chat),
+                      echo=fields.get("echo", False), template_arguments=arguments,
+                      return_token_ids=fields.get("return_token_ids", False))
 
 
-def check_defaults(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def check_defaults(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Check default fields of a body. Raises `UserError`, which begins with `name`."""
     known = {key: kind for key, kind in (CHAT | COMPLETIONS).items() if key not in NO_DEFAULTS}
-    check_keys(given, known, name)
+    check_keys(values, known, name)
     try:
-        fields = check_fields(given, known)
+        fields = check_fields(values, known)
         _template_arguments(fields, Defaults((), 1))
         _params(fields, "", Defaults((), 2**30), chat=False)
     except BadRequest as error:
@@ -275,10 +275,10 @@ def check_defaults(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _template_arguments(given: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
+def _template_arguments(body: Mapping[str, Any], defaults: Defaults) -> dict[str, Any]:
     """Return the arguments of the chat template: a request's override the job's."""
     fields: dict[str, Any] = {}
-    for source in (defaults.fields, given):
+    for source in (defaults.fields, body):
         arguments = source.get("chat_template_kwargs", {})
         try:
             check_arguments("chat_template_kwargs", arguments)
@@ -308,41 +308,41 @@ def _split_envelope(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     return endpoint, body
 
 
-def _params(given: Mapping[str, Any], custom_id: str, defaults: Defaults, *, chat: bool
+def _params(fields: Mapping[str, Any], custom_id: str, defaults: Defaults, *, chat: bool
             ) -> SamplingParams:
     """Return the sampling parameters of checked fields."""
-    lengths = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    lengths = {fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields}
     if len(lengths) > 1:
         raise BadRequest("max_tokens and max_completion_tokens contradict: leave one out",
                          param="max_tokens")
-    min_tokens = given.get("min_tokens", 0)
+    min_tokens = fields.get("min_tokens", 0)
     max_tokens = lengths.pop() if lengths else max(defaults.max_tokens, min_tokens)
     if min_tokens > max_tokens:
         raise BadRequest(f"min_tokens {min_tokens} is more than max_tokens {max_tokens}",
                          param="min_tokens")
-    temperature = given.get("temperature", defaults.temperature)
+    temperature = fields.get("temperature", defaults.temperature)
     sampled = temperature >= _MIN_TEMPERATURE
-    logprobs, stops = given.get("logprobs"), _stops(given.get("stop", []))
-    biases = _logit_bias(given.get("logit_bias", {}))
+    logprobs, stops = fields.get("logprobs"), _stops(fields.get("stop", []))
+    biases = _logit_bias(fields.get("logit_bias", {}))
     if chat:
-        if "top_logprobs" in given and not logprobs:
+        if "top_logprobs" in fields and not logprobs:
             raise BadRequest("top_logprobs has no effect: add \"logprobs\": true",
                              param="top_logprobs")
-        logprobs = given.get("top_logprobs", 0) if logprobs else None
+        logprobs = fields.get("top_logprobs", 0) if logprobs else None
     try:
         return SamplingParams(
-            max_new_tokens=max_tokens, min_new_tokens=given.get("min_tokens"),
+            max_new_tokens=max_tokens, min_new_tokens=fields.get("min_tokens"),
             do_sample=sampled, temperature=temperature if sampled else 1.0,
-            top_k=max(0, given.get("top_k", 0)), top_p=given.get("top_p", 1.0),
-            min_p=given.get("min_p"), repetition_penalty=given.get("repetition_penalty"),
+            top_k=max(0, fields.get("top_k", 0)), top_p=fields.get("top_p", 1.0),
+            min_p=fields.get("min_p"), repetition_penalty=fields.get("repetition_penalty"),
             stop_strings=stops,
-            eos_token_id=-1 if given.get("ignore_eos") else None,
-            stop_token_ids=given.get("stop_token_ids", ()),
+            eos_token_id=-1 if fields.get("ignore_eos") else None,
+            stop_token_ids=fields.get("stop_token_ids", ()),
             logit_bias=biases,
-            skip_special_tokens=given.get("skip_special_tokens", True),
-            presence_penalty=given.get("presence_penalty", 0.0),
-            frequency_penalty=given.get("frequency_penalty", 0.0), logprobs=logprobs,
-            seed=(given["seed"] % 2**63 if "seed" in given
+            skip_special_tokens=fields.get("skip_special_tokens", True),
+            presence_penalty=fields.get("presence_penalty", 0.0),
+            frequency_penalty=fields.get("frequency_penalty", 0.0), logprobs=logprobs,
+            seed=(fields["seed"] % 2**63 if "seed" in fields
                   else derive_seed(defaults.seed, custom_id)))
     except UserError as error:
         raise BadRequest(str(error)) from None
@@ -352,24 +352,24 @@ def _logit_bias(biases: object) -> dict[int, float]:
     if not isinstance(biases, dict):
         raise BadRequest(f"logit_bias must be a JSON object, got {short_repr(biases)}",
                          param="logit_bias")
-    found = {}
+    by_token = {}
     for token, bias in biases.items():
         if not token.isdecimal() or len(token) > 10:
             raise BadRequest(f"logit_bias must have token ids as names, got {short_repr(token)}",
                              param="logit_bias")
         try:
-            found[int(token)] = validation.validate(_Bias, bias, f"logit_bias of token {token}")
+            by_token[int(token)] = validation.validate(_Bias, bias, f"logit_bias of token {token}")
         except UserError as error:
             raise BadRequest(str(error), param="logit_bias") from None
-    return found
+    return by_token
 
 
 def _stops(stop: object) -> Sequence[str] | None:
-    found = [stop] if isinstance(stop, str) else stop
-    if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise BadRequest(f"stop must be a text, or several, none empty, got {short_repr(stop)}",
                          param="stop")
-    return found or None
+    return stops or None
 
 
 def derive_seed(seed: int, custom_id: str) -> int:
@@ -415,14 +415,14 @@ def _message(message: object, where: str) -> Mapping[str, str]:
             raise BadRequest(f"{where} has {short_repr(name)}, which is not supported",
                              param=where, code="unsupported_parameter")
     # Templates do not know the role developer, the newer name of system.
-    found = {"role": "system" if role == "developer" else role,
-             "content": _content(message.get("content"), f"{where}.content")}
+    checked = {"role": "system" if role == "developer" else role,
+               "content": _content(message.get("content"), f"{where}.content")}
     for name in ("name", "reasoning", "reasoning_content"):
         if message.get(name) is not None:
             # vLLM says reasoning, templates say reasoning_content.
-            found["name" if name == "name" else "reasoning_content"] = _text(
+            checked["name" if name == "name" else "reasoning_content"] = _text(
                 message[name], f"{where}.{name}")
-    return found
+    return checked
 
 
 def _content(content: object, where: str) -> str:

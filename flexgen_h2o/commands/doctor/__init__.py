@@ -171,7 +171,7 @@ def kernels(facts: KernelFacts) -> Section:
 def gpus(facts: GpuFacts) -> Section:
     """Return the section of GPUs, or why there is none."""
     triton = ("Triton", "installed" if facts.triton else "not installed")
-    if not facts.found:
+    if not facts.gpus:
         why = "PyTorch finds none"
         if facts.built_for is None:
             why = "this PyTorch is built without CUDA"
@@ -179,7 +179,7 @@ def gpus(facts: GpuFacts) -> Section:
                 why += ", although there is an NVIDIA driver: install a build with CUDA"
         return Section("GPU", (("none", why), triton), (f"the CPU computes: {why}",))
     rows = tuple((f"cuda:{number}", f"{gpu.name}, {gpu.free / GB:.1f} of {gpu.total / GB:.1f} GB "
-                  "free") for number, gpu in enumerate(facts.found))
+                  "free") for number, gpu in enumerate(facts.gpus))
     slow = () if facts.triton else ("Triton is not installed: plain PyTorch runs attention and "
                                     "eviction on the GPU",)
     return Section("GPU", (*rows, triton), slow)

@@ -197,7 +197,7 @@ class GpuFacts:
     `built_for` is PyTorch's version of CUDA, None without CUDA.
     """
 
-    found: tuple[Gpu, ...]
+    gpus: tuple[Gpu, ...]
     built_for: str | None
     driver: bool
     triton: bool
