@@ -64,6 +64,15 @@ def test_what_a_distribution_lacks_or_has_too_much_stops_the_check(wheel):
         wheel.check_contents("sdist", ["a.py", "x/__pycache__/a.pyc"], {"a.py"})
 
 
+def test_a_wheel_for_newer_systems_alone_stops_the_check(wheel):
+    report = 'is consistent with the following platform tag:\n"manylinux_2_{}_x86_64".'
+    wheel.check_platform(report.format(27))
+    with pytest.raises(SystemExit, match="newer glibc"):
+        wheel.check_platform(report.format(34))
+    with pytest.raises(SystemExit, match="newer glibc"):
+        wheel.check_platform("linux_x86_64")
+
+
 def test_a_command_that_fails_stops_the_check_with_what_it_said(wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "leads back")
     code = "import os; print(os.environ.get('PYTHONPATH'), os.getcwd())"

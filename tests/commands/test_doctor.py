@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -171,6 +172,8 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     (doctor.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
      ("FLEXGEN_H2O_KERNELS=reference: plain PyTorch", "OMP_WAIT_POLICY is set")),
     (doctor.kernels(AVX512), ("avx512 has no bfloat16 matmuls",)),
+    (doctor.kernels(replace(AVX512, chosen="avx512bf16", lacking=("amx",))),
+     ("the CPU has amx, but the kernels were built for another one: reinstall the package",)),
     (doctor.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, True)), ()),
     (doctor.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, False)),
      ("Triton is not installed",)),
