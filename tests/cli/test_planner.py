@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers.gguf_cases import make
 from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
 from helpers.subprocesses import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from models.test_sources import write_gguf
 
 import flexgen_h2o
 from flexgen_h2o.cli import parser, planner
@@ -690,7 +690,7 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
     done = elsewhere(*plan, "--model", str(tmp_path), "--prompt-len", "9")
     assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
-    source = write_gguf(tmp_path / "tiny.gguf")
+    _, source = make("llama", tmp_path, random={"attn_q": "Q8_0", "ffn_up": "Q4_1"})
     done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", "--weight-bits", "8")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout

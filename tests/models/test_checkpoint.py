@@ -60,12 +60,6 @@ def write_index(folder: Path, shards: dict[str, str], kind: str = "model.safeten
     (folder / f"{kind}.index.json").write_text(json.dumps({"weight_map": shards}))
 
 
-def raw_safetensors(path: Path, header: object, data: bytes = b"") -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return path
-
-
 @pytest.mark.parametrize("out_dtype", FLOATS)
 @pytest.mark.parametrize("chunk_bytes", [8, 4 << 20])
 def test_safetensors_reads_and_converts(tmp_path, monkeypatch, out_dtype, chunk_bytes):
@@ -98,7 +92,8 @@ def test_tensor_data_at_odd_offsets(tmp_path, out_dtype):
         "w": {"dtype": "BF16", "shape": [33, 3], "data_offsets": [1, len(data)]},
     }
     text = json.dumps(header)
-    raw_safetensors(tmp_path / "model.safetensors", (text + " " * (len(text) % 2)).encode(), data)
+    text = (text + " " * (len(text) % 2)).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         assert checkpoint.info("w").extent.offset % 2 == 1
         assert torch.equal(read(checkpoint, "w", out_dtype), weight.to(out_dtype))
@@ -125,9 +120,7 @@ def test_sharded(tmp_path, kind):
     weights = save_sharded(tmp_path, kind)
     with open_checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.names()) == set(weights)
-        for name in reversed(weights):  # back and forth between shards
-            assert torch.equal(read(checkpoint, name), weights[name])
-        for name in weights:
+        for name in [*reversed(weights), *weights]:  # back and forth between shards
             assert torch.equal(read(checkpoint, name), weights[name])
 
 
@@ -159,7 +152,8 @@ def test_missing_shard(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-@pytest.mark.parametrize("place", ["../{}", "/tmp/{}", "a/../../{}", "..\\{}", "C:\\{}", ""])
+@pytest.mark.parametrize("place", ["../{}", "/tmp/{}", "a/../../{}", "..\\{}", "C:\\{}",
+                                   "\\\\host\\{}", "{}\0y", ""])
 def test_index_naming_a_shard_outside_the_folder(tmp_path, kind, place):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -167,16 +161,6 @@ def test_index_naming_a_shard_outside_the_folder(tmp_path, kind, place):
     save({"w": torch.ones(1)}, tmp_path / kind)
     write_index(folder, {"w": place.format(kind)}, kind)
     refused(lambda: open_checkpoint(folder), "outside", "index.json")
-
-
-def test_shards_may_be_links_as_in_the_hubs_cache(tmp_path):
-    blobs, folder = tmp_path / "blobs", tmp_path / "snapshot"
-    blobs.mkdir()
-    folder.mkdir()
-    save_file({"w": torch.ones(2)}, blobs / "abc")
-    (folder / "model.safetensors").symlink_to("../blobs/abc")
-    with open_checkpoint(folder) as checkpoint:
-        assert read(checkpoint, "w").tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
@@ -194,41 +178,6 @@ def test_a_tensor_that_its_shard_lacks_is_missed_where_it_is_needed(tmp_path, ki
 def test_damaged_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
     refused(lambda: open_checkpoint(tmp_path), "model.safetensors.index.json")
-
-
-def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
-
-
-@pytest.mark.parametrize(
-    ("header", "word"),
-    [
-        (b"not json", "not JSON"),
-        (b"[" * 200_000, "not JSON"),
-        (b'{"w": 1, "w": 2}', "not JSON"),
-        (b"[1]", "not a JSON object"),
-        ({"w": 3}, "tensor w"),
-        ({"w": {"dtype": "F32"}}, "tensor w"),
-        ({"w": entry(shape=(-2,))}, "tensor w"),
-        ({"w": entry(shape=(True, 2))}, "tensor w"),
-        ({"w": entry(offsets=(0, 8, 9))}, "tensor w"),
-        ({"w": entry(offsets=(0, 4))}, "takes 8"),
-        ({"w": entry(offsets=(8, 0))}, "takes 8"),
-        ({"w": entry(dtype="F4")}, "F4"),
-        ({"w": entry(offsets=(4, 12))}, "starts at"),
-        ({"v": entry(), "w": entry(offsets=(4, 12))}, "starts at"),
-        ({"w": entry(shape=(1,), offsets=(0, 4))}, "4 bytes follow"),
-        ({"w": entry(shape=(1 << 40,), offsets=(0, 1 << 42))}, "truncated"),
-    ],
-)
-def test_damaged_header(tmp_path, header, word):
-    raw_safetensors(tmp_path / "model.safetensors", header, bytes(8))
-    refused(lambda: SafetensorsCheckpoint(tmp_path), "model.safetensors", word)
-
-
-def test_absurd_header_length(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
-    refused(lambda: SafetensorsCheckpoint(tmp_path), "header length")
 
 
 def test_written_file_is_read_by_safetensors_and_aligned(tmp_path):
@@ -285,28 +234,22 @@ def test_hostile_pickle_is_not_run(tmp_path, zipped, sharded):
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("raw", [b"", b"junk", b"PK\x03\x04junk"])
-def test_damaged_bin(tmp_path, raw):
-    (tmp_path / "pytorch_model.bin").write_bytes(raw)
+@pytest.mark.parametrize("change", [
+    lambda raw: b"", lambda raw: b"junk", lambda raw: b"PK\x03\x04junk", lambda raw: raw[:1000]])
+def test_damaged_bin(tmp_path, change):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.ones(500)}, path)
+    path.write_bytes(change(path.read_bytes()))
     refused(lambda: open_checkpoint(tmp_path), "pytorch_model.bin", "safetensors")
 
 
 def test_bin_of_something_else(tmp_path):
     torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
     refused(lambda: open_checkpoint(tmp_path), "pytorch_model.bin", "list")
-    torch.save({"w": torch.ones(500)}, tmp_path / "pytorch_model.bin")
-    raw = (tmp_path / "pytorch_model.bin").read_bytes()
-    (tmp_path / "pytorch_model.bin").write_bytes(raw[:1000])
-    refused(lambda: open_checkpoint(tmp_path), "pytorch_model.bin")
 
 
 def test_open_checkpoint_chooses(tmp_path):
-    refused(
-        lambda: open_checkpoint(tmp_path),
-        "model.safetensors",
-        "pytorch_model.bin",
-        str(tmp_path),
-    )
+    refused(lambda: open_checkpoint(tmp_path), "model.safetensors", "pytorch_model.bin")
     refused(lambda: open_checkpoint(tmp_path / "none"), "no such folder")
     torch.save({"w": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
     save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")

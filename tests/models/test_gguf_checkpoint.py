@@ -316,6 +316,7 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
     assert checkpoint_folder("smollm2-135m") == Path("smollm2-135m")
 
 
+@pytest.mark.full
 def test_smollm2():
     source = gguf_of("smollm2-135m")
     checkpoint = GgufCheckpoint(read_header(source))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -111,7 +109,7 @@ def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
     assert (runner.step(ids) - model(ids[None]).logits[0]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("key", TINY)
+@pytest.mark.parametrize("key", ["opt", "llama", "gemma2", "neox"])
 def test_bfloat16_stays_near(tiny_model, key):
     model = tiny_model(key).model
     runner = Runner(model, torch.bfloat16)
@@ -124,7 +122,7 @@ def test_bfloat16_stays_near(tiny_model, key):
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_tensors_are_those_of_the_saved_model(tiny_model, key):
+def test_tensors_and_their_counts_are_those_of_the_saved_model(tiny_model, key):
     tiny = tiny_model(key)
     cfg = from_transformers(tiny.config, key)
     specs = family(cfg).weights(cfg)
@@ -136,13 +134,6 @@ def test_tensors_are_those_of_the_saved_model(tiny_model, key):
     assert wanted == present
     assert set(specs.tables) <= set(specs.embed)
     assert (specs.head["lm_head"] == specs.embed["tokens"]) == cfg.tie_word_embeddings
-
-
-@pytest.mark.parametrize("key", TINY)
-def test_parameter_counts(tiny_model, key):
-    tiny = tiny_model(key)
-    cfg = from_transformers(tiny.config, key)
-    specs = family(cfg).weights(cfg)
 
     def count(group):
         return sum(torch.Size(spec.shape).numel() for spec in group.values())
@@ -186,13 +177,6 @@ def test_an_unknown_family():
         _module("bert")
 
 
-def test_reading_a_config_imports_no_torch():
-    code = ("import sys, flexgen_h2o.models; from flexgen_h2o.models import registry;"
-            "assert registry.published('opt-30b').num_parameters() > 2e10;"
-            "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)")
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_are_those_of_transformers_and_in_place(name):
     from transformers.activations import ACT2FN
@@ -231,11 +215,6 @@ def test_strided_rows_are_activated_and_normed_in_float32_whoever_does_it(
                 layers.rms_norm(x, weight, eps=1e-5, out=torch.full_like(x, float("nan"))),
                 layers.rms_norm(x, weight, eps=1e-5, out=x)):  # last, as it overwrites x
         torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=2 * eps)
-
-
-def test_an_unknown_activation():
-    with pytest.raises(ValueError, match="mish"):
-        layers.activate_(torch.ones(1), "mish")
 
 
 @given(rotary=st.integers(1, 8).map(lambda n: 2 * n), extra=st.integers(0, 5),

@@ -18,62 +18,12 @@ from flexgen_h2o.models.registry import from_transformers, published
 from flexgen_h2o.models.rope import RopeConfig
 from flexgen_h2o.models.shapes import PUBLISHED
 
-# Written down apart from the table of shapes.
-KNOWN = {
-    "facebook/opt-125m": 125_239_296,
-    "facebook/opt-350m": 331_196_416,
-    "facebook/opt-1.3b": 1_315_758_080,
-    "facebook/opt-2.7b": 2_651_596_800,
-    "facebook/opt-6.7b": 6_658_473_984,
-    "facebook/opt-13b": 12_853_473_280,
-    "facebook/opt-30b": 29_974_540_288,
-    "huggyllama/llama-7b": 6_738_415_616,
-    "huggyllama/llama-13b": 13_015_864_320,
-    "huggyllama/llama-30b": 32_528_943_616,
-    "huggyllama/llama-65b": 65_285_660_672,
-    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
-    "meta-llama/Llama-2-13b-hf": 13_015_864_320,
-    "meta-llama/Llama-2-70b-hf": 68_976_648_192,
-    "meta-llama/Meta-Llama-3-8B": 8_030_261_248,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
-    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-    "EleutherAI/gpt-neox-20b": 20_554_567_680,
-    "EleutherAI/pythia-70m": 70_426_624,
-    "EleutherAI/pythia-160m": 162_322_944,
-    "EleutherAI/pythia-410m": 405_334_016,
-    "EleutherAI/pythia-1b": 1_011_781_632,
-    "EleutherAI/pythia-1.4b": 1_414_647_808,
-    "EleutherAI/pythia-2.8b": 2_775_208_960,
-    "EleutherAI/pythia-6.9b": 6_857_302_016,
-    "EleutherAI/pythia-12b": 11_846_072_320,
-    "meta-llama/Llama-3.1-70B": 70_553_706_496,
-    "meta-llama/Llama-3.2-1B": 1_235_814_400,
-    "meta-llama/Llama-3.2-3B": 3_212_749_824,
-    "mistralai/Mistral-7B-v0.1": 7_241_732_096,
-    "Qwen/Qwen2.5-0.5B": 494_032_768,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-7B": 7_615_616_512,
-    "Qwen/Qwen2.5-72B": 72_706_203_648,
-    "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-14B": 14_768_307_200,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
-    "microsoft/Phi-3-mini-4k-instruct": 3_821_079_552,
-    "microsoft/phi-4": 14_659_507_200,
-    "google/gemma-2-2b": 2_614_341_888,
-    "google/gemma-2-9b": 9_241_705_984,
-    "google/gemma-2-27b": 27_227_128_320,
-    "stabilityai/stablelm-3b-4e1t": 2_795_443_200,
-    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
-}
+FIRST = {shape["model_type"]: name for name, shape in reversed(PUBLISHED.items())}
+PUBLISHED_NAMES = [name if name in FIRST.values() else pytest.param(name, marks=pytest.mark.full)
+                   for name in PUBLISHED]
 
 
-@pytest.mark.parametrize("name, parameters", KNOWN.items())
-def test_published_parameter_counts(name, parameters):
-    assert published(name).num_parameters() == parameters
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
 def test_published_shapes_are_what_transformers_builds(name):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -86,7 +36,7 @@ def test_published_shapes_are_what_transformers_builds(name):
     assert cfg == from_transformers(config, name)
 
 
-CONFIGS = [*TINY, *PUBLISHED]
+CONFIGS = [*TINY, *PUBLISHED_NAMES]
 
 
 def config_of(key: str):
@@ -109,30 +59,6 @@ def test_shapes_are_those_of_the_tensors(key):
         plain = [shape for shape in shapes if len(shape) == 1 or shape in cfg.exact_shapes]
         assert sorted(part.matrices) == sorted(shape for shape in shapes if shape not in plain)
         assert part.vectors == sum(map(math.prod, plain))
-
-
-@pytest.mark.parametrize("name, embed, layer, head", [
-    ("facebook/opt-350m", (((50272, 512), (2050, 1024), (1024, 512)), 0),
-     (((1024, 1024),) * 4 + ((4096, 1024), (1024, 4096)), 4 * 1024 + 4 * 1024 + 4096 + 1024),
-     (((512, 1024),), 0)),
-    ("meta-llama/Meta-Llama-3-8B", (((128256, 4096),), 0),
-     (((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096),
-       (4096, 14336)), 2 * 4096),
-     (((128256, 4096),), 4096)),
-    ("EleutherAI/pythia-70m", (((50304, 512),), 0),
-     (((1536, 512), (2048, 512), (512, 2048), (512, 512)),
-      4 * 512 + 1536 + 512 + 2048 + 512),
-     (((50304, 512),), 2 * 512)),
-])
-def test_shapes_by_hand(name, embed, layer, head):
-    cfg = published(name)
-    found = (cfg.embed_shapes(), cfg.layer_shapes(), cfg.head_shapes())
-    assert [(part.matrices, part.vectors) for part in found] == [embed, layer, head]
-
-
-@pytest.mark.parametrize("size, billions", [("66b", 65.7), ("175b", 174.6)])
-def test_the_largest_shapes(size, billions):
-    assert published(f"opt-{size}").num_parameters() / 1e9 == pytest.approx(billions, abs=0.1)
 
 
 def test_published_names():
@@ -160,11 +86,12 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_the_saved_config_and_the_object_agree(tiny_model, key):
-    tiny = tiny_model(key)
-    saved = json.loads((tiny.folder / "config.json").read_text())
-    cfg = from_transformers(saved, key)
-    assert cfg == from_transformers(tiny.config, key)
+def test_the_saved_config_and_the_object_agree(tmp_path, key):
+    config = TINY[key]()
+    config.eos_token_id, config.dtype = None, torch.float32
+    config.save_pretrained(tmp_path)
+    cfg = from_transformers(json.loads((tmp_path / "config.json").read_text()), key)
+    assert cfg == from_transformers(config, key)
     assert cfg.dtype == "float32" and cfg.eos_token_ids == ()
 
 
@@ -281,8 +208,6 @@ def test_forms_of_attention_go_with_their_layers():
 
 @pytest.mark.parametrize("options, words", [
     ({"model_type": "bert"}, ["'bert'", "opt, llama, mistral, gpt_neox"]),
-    ({"model_type": None}, ["model type None"]),
-    ({"model_type": ["opt"]}, ["model type"]),
     ({"model_type": "dbrx", "num_local_experts": 32}, ["mixture of experts"]),
     (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "8 experts, got 9"]),
     (MIXTRAL | {"num_local_experts": 10**5}, ["num_local_experts must be at most 1024"]),
@@ -294,61 +219,41 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "mpt", "attn_config": {"alibi": True}}, ["ALiBi"]),
     ({"quantization_config": {"quant_method": "hqq"}}, ["quantized by 'hqq'", "gptq"]),
     ({"hidden_act": "mish"}, ["'mish'", "gelu_new"]),
-    ({"hidden_act": 3}, ["hidden_act must be", "got 3"]),
     ({"rope_scaling": {"type": "proportional", "factor": 2.0}}, ["'proportional'", "linear"]),
     ({"rope_scaling": {"type": "dynamic"}}, ["rope factor must be", "got None"]),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, ["rope factor must be", "got 0"]),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1}}, ["beta_fast"]),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["short_factor"]),
     ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}},
      ["short_factor must have 4 numbers, got 1"]),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ["flat"]),
     ({"rope_scaling": "linear"}, ["rope parameters"]),
-    ({"rope_scaling": {"type": "linear"}}, ["rope factor must be", "got None"]),
-    ({"rope_scaling": {"type": "linear", "factor": "2"}}, ["rope factor must be", "got '2'"]),
     ({"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, ["low_freq_factor"]),
     ({"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, ["high_freq_factor"]),
     ({"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 0}}, ["original_max"]),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
      ["rope of type yarn can't be computed with rope_theta 1 and", "'factor': 2.0"]),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, ["1e+308"]),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 1e308}},
      ["rope of type dynamic can't be"]),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 4,
                           "long_factor": [2.0] * 4, "original_max_position_embeddings": 1}},
      ["rope of type longrope can't be"]),
     ({"rope_theta": 0}, ["rope_theta must be", "got 0"]),
-    ({"rope_theta": float("nan")}, ["rope_theta must be", "got nan"]),
     ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ({"num_attention_heads": 7}, ["hidden_size must be a multiple of", "= 7, got 64"]),
     ({"num_key_value_heads": 3}, ["8 attention heads", "3 key/value heads"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers must be", "got 0"]),
-    ({"num_hidden_layers": -2}, ["num_hidden_layers must be", "got -2"]),
     ({"vocab_size": 1.5}, ["vocab_size must be", "got 1.5"]),
-    ({"vocab_size": "many"}, ["vocab_size must be", "got 'many'"]),
     ({"vocab_size": True}, ["vocab_size must be", "got True"]),
     ({"attention_bias": "no"}, ["attention_bias must be", "got 'no'"]),
     ({"rms_norm_eps": -1.0}, ["rms_norm_eps"]),
-    ({"eos_token_id": "</s>"}, ["eos_token_id"]),
     ({"eos_token_id": [1, -1]}, ["eos_token_id"]),
     ({"head_dim": 9}, ["9 rotary dimensions"]),
-    ({"head_dim": -8}, ["head_dim must be", "got -8"]),
     (NEOX | {"rotary_pct": 0.33}, ["rotary dimensions"]),
     (NEOX | {"rotary_pct": 2.0}, ["partial_rotary_factor must be", "got 2.0"]),
     ({"num_hidden_layers": 10**9}, ["num_hidden_layers must be at most 4096", "got 1000000"]),
-    ({"num_hidden_layers": 10**400}, ["num_hidden_layers must be", "got 1000"]),
-    ({"num_hidden_layers": 1e400}, ["num_hidden_layers must be", "got inf"]),
     ({"hidden_size": 10**12}, ["hidden_size", "at most 1048576"]),
-    ({"intermediate_size": 10**7}, ["intermediate_size"]),
-    ({"vocab_size": 10**9}, ["vocab_size", "at most 16777216"]),
     ({"max_position_embeddings": 10**15}, ["max_position_embeddings", "at most 1073741824"]),
-    ({"rope_parameters": LLAMA3_ROPE | {"original_max_position_embeddings": 10**15}},
-     ["original_max"]),
-    ({"model_type": "mistral", "sliding_window": 10**400}, ["sliding_window"]),
     ({"rope_theta": 10**400}, ["rope_theta must be", "got 1000"]),
-    ({"rms_norm_eps": 10**400}, ["rms_norm_eps"]),
-    (NEOX | {"rotary_pct": 1e308}, ["partial_rotary_factor must be", "got 1e+308"]),
-    ({"eos_token_id": 10**400}, ["eos_token_id"]),
     ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window must be", "got 0"]),
     ({"model_type": "opt", "activation_function": "tanh"}, ["'tanh'"]),
 ])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf import GGUFReader
 from helpers.error_cases import refused
-from helpers.internals import LLAMA3_ROPE, before_conversions
-from helpers.subprocesses import environment
+from helpers.gguf_cases import make
+from helpers.internals import before_conversions
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o.files.disk_cache import cache_dir
@@ -27,9 +27,6 @@ from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint
 from flexgen_h2o.models.convert import converted_folder
 from flexgen_h2o.models.registry import read_config
 from flexgen_h2o.models.sources import checkpoint_folder, gguf_of
-
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, LAYERS = 4, 2, 8, 32, 2
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 @pytest.fixture(autouse=True)
@@ -108,16 +105,6 @@ def test_read_config(tmp_path):
         refused(lambda: read_config(tmp_path), "config.json", word)
     (tmp_path / "config.json").write_text('{"model_type": "opt"}')
     assert read_config(tmp_path) == {"model_type": "opt"}
-
-
-def test_importing_sources_is_cheap():
-    heavy = "('transformers', 'gguf', 'huggingface_hub')"
-    code = "import sys, flexgen_h2o.models.sources as s; "
-    code += f"print([m for m in {heavy} if m in sys.modules])"
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment()
-    )
-    assert ran.stdout.strip() == "[]"
 
 
 # The hub
@@ -323,12 +310,10 @@ def test_conversion_refusals(tmp_path, monkeypatch):
 
 def test_killed_conversion_is_neither_trusted_nor_kept(tmp_path, cache):
     hf_folder(tmp_path / "mine")
-    code = f"""
-import os
-from flexgen_h2o.models.convert import converted_folder
-converted_folder({str(tmp_path / "mine")!r}, "float16", lambda done, total: os.kill(os.getpid(), 9))
-"""
-    assert subprocess.run([sys.executable, "-c", code], env=environment()).returncode == -9
+    child = os.fork()
+    if child == 0:
+        converted_folder(tmp_path / "mine", "float16", lambda *_: os.kill(os.getpid(), 9))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
     (left,) = folders(cache)
     assert left.endswith(".tmp")
     # Another build's temporary folder stays as long as its lock is held.
@@ -364,103 +349,8 @@ def test_two_at_once_build_once(tmp_path, cache):
 # GGUF
 
 
-def add_tokenizer(writer) -> None:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    tokens = ["<s>", "</s>", *sorted(ByteLevel.alphabet()), "he", "hel"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3] + [1] * (len(tokens) - 2))
-    writer.add_token_merges(["h e", "he l"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_chat_template(TEMPLATE)
-
-
-def gguf_tensors() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    shapes = {"token_embd.weight": (260, HIDDEN), "output_norm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        block = {
-            "attn_norm": (HIDDEN,),
-            "attn_q": (HEADS * HEAD_DIM, HIDDEN),
-            "attn_k": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "attn_v": (KV_HEADS * HEAD_DIM, HIDDEN),
-            "attn_output": (HIDDEN, HEADS * HEAD_DIM),
-            "ffn_norm": (HIDDEN,),
-            "ffn_gate": (64, HIDDEN),
-            "ffn_up": (64, HIDDEN),
-            "ffn_down": (HIDDEN, 64),
-        }
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in block.items()}
-    return {name: random.standard_normal(s, dtype=np.float32) for name, s in shapes.items()}
-
-
-def write_gguf(path: Path, *, extra=None, architecture="llama", experts=0) -> Path:
-    """A tiny model that mixes F32, F16, Q8_0 and Q4_1, as real files do."""
-    from gguf import GGMLQuantizationType as Kind
-    from gguf import GGUFWriter
-    from gguf.quants import quantize
-
-    writer = GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(5e5)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(260)
-    if experts:
-        writer.add_expert_count(experts)
-    add_tokenizer(writer)
-    kinds = {"attn_q": Kind.Q8_0, "attn_k": Kind.F16, "ffn_up": Kind.Q4_1, "attn_v": Kind.Q8_0}
-    for name, values in {**gguf_tensors(), **(extra or {})}.items():
-        kind = kinds.get(name.split(".")[2]) if name.endswith("weight") and "blk" in name else None
-        if kind is None:
-            writer.add_tensor(name, values)
-        else:
-            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("chunk_elements", [70, 4 << 20])
-def test_gguf_equals_transformers(tmp_path, monkeypatch, untied, chunk_elements):
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    monkeypatch.setattr("flexgen_h2o.models.gguf.checkpoint._CHUNK_ELEMENTS", chunk_elements)
-    head = {"output.weight": np.ones((260, HIDDEN), np.float32)} if untied else {}
-    source = write_gguf(tmp_path / "tiny.gguf", extra=head)
-    folder = checkpoint_folder(str(source))
-    expected = LlamaForCausalLM.from_pretrained(
-        tmp_path, gguf_file=source.name, dtype=torch.float32
-    ).state_dict()
-    made = load_file(folder / "model.safetensors")
-    assert set(expected) - set(made) == (set() if untied else {"lm_head.weight"})
-    for name, tensor in made.items():
-        assert tensor.dtype == torch.float32
-        assert torch.equal(tensor, expected[name]), name
-    config = read_config(folder)
-    assert config["tie_word_embeddings"] is not untied
-    assert config["num_key_value_heads"] == KV_HEADS
-    assert config["architectures"] == ["LlamaForCausalLM"]
-    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 1
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == TEMPLATE
-    assert tokenizer.decode(tokenizer("hello there").input_ids) == "hello there"
-
-
 def test_gguf_in_another_dtype(tmp_path):
-    source = write_gguf(tmp_path / "tiny.GGUF")
+    _, source = make("llama", tmp_path, kind=Kind.Q8_0)
     exact = load_file(checkpoint_folder(str(source)) / "model.safetensors")
     folder = checkpoint_folder(str(source), dtype="bfloat16")
     made = load_file(folder / "model.safetensors")
@@ -469,59 +359,26 @@ def test_gguf_in_another_dtype(tmp_path):
     refused(lambda: checkpoint_folder(str(source), dtype="int4"), "int4")
 
 
-def llama3_factors(factor: float, head_dim: int, theta: float) -> np.ndarray:
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = {"rope_type": "llama3", "factor": factor, "rope_theta": theta}
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        max_position_embeddings=16384,
-        rope_parameters={**scaling, **LLAMA3_ROPE},
-    )
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-    plain = theta ** -(torch.arange(0, head_dim, 2).float() / head_dim)
-    return (plain / scaled).numpy()
-
-
-@pytest.mark.parametrize("factor", [1.0, 8.0, 32.0])
-def test_gguf_with_rope_factors_and_biases(tmp_path, factor):
-    extra = {"rope_freqs.weight": llama3_factors(factor, HEAD_DIM, 5e5)}
-    bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
-    extra["blk.0.attn_q.bias"] = bias
-    folder = checkpoint_folder(str(write_gguf(tmp_path / "tiny.gguf", extra=extra)))
-    made = load_file(folder / "model.safetensors")
-    first_head = made["model.layers.0.self_attn.q_proj.bias"][:HEAD_DIM]
-    assert first_head.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
-    config = read_config(folder)
-    assert config["attention_bias"] is True and config["mlp_bias"] is False
-    rope = config["rope_parameters"]
-    assert rope["rope_type"] == "llama3" and rope["rope_theta"] == 5e5
-    assert rope["factor"] == pytest.approx(factor, rel=1e-5)
-    assert rope["original_max_position_embeddings"] == 8192
-
-
-def test_gguf_refusals(tmp_path, cache):
-    def converting(**options):
-        source = write_gguf(tmp_path / "odd.gguf", **options)
-        return lambda: checkpoint_folder(str(source))
-
-    refused(converting(architecture="qwen3next"), "qwen3next", "did you mean qwen3")
-    refused(converting(experts=8), "blk.0.ffn_gate.weight is no part of the llama")
-    refused(converting(extra={"blk.0.odd.weight": np.ones(3, np.float32)}), "blk.0.odd.weight")
-    rotated = 3 * llama3_factors(8.0, HEAD_DIM, 5e5)[::-1].copy()
-    for factors in (np.array([1, 2, 1, 2], np.float32), rotated):
-        refused(converting(extra={"rope_freqs.weight": factors}), "rope factors")
-    raw = write_gguf(tmp_path / "cut.gguf").read_bytes()
-    for length in (0, 3, 40, 3000, len(raw) - 40_000):
-        (tmp_path / "cut.gguf").write_bytes(raw[:length])
-        refused(lambda: checkpoint_folder(str(tmp_path / "cut.gguf")), "cut.gguf")
-    (tmp_path / "cut.gguf").write_bytes(b"junk" * 100)
-    refused(lambda: checkpoint_folder(str(tmp_path / "cut.gguf")), "cut.gguf")
+def test_a_gguf_that_is_cut_leaves_nothing(tmp_path, cache):
+    _, source = make("llama", tmp_path)
+    raw = source.read_bytes()
+    for cut in (b"", raw[:3], raw[:40], raw[:3000], raw[:-4000], b"junk" * 100):
+        source.write_bytes(cut)
+        refused(lambda: checkpoint_folder(str(source)), source.name)
     assert folders(cache) == []
 
 
+def test_rope_factors_that_no_scaling_of_llama3_gives_are_refused(tmp_path):
+    _, source = make("llama 3", tmp_path)
+    factors = next(each for each in GGUFReader(source).tensors if each.name == "rope_freqs.weight")
+    for wrong in (np.arange(factors.n_elements), 3 * factors.data[::-1]):
+        with open(source, "r+b") as file:
+            file.seek(int(factors.data_offset))
+            file.write(wrong.astype(np.float32).tobytes())
+        refused(lambda: checkpoint_folder(str(source)), "rope factors")
+
+
+@pytest.mark.full  # 30 s; tiny models of each architecture are compared too
 def test_smollm2_equals_transformers(monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -8,9 +8,6 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -73,11 +70,11 @@ def tokens(folder, prompts, *, bits=4, new=NEW, h2o=None, cache_bits=16, weight_
                                                       eos_token_id=-1)]
 
 
-@pytest.mark.parametrize(("key", "bits"), [
-    *((key, (4, 8, 12)[i % 3]) for i, key in enumerate(sorted(TINY))),
-    *itertools.product(("opt_no_bias", "llama3_rope", "neox_sequential"), (4, 8, 12))])
+@pytest.mark.parametrize("bits", [4, 8, 12])
+@pytest.mark.parametrize("key", [
+    "opt_350m_style", "llama_untied_bias", "phi3", "gemma2", "neox_sequential",
+    *(pytest.param(key, marks=pytest.mark.full) for key in sorted(TINY))])
 def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
-    """Of every branch in some bits, and of each family in all."""
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     expected = transformers_tokens(Rounded(tiny, bits), prompts)
@@ -144,16 +141,6 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
         assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert not checkpoint.keep("w", layout, data, range(48))
-
-
-def test_dummy_weights_in_12_bits_are_those_in_16():
-    """But for what is nearly 0 beside the largest of its group."""
-    runs = []
-    for bits in (16, 12):
-        with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=bits, dtype="bfloat16") as llm:
-            runs.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10, 11])])))
-            assert llm.stats.weight_bits == bits
-    torch.testing.assert_close(*runs, rtol=0, atol=0.05)
 
 
 def test_activations_stay_as_they_are_beside_12_bits(tiny_model):
@@ -350,29 +337,6 @@ def test_a_cache_that_is_a_file(tiny_model, tmp_path):
     assert "\n" not in str(caught.value) and (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_killed_run_leaves_nothing_that_is_trusted(tiny_model, cache):
-    """Killed while the file is written: what is there is removed, and made anew."""
-    folder = tiny_model("llama").folder
-    code = f"""
-import os
-from flexgen_h2o import LLM
-from flexgen_h2o.models import quantized
-quantize, seen = quantized.ops.quantize_matrix, []
-def killed_half_way(*args, **options):
-    seen.append(1)
-    if len(seen) == 12:
-        os.kill(os.getpid(), 9)
-    return quantize(*args, **options)
-quantized.ops.quantize_matrix = killed_half_way
-LLM({str(folder)!r}, weight_bits=4, dtype="float32")
-"""
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
-    assert len(list(cache.glob(".*.tmp"))) == 1 and names(cache) == []
-    expected = tokens(folder, [[3]], weight_cache=None)
-    assert tokens(folder, [[3]]) == expected
-    assert len(names(cache)) == 1 and not list(cache.glob(".*.tmp"))
-
-
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
 def test_a_damaged_cache_is_named(tiny_model, cache, damage):
     folder = tiny_model("llama").folder
@@ -411,4 +375,3 @@ def test_other_bits_are_refused(tiny_model, bits):
     words = "weight_bits must be (auto, 16, 12, 8 or 4|an int or text)"
     with pytest.raises(UserError, match=words):
         LLM(str(tiny_model("llama").folder), weight_bits=bits)
-
