@@ -45,6 +45,11 @@ OPTIONS = {
 }
 
 
+BRANCHES = ("opt_350m_style", "opt_no_bias", "mistral_window", "qwen3", "phi3_longrope", "gemma2",
+            "granite", "olmo2", "stablelm_12b", "neox", "neox_sequential")
+"""Models that differ in what a captured step does; --all goes through all of them."""
+
+
 @pytest.fixture
 def programs(monkeypatch):
     """Counts the runs of programs."""
@@ -92,7 +97,8 @@ def test_programs_change_nothing(tiny_model, tmp_path, monkeypatch, programs, na
 
 
 @pytest.mark.parametrize("recall", [False, True])
-@pytest.mark.parametrize("model", sorted(set(TINY) - {"llama"}))
+@pytest.mark.parametrize("model", [
+    model if model in BRANCHES else pytest.param(model, marks=pytest.mark.full) for model in TINY])
 def test_every_family_and_branch(tiny_model, tmp_path, monkeypatch, programs, model, recall):
     arguments = tiny_model(model).folder, tmp_path
     options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15, recall=recall)}

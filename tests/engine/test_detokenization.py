@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.selection import examples
 from helpers.tiny_tokenizers import tiny_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ def tokens_of(kind: str, *names: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=texts)
 def test_prompt_and_completion_join_to_the_whole_text(kind, text):
     """Wherever the tokens are cut; the whole is what the tokenizer itself makes of them."""

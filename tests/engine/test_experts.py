@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
 import torch
+from helpers import selection
 from helpers.internals import (
     before,
     before_reads,
@@ -19,6 +19,7 @@ from helpers.internals import (
 )
 from helpers.mixture_cases import MIXTURES
 from helpers.planning_cases import machine
+from llm.test_llm import make_prompts, transformers_tokens
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -39,27 +40,11 @@ HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
     (100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 30, 40)))
 
 
-def make_prompts(vocab, lengths, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def wanted(tiny_model):
     """A function from a model's key to prompts and what transformers continues them with."""
-    made = {}
-
-    def get(key):
-        if key not in made:
-            model = tiny_model(key).model
-            prompts = make_prompts(model.config.vocab_size, [9, 4, 1, 12, 7])
-            found = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
-                                    eos_token_id=None, pad_token_id=0) for prompt in prompts]
-            made[key] = prompts, [tokens[0, len(prompt):].tolist()
-                                  for prompt, tokens in zip(prompts, found, strict=True)]
-        return made[key]
-
-    return get
+    prompts = make_prompts(97, [9, 4, 1, 12, 7])
+    return lambda key: (prompts, transformers_tokens(tiny_model(key), prompts, NEW))
 
 
 def run(folder, prompts, *, h2o=None, weight_bits=16, dtype="float32", offload_dir=None, **policy):
@@ -82,14 +67,12 @@ POLICIES = [
 ]
 
 
-# The others differ from a mixture of theirs in what all policies share.
-EVERY_POLICY = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe_dense", "gpt_oss")
-
-
 @pytest.mark.parametrize("key", MIXTURES)
 def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
+    """Each mixture with a third of the policies; with --all, with every one."""
     prompts, expected = wanted(key)
-    for experts, slots, size, count, overlap in POLICIES if key in EVERY_POLICY else POLICIES[::5]:
+    some = slice(None) if selection.every_case else slice([*MIXTURES].index(key) % 3, None, 3)
+    for experts, slots, size, count, overlap in POLICIES[some]:
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, expert_slots=slots,
                          gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
                          offload_dir=tmp_path)
@@ -265,8 +248,8 @@ def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, ke
     load = expert_slots.ExpertSlots._load
     monkeypatch.setattr(expert_slots.ExpertSlots, "_load", watched)
     prompts, found = make_prompts(97, [9, 4, 7, 2]), []
-    for experts, slots, size, count in ((HERE, None, 4, 1), (DISK, 6, 2, 2), (DISK, 14, 1, 1),
-                                        (MIXED, 4, 4, 1), (DISK, 1, 2, 2)):
+    for experts, slots, size, count in ((HERE, None, 4, 1), (DISK, 14, 1, 1), (MIXED, 4, 4, 1),
+                                        (DISK, 1, 2, 2)):
         got, _ = run(tiny_model(key).folder, prompts, dtype="bfloat16", experts=experts,
                      expert_slots=slots, gpu_batch_size=size, num_gpu_batches=count,
                      offload_dir=tmp_path)
@@ -410,13 +393,11 @@ PROMPT, DRAWN = 12, 40
 
 
 def drawn(folder, sequences, *, seed=0, offload_dir=None, **policy):
-    """The figures of prompts and tokens that are drawn almost at random, after others of their
-    kind."""
-    rng = random.Random(seed)
+    """Return the stats of prompts and tokens that are drawn almost at random, after others."""
     with LLM(str(folder), policy=Policy(gpu_batch_size=sequences, **policy), dtype="float32",
              offload_dir=offload_dir) as llm:
         for turn in range(2):
-            prompts = [[rng.randrange(3, 97) for _ in range(PROMPT)] for _ in range(sequences)]
+            prompts = make_prompts(97, [PROMPT] * sequences, 10 * seed + turn)
             llm.generate(prompts, max_new_tokens=DRAWN, eos_token_id=-1, do_sample=True,
                          temperature=50.0, seed=seed + turn)
         return llm.stats, llm.model_config
@@ -482,7 +463,8 @@ def test_what_prompts_begin_with_counts_as_a_text_where_it_is_computed_once(
     assert [sum(layer) for layer in found.counts] == [3 * tokens] * 3
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.03, 0.1])
+@pytest.fixture(scope="module", params=[
+    0.03, *(pytest.param(skew, marks=pytest.mark.full) for skew in (0.0, 0.1))])
 def skewed(request, tmp_path_factory):
     """Such a model, and the choices of a run of it."""
     folder = tmp_path_factory.mktemp("skewed")

@@ -15,6 +15,7 @@ from helpers.internals import (
     staging_bytes,
     weights_of,
 )
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import make_prompts, transformers_tokens
@@ -92,7 +93,9 @@ def test_learned_logits_come_to_the_host_once(tiny_model, gpu, monkeypatch):
     assert len(used) > 2 * layers and len({id(sinks) for sinks in used}) == layers
 
 
-@pytest.mark.parametrize("size, batches", [(1, 4), (2, 3), (3, 1), (2, 4), (7, 2)])
+@pytest.mark.parametrize("size, batches", [
+    (1, 4), (2, 3), (7, 2), *(pytest.param(*split, marks=pytest.mark.full)
+                              for split in ((3, 1), (2, 4)))])
 def test_the_same_tokens_for_every_batch_split(tiny_model, gpu, size, batches):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -282,7 +285,7 @@ def test_two_layers_take_smaller_buffers_and_move_the_same_bytes(tiny_model, gpu
 PLACES = [Placement(100, 0, 0), HOST, Placement(0, 0, 100), MIXED]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(data=st.data())
 def test_any_policy_gives_the_same_tokens(tiny_model, data):
     """Lengths, batches, placements and switches at random, beside a pretend GPU."""

@@ -1,8 +1,8 @@
 """Long runs: flat memory, nothing leaked, disk errors that end a run, Ctrl-C in every phase.
 
-What has to be killed if it hangs runs in a child of its own. The children are forked from a process
-that has only loaded the package, as loading torch would take most of the time; functions named
-`in_child_...` run there.
+What has to be killed if it hangs runs in a child of its own: functions named `in_child_...`. One
+process loads the package and forks a child for each case of this file, as loading torch would
+take most of the time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import errno
 import gc
 import importlib
-import itertools
 import json
 import os
 import re
@@ -29,6 +28,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import selection
 from helpers.error_cases import error_line
 from helpers.fakes import LazyDevice
 from helpers.internals import READ, WRITE, open_devices
@@ -46,7 +46,7 @@ from flexgen_h2o.storage.transfer import LANES
 
 pytestmark = LINUX
 
-HANG = 20  # seconds that a child may take: a hundred times what it does
+HANG = 100  # seconds that a child may take, far more than on a busy machine
 FILE = "model.safetensors"
 NEW = 20  # more than the write-back log of a cache on disk
 POOLS = {f"{lane}_0" for lane in LANES} | {f"disk_{worker}" for worker in range(WORKERS)}
@@ -64,54 +64,59 @@ def model(tmp_path_factory):
     return folder
 
 
-def forked(work: str, cases: dict[str, list]) -> dict[str, dict]:
-    """What the function `work` of this file gives for each case, each in a child of its own.
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, model):
+    """How the child of each selected case has ended, by the case's work and name.
 
-    Returns
-    -------
-    dict of case to dict
-        status (of the exit; negative for a signal), out, err, seconds (from the moment that the
-        child noted with `note_time`, or None), and result: what the function returned, or None.
+    Each is a dict: status (of the exit; negative for a signal), out, err, seconds (from the moment
+    that the child noted with `note_time`, or None), result (what the function returned, or None)
+    and folder, in which the child worked.
     """
-    here = Path(__file__).parent
-    code = f"import test_long_runs; test_long_runs.fork_each({work!r})"
+    root, here = tmp_path_factory.mktemp("children"), Path(__file__).parent
+    cases = []
+    for work, name, arguments in CASES:
+        folder = root / str(len(cases))
+        folder.mkdir()
+        cases.append([work, name, [str(folder), str(model), *arguments]])
     folders = Path(flexgen_h2o.__file__).parents[1], here, here.parent
     done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(cases), capture_output=True, text=True,
-        env=environment(*folders, OMP_NUM_THREADS="1"),
-        timeout=HANG * (len(cases) + 1))
+        [sys.executable, "-c", "import test_long_runs; test_long_runs.fork_each()"],
+        input=json.dumps(cases), capture_output=True, text=True,
+        env=environment(*folders, OMP_NUM_THREADS="1"), timeout=HANG * (len(cases) + 1))
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return {(work, name): child | {"folder": Path(arguments[0])}
+            for (work, name, arguments), child in zip(cases, json.loads(done.stdout), strict=True)}
 
 
-def fork_each(work: str) -> None:
+def fork_each() -> None:
     """In the process between: fork for each case of stdin, and print what came of them."""
     importlib.import_module("transformers.generation.logits_process")
     torch.set_num_threads(1)
     gc.freeze()
-    found = {}
-    for case, argv in json.loads(sys.stdin.read()).items():
-        files = {name: Path(argv[0]) / f"{case}.{name}" for name in ("out", "err", "result")}
+    children = []
+    for work, _, arguments in json.loads(sys.stdin.read()):
+        folder = Path(arguments[0])
         child = os.fork()
         if child == 0:
             signal.alarm(HANG)  # ends a hang, wherever it is
+            os.chdir(folder)
             for number, name in ((1, "out"), (2, "err")):
-                os.dup2(os.open(files[name], os.O_WRONLY | os.O_CREAT), number)
-            result = globals()[work](*argv)
-            files["result"].write_text(json.dumps(result))
+                os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
+            result = globals()[f"in_child_{work}"](*arguments)
+            (folder / "result").write_text(json.dumps(result))
             os._exit(0)  # spares the second that torch takes to leave
         _, status = os.waitpid(child, 0)
-        ended, noted = time.monotonic(), Path(argv[0]) / "time"
-        texts = {name: file.read_text() if file.exists() else "null"
-                 for name, file in files.items()}
-        found[case] = {"status": os.waitstatus_to_exitcode(status), "out": texts["out"],
-                       "err": texts["err"], "result": json.loads(texts["result"]),
-                       "seconds": ended - float(noted.read_text()) if noted.exists() else None}
-    print(json.dumps(found))
+        stopped, noted, result = time.monotonic(), folder / "time", folder / "result"
+        children.append({
+            "status": os.waitstatus_to_exitcode(status), "out": (folder / "out").read_text(),
+            "err": (folder / "err").read_text(),
+            "result": json.loads(result.read_text()) if result.exists() else None,
+            "seconds": stopped - float(noted.read_text()) if noted.exists() else None})
+    print(json.dumps(children))
 
 
 def note_time() -> None:
-    """Note the moment in the child's folder, which it works in."""
+    """Note the moment in the child's folder."""
     Path("time").write_text(str(time.monotonic()))
 
 
@@ -172,23 +177,19 @@ def in_child_decode(folder: str, model: str, disk: int, heavy: float | None) -> 
     return {key: seen[300][key] - before for key, before in seen[100].items()}
 
 
-def test_a_long_decode_takes_no_more_and_more(tmp_path, model):
+@pytest.mark.parametrize(("disk", "heavy"), [
+    (0, 0.25), (100, 0.25), *(pytest.param(disk, None, marks=pytest.mark.full)
+                              for disk in (0, 100))])
+def test_a_long_decode_takes_no_more_and_more(ended, disk, heavy):
     """300 steps of the full cache and of H2O, with weights and cache in memory and on disk."""
-    kinds = itertools.product((0, 100), (None, 0.25))
-    cases = {f"disk {disk}, heavy {heavy}": (disk, heavy) for disk, heavy in kinds}
-    for case in cases:
-        (tmp_path / case).mkdir()
-    found = forked("in_child_decode", {case: [str(tmp_path / case), str(model), *options]
-                                       for case, options in cases.items()})
-    assert all(each["status"] == 0 for each in found.values()), found
-    for case, each in found.items():
-        grown = each["result"]
-        # Half of what it would be if each of the 200 steps kept one: 200 objects or mappings, or
-        # 20 MB of a layer's weights. The rest is for what Python and the allocator do on their own.
-        assert grown["objects"] < 100 and grown["mappings"] < 100, (case, found)
-        assert grown["bytes"] < 10_000_000, (case, found)
-        assert grown["descriptors"] <= 0 and grown["threads"] <= 0, (case, found)
-        assert grown["buffers"] <= 0, (case, found)
+    child = ended["decode", f"{disk} {heavy}"]
+    assert child["status"] == 0, child
+    grown = child["result"]
+    # Half of what it would be if each of the 200 steps kept one: 200 objects or mappings, or
+    # 20 MB of a layer's weights. The rest is for what Python and the allocator do on their own.
+    assert grown["objects"] < 100 and grown["mappings"] < 100, child
+    assert grown["bytes"] < 10_000_000, child
+    assert grown["descriptors"] <= 0 and grown["threads"] <= 0 and grown["buffers"] <= 0, child
 
 
 def in_child_calls(folder: str, model: str) -> dict:
@@ -218,11 +219,11 @@ def in_child_calls(folder: str, model: str) -> dict:
     return {"bare": bare, "after": after, "closed": held(), "left": os.listdir(f"{folder}/offload")}
 
 
-def test_calls_with_weights_in_4_bits_leave_nothing_behind(tmp_path, model):
+def test_calls_with_weights_in_4_bits_leave_nothing_behind(ended):
     """Not of mappings, buffers and objects either, nor when some of the calls fail."""
-    [found] = forked("in_child_calls", {"calls": [str(tmp_path), str(model)]}).values()
-    assert found["status"] == 0, found
-    result = found["result"]
+    child = ended["calls", ""]
+    assert child["status"] == 0, child
+    result = child["result"]
     for early, late in zip(result["after"][5:10], result["after"][15:], strict=True):
         for key in ("descriptors", "threads", "buffers"):
             assert late[key] == early[key], (key, result)
@@ -350,28 +351,16 @@ def in_child_fault(folder: str, model: str, *form) -> dict:
     return found
 
 
-FORMS = [(16, True), (4, True), (4, False)]
 FAULTS = ["none", *ERRORS, *CHANGES]
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory, model):
-    """What came of each fault, by (bits, overlap, fault)."""
-    cases, root = {}, tmp_path_factory.mktemp("faults")
-    for (bits, overlap), fault in itertools.product(FORMS, FAULTS):
-        case = f"{bits} {overlap} {fault}"
-        (root / case).mkdir()
-        cases[case] = [str(root / case), str(model), bits, overlap, fault]
-    found = forked("in_child_fault", cases)
-    return {tuple(argv[2:]): found[case] for case, argv in cases.items()}
-
-
-@pytest.mark.parametrize(("bits", "overlap"), FORMS)
+@pytest.mark.parametrize(("bits", "overlap"), [
+    (4, True), *(pytest.param(*form, marks=pytest.mark.full) for form in ((16, True), (4, False)))])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fault):
-    found, plain = (faults[bits, overlap, each] for each in (fault, "none"))
-    assert found["status"] == 0 and found["err"] == "", "a hang if it is -SIGALRM"
-    result, expected = found["result"], plain["result"]["tokens"]
+def test_a_fault_of_the_disk_ends_the_run_in_one_line(ended, bits, overlap, fault):
+    child, plain = (ended["fault", f"{bits} {overlap} {name}"] for name in (fault, "none"))
+    assert child["status"] == 0 and child["err"] == "", "a hang if it is -SIGALRM"
+    result, expected = child["result"], plain["result"]["tokens"]
     assert result["armed"] and expected is not None
     if fault in SAYS:
         assert "\n" not in result["error"] and result["left"] == [], result
@@ -384,6 +373,7 @@ def test_a_fault_of_the_disk_ends_the_run_in_one_line(faults, bits, overlap, fau
         assert result["again"] == [tokens[:4] for tokens in expected], result
     assert result["closed"] == []
     assert not [name for name in result["threads"] if name.startswith(("disk", "weights"))]
+
 
 # Threads that die, limits and places that the system sets
 
@@ -433,30 +423,20 @@ def in_child_thread(folder: str, model: str, fault: str) -> dict:
 THREADS = ["reader", "writer", "lane", "none starts"]
 
 
-@pytest.fixture(scope="module")
-def threads(tmp_path_factory, model):
-    root = tmp_path_factory.mktemp("threads")
-    for fault in THREADS:
-        (root / fault).mkdir()
-    return forked("in_child_thread", {fault: [str(root / fault), str(model), fault]
-                                      for fault in THREADS})
-
-
 @pytest.mark.parametrize("fault", THREADS)
-def test_a_thread_that_dies_ends_the_run_and_not_the_engine(threads, fault):
-    """It is told by who waits for it: `forked` ends what would hang."""
-    found = threads[fault]
-    assert found["status"] == 0 and found["err"] == "", "a hang if it is -SIGALRM"
-    result = found["result"]
+def test_a_thread_that_dies_ends_the_run_and_not_the_engine(ended, fault):
+    """The error reaches the thread that waits; a child that hangs is ended."""
+    child = ended["thread", fault]
+    assert child["status"] == 0 and child["err"] == "", "a hang if it is -SIGALRM"
+    result = child["result"]
     assert result["error"] == "RuntimeError: the thread died" and result["left"] == [], result
-    assert result["again"] == threads["reader"]["result"]["before"]
+    assert result["again"] == ended["thread", "reader"]["result"]["before"]
 
 
 def in_child_limit(folder: str, model: str, flags: list[str], home: str, most: int) -> int:
     """The status of a command whose home is `home` and whose files hold `most` bytes."""
     os.environ["HOME"] = home
     os.environ.pop("FLEXGEN_H2O_CACHE", None)
-    os.chdir(folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
     from flexgen_h2o.commands import generate
 
@@ -487,26 +467,17 @@ LIMITS = {
 no folders, not even from root."""
 
 
-@pytest.fixture(scope="module")
-def limits(tmp_path_factory, model):
-    root = tmp_path_factory.mktemp("limits")
-    for case in LIMITS:
-        (root / case).mkdir()
-    return forked("in_child_limit", {case: [str(root / case), str(model), *values[:3]]
-                                     for case, values in LIMITS.items()}), root
-
-
 @pytest.mark.parametrize("case", LIMITS)
-def test_a_read_only_home_and_files_that_may_not_grow(limits, case):
-    found, root = limits[0][case], limits[1]
+def test_a_read_only_home_and_files_that_may_not_grow(ended, case):
+    child = ended["limit", case]
     said = LIMITS[case][3]
-    assert found["status"] == 0, found
+    assert child["status"] == 0, child
     if said is None:
-        assert (found["result"], found["err"]) == (0, ""), found
+        assert (child["result"], child["err"]) == (0, ""), child
     else:
-        assert found["result"] == 2 and found["out"] == "", found
-        assert re.search(said, error_line(found["err"])), found
-    left = [path for path in (root / case).glob("*/**/*") if path.is_file()]
+        assert child["result"] == 2 and child["out"] == "", child
+        assert re.search(said, error_line(child["err"])), child
+    left = [path for path in child["folder"].glob("*/**/*") if path.is_file()]
     assert not [path for path in left if path.suffix != ".lock"], left
 
 
@@ -577,7 +548,6 @@ def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[st
                        number: int = signal.SIGINT) -> None:
     """Run the command line, which ends this process with its status."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.chdir(folder)
     interrupt_at(spots, number)
     sys.argv = ["flex_opt", "--model", model, "--prompt-len", "60", "--gen-len", "60",
                 "--gpu-batch-size", "2", "--offload-dir", "offload", "--device", "cpu", "--no-log",
@@ -586,25 +556,34 @@ def in_child_interrupt(folder: str, model: str, spots: list[str], flags: list[st
     runpy.run_module("flexgen_h2o.flex_opt", run_name="__main__", alter_sys=True)
 
 
-@pytest.fixture(scope="module")
-def interrupts(tmp_path_factory, model):
-    """What came of Ctrl-C, by phase; with the folder that the run worked in."""
-    root, cases = tmp_path_factory.mktemp("interrupts"), {}
-    for phase, (spots, flags, *number) in PHASES.items():
-        (root / phase).mkdir()
-        cases[phase] = [str(root / phase), str(model), spots, flags, *number]
-    found = forked("in_child_interrupt", cases)
-    return {phase: (found[phase], root / phase) for phase in PHASES}
+FEW = ("loading", "quantizing", "prefill, at a write", "decode, by SIGTERM", "decode, at a read")
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_an_interrupt_ends_the_command_at_once(interrupts, phase):
-    found, folder = interrupts[phase]
+@pytest.mark.parametrize("phase", [
+    phase if phase in FEW else pytest.param(phase, marks=pytest.mark.full) for phase in PHASES])
+def test_an_interrupt_ends_the_command_at_once(ended, phase):
+    found = ended["interrupt", phase]
     assert found["status"] == 128 + (PHASES[phase][2:] or (signal.SIGINT,))[0], found
     assert found["err"] == "interrupted\n" and found["out"] == "", found
     assert found["seconds"] < 2, found
-    offload, cache = folder / "offload", folder / "cache"
+    offload, cache = found["folder"] / "offload", found["folder"] / "cache"
     assert not offload.exists() or list(offload.iterdir()) == []
     kept = list(cache.glob("[!.]*/*")) if cache.exists() else []
     assert [path.name for path in kept] == [FILE] * (phase.endswith(("write", "read"))), kept
     assert not list(cache.glob(".*.tmp"))
+
+
+# The cases that children run: name of the work, name of the case, arguments.
+
+ALL = selection.every_case
+CASES = [
+    ("calls", "", []),
+    *(("decode", f"{disk} {heavy}", [disk, heavy])
+      for disk in (0, 100) for heavy in (0.25, *([None] if ALL else []))),
+    *(("fault", f"{bits} {overlap} {fault}", [bits, overlap, fault])
+      for bits, overlap in ((4, True), *([(16, True), (4, False)] if ALL else []))
+      for fault in FAULTS),
+    *(("thread", fault, [fault]) for fault in THREADS),
+    *(("limit", case, values[:3]) for case, values in LIMITS.items()),
+    *(("interrupt", phase, values) for phase, values in PHASES.items() if ALL or phase in FEW),
+]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import TINY
 from helpers.internals import shards_out_of_order, staging_bytes, weights_of
+from helpers.selection import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llm.test_llm import make_prompts
@@ -45,7 +46,7 @@ def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
 
 @pytest.mark.parametrize("key", ["opt", "llama"])
 @given(st.data())
-@settings(max_examples=8, deadline=None, derandomize=True,
+@settings(max_examples=examples(8),
           suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_same_tokens_for_every_placement_and_batch(tiny_model, small_shards, key, data):
     """With matrices in part in memory and in part on disk, in 16, 8 and 4 bits, of prompts in one

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers.internals import draw_at
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from flexgen_h2o.errors import NonFiniteLogits, UserError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0, -3.0])
 NONE = float("-inf")
-few = settings(max_examples=60, deadline=None, derandomize=True)
+few = settings(max_examples=examples(60))
 
 
 def request(key=0, prompt=(1,), generated=(), seed=0):
@@ -503,7 +504,7 @@ def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chu
             assert each.end - each.row + len(after.spans[0]) > most
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=9), size=st.integers(1, 5),
        chunk=st.sampled_from([None, 1, 2, 3]))
 def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):

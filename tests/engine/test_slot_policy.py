@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def step(policy, layer, keys) -> int:
 
 
 @given(CHOICES, st.integers(1, 12))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices, slots):
     policy = SlotPolicy(slots, LAYERS)
     seen = set()
@@ -51,7 +52,7 @@ def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices,
 
 
 @given(CHOICES, st.integers(2, 12), st.randoms(use_true_random=False))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_a_pinned_expert_keeps_its_slot_and_the_victim_is_worth_least(choices, slots, chance):
     policy = SlotPolicy(slots, LAYERS)
     pinned: dict = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -115,17 +116,18 @@ def test_a_tokenizer_of_own_code_is_read_from_its_json(tiny_model, tmp_path):
     refused(lambda: load_tokenizer(folder), "code of the model's own", "tokenizer.json")
 
 
-def test_a_limit_of_the_tokenizer_that_is_too_low_is_not_passed_on(tiny_model, tmp_path):
+def test_a_tokenizers_limit_below_the_models_is_no_warning(tiny_model, tmp_path, monkeypatch,
+                                                          caplog):
     folder = tmp_path / "model"
     with_words(tiny_model("llama").folder, folder)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": 4}))
-    code = f"""
-from flexgen_h2o import LLM
-with LLM({str(folder)!r}, device="cpu", progress=False) as llm:
-    assert llm.tokenizer.model_max_length == 4
-    llm.generate(["w1 w2 w3 w4 w5 w6 w7"], max_new_tokens=1, eos_token_id=-1)
-    llm.loglikelihood([("w1 w2 w3 w4 w5 w6 w7", " w1")])
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "longer than" not in ran.stderr
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    text = "w1 w2 w3 w4 w5 w6 w7"
+    with LLM(str(folder), device="cpu", progress=False) as llm:
+        assert llm.tokenizer.model_max_length == 4
+        llm.generate([text], max_new_tokens=1, eos_token_id=-1)
+        llm.loglikelihood([(text, " w1")])
+        assert "longer than" not in caplog.text
+        llm.tokenizer(text)
+        assert "longer than" in caplog.text, "transformers itself warns"

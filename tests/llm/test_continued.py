@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.internals import before_continued
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, make_prompts
@@ -98,7 +99,7 @@ def test_any_lengths_go_on_as_alone(tiny_model, tmp_path, cache):
           LLM(folder, dtype="float32", policy=some, offload_dir=str(tmp_path),
               **CACHES[cache]) as together):
 
-        @settings(max_examples=8, deadline=None)
+        @settings(max_examples=examples(8))
         @given(st.lists(sequence, min_size=2, max_size=14), st.integers(0, 99))
         def hold(sizes, seed):
             prompts = make_prompts(96, [length for length, _ in sizes], seed)

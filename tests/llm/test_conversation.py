@@ -9,6 +9,7 @@ import pytest
 import torch
 from h2o.test_h2o import MODES, bits_of
 from helpers.internals import buffer_bytes, cache_of, scratch_bytes
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, transformers_tokens
@@ -91,7 +92,7 @@ def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
         assert answers(llm, turns, max_tokens=256) != expected, "nothing was evicted"
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data())
 def test_any_turns_and_any_budget(tiny_model, data):
     tiny = tiny_model("llama")

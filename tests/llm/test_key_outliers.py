@@ -67,6 +67,7 @@ def score(folder: str, **options) -> float:
         return perplexity(llm.loglikelihood([(each[:CONTEXT], each[CONTEXT:]) for each in ids]))
 
 
+@pytest.mark.full  # a real model of 135 million parameters in float32
 def test_a_4_bit_cache_survives_outliers_of_keys(folder):
     full = score(folder)
     assert full < 60, "the outliers alone must not break the model"

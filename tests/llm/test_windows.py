@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
 from helpers.internals import attend_with, cache_of, change_configs
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_continued import CACHES, Case
@@ -110,7 +111,7 @@ def test_layers_of_several_forms_are_as_simulated(tiny_model, mixed, h2o):
                              cpu_cache_compute=True) == expected
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(heavy=st.integers(0, 6), recent=st.integers(1, 6), pinned=st.integers(0, 2),
        length=st.integers(1, 25), chunk=st.none() | st.integers(1, 6), size=st.integers(1, 2))
 def test_any_budget_is_as_simulated(tiny_model, heavy, recent, pinned, length, chunk, size):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from conftest import TINY
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -220,7 +221,7 @@ def test_strided_rows_are_activated_and_normed_in_float32_whoever_does_it(
 @given(rotary=st.integers(1, 8).map(lambda n: 2 * n), extra=st.integers(0, 5),
        positions=st.lists(st.integers(0, 10**6), min_size=1, max_size=6),
        kind=st.sampled_from(["default", "linear", "llama3"]), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_rotation_keeps_lengths_and_depends_on_distance(rotary, extra, positions, kind, seed):
     rope = RopeConfig(10000.0, rotary, kind, factor=4.0, original_max_positions=64)
     generator = torch.Generator().manual_seed(seed)
@@ -270,7 +271,6 @@ REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), SHAPES, DTYPES), min_size=
 
 
 @given(REQUESTS)
-@settings(deadline=None)
 def test_scratch_never_hands_the_same_memory_to_two_names(requests):
     scratch, current, largest = Scratch(), {}, {}
     for name, shape, dtype in requests:

@@ -31,6 +31,7 @@ from flexgen_h2o.models.registry import from_transformers, published, read_confi
 from flexgen_h2o.storage.disk import Disk
 
 NEW = 20
+FEW = ("opt_350m_style", "llama_untied_bias", "phi3", "gemma2", "neox_sequential")
 LENGTHS = [9, 4, 1, 7, 30]
 
 
@@ -72,8 +73,7 @@ def tokens(folder, prompts, *, bits=4, new=NEW, h2o=None, cache_bits=16, weight_
 
 @pytest.mark.parametrize("bits", [4, 8, 12])
 @pytest.mark.parametrize("key", [
-    "opt_350m_style", "llama_untied_bias", "phi3", "gemma2", "neox_sequential",
-    *(pytest.param(key, marks=pytest.mark.full) for key in sorted(TINY))])
+    key if key in FEW else pytest.param(key, marks=pytest.mark.full) for key in TINY])
 def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
@@ -83,15 +83,16 @@ def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
         assert expected != transformers_tokens(tiny, prompts), "nothing was rounded"
 
 
-@pytest.mark.parametrize(("key", "weight_cache"), [
-    ("opt", "auto"), ("opt_350m_style", None), ("llama_untied_bias", "auto"), ("neox", None)])
+@pytest.mark.parametrize(("device", "key", "weight_cache"), [
+    ("lazy", "opt", "auto"), ("poisoned", "opt_350m_style", None),
+    ("poisoned", "llama_untied_bias", "auto"), ("lazy", "neox", None)], indirect=["device"])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, weight_cache):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    expected = transformers_tokens(Rounded(tiny, 4), prompts)
+    expected = transformers_tokens(Rounded(tiny, 4), prompts, 5)
     for weights, overlap in itertools.product(PLACES, (True, False)):
-        got = tokens(tiny.folder, prompts, weights=weights, overlap=overlap, gpu_batch_size=2,
-                     num_gpu_batches=2, weight_cache=weight_cache,
+        got = tokens(tiny.folder, prompts, new=5, weights=weights, overlap=overlap,
+                     gpu_batch_size=2, num_gpu_batches=2, weight_cache=weight_cache,
                      offload_dir=str(tmp_path / "offload"))
         assert got == expected, (weights, overlap)
     assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
@@ -141,6 +142,17 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
         assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert not checkpoint.keep("w", layout, data, range(48))
+
+
+@pytest.mark.full
+def test_dummy_weights_in_12_bits_are_those_in_16():
+    """But for what is nearly 0 beside the largest of its group."""
+    runs = []
+    for bits in (16, 12):
+        with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=bits, dtype="bfloat16") as llm:
+            runs.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10, 11])])))
+            assert llm.stats.weight_bits == bits
+    torch.testing.assert_close(*runs, rtol=0, atol=0.05)
 
 
 def test_activations_stay_as_they_are_beside_12_bits(tiny_model):
