@@ -170,7 +170,7 @@ def pytest_configure(config):
     selection.every_case = config.getoption("--all")
     # A slow machine is no failure, and a failure is the same one every time.
     hypothesis.settings.register_profile("project", deadline=None, derandomize=True,
-                                         max_examples=selection.examples(100))
+                                         max_examples=100 if selection.every_case else 50)
     hypothesis.settings.load_profile("project")
 
 
