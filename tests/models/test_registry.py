@@ -212,7 +212,7 @@ def test_forms_of_attention_go_with_their_layers():
     (MIXTRAL | {"num_experts_per_tok": 9}, ["num_experts_per_tok", "8 experts, got 9"]),
     (MIXTRAL | {"num_local_experts": 10**5}, ["num_local_experts must be at most 1024"]),
     (MIXTRAL | {"num_local_experts": 1000, "num_hidden_layers": 66}, ["66000 experts"]),
-    (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers must be", "got '1'"]),
+    (QWEN_MOE | {"mlp_only_layers": "1"}, ["mlp_only_layers"]),
     (QWEN_MOE | {"decoder_sparse_step": -1}, ["decoder_sparse_step must be", "got -1"]),
     ({"num_experts": 4}, ["mixture of experts", "num_experts"]),
     ({"model_type": "bloom", "alibi": True}, ["ALiBi"]),
