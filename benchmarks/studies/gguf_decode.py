@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -69,6 +70,12 @@ def ours(path: str, sequences: int, tokens: int, activation_bits: int) -> dict[s
                 "weights": llm.stats.weight_bytes / os.path.getsize(path)}
 
 
+def print_row(row: Mapping[str, object]) -> None:
+    """Print the values of a row."""
+    print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()),
+          sep="  ", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", help="a .gguf file")
@@ -103,8 +110,7 @@ def main() -> None:
                        "load_seconds": min(run["load"] for run in runs),
                        "weights_over_file": runs[0].get("weights")}
                 rows.write(row)
-                print(*(f"{value:.4g}" if isinstance(value, float) else value
-                        for value in row.values()), sep="  ", flush=True)
+                print_row(row)
         rows.finish()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf_decode import print_row
 
 from flexgen_h2o import LLM, Policy
 from flexgen_h2o.cli.command import exit_status
@@ -120,8 +121,7 @@ def main() -> None:
                    "kl_nats": reference.kl.mean().item(),
                    "top1_agreement": reference.agrees.mean().item()}
             rows.write(row)
-            print(*(f"{value:.4g}" if isinstance(value, float) else value
-                    for value in row.values()), sep="  ", flush=True)
+            print_row(row)
         rows.finish()
 
 
