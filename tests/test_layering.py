@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from helpers.subprocesses import environment
 
 import flexgen_h2o
@@ -106,29 +105,6 @@ def edges() -> dict[str, set[str]]:
 
 def package(name: str) -> str:
     return name.split(".")[0]
-
-
-def test_the_parser_sees_every_kind_of_import():
-    source = """
-import flexgen_h2o.errors, os
-import flexgen_h2o.config as c
-from flexgen_h2o import outputs, __version__
-from flexgen_h2o.models.model_config import TensorSpec
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    from flexgen_h2o import llm
-def lazy():
-    if True:
-        from flexgen_h2o.models import sources, family
-class C:
-    import flexgen_h2o.storage.disk
-"""
-    known = {"outputs", "llm", "models.sources"}
-    assert set(imports(source, known)) == {
-        "errors", "config", "outputs", PACKAGE, "models.model_config", "llm", "models.sources",
-        "models", "storage.disk"}
-    with pytest.raises(AssertionError, match="relative"):
-        list(imports("from . import errors", known))
 
 
 def test_imports_point_downward():

@@ -95,7 +95,7 @@ def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits,
             assert torch.equal(found[1, head, : len(stay)], v[stay, head])
 
 
-def test_without_a_state_a_chunk_takes_the_next_slots():
+def test_chunks_without_eviction_append_to_the_cache():
     held = torch.full((2, 2, 9, 16), float("nan"))
     k, v = draw(7, 2, 1), draw(7, 2, 2)
     for start, end in ((0, 3), (3, 4), (4, 7)):
@@ -123,7 +123,7 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk)
 
 
 @pytest.mark.parametrize("key, positions", MODES)
-def test_every_family_equals_its_simulation_and_differs_from_the_cut(tiny_model, key, positions):
+def test_every_family_equals_its_simulation(tiny_model, key, positions):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=5)
@@ -161,7 +161,7 @@ def test_tokens_do_not_depend_on_the_batch(tiny_model):
         assert tokens(tiny, [prompt], h2o) == [together[index]]
 
 
-def test_a_prompt_far_longer_than_cache_and_context_takes_the_budget(tiny_model):
+def test_prompt_longer_than_the_context_takes_the_budget(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
     prompts = prompts_of(tiny, [1500])
     h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling", prompt_chunk=32)
@@ -180,7 +180,7 @@ def test_a_prompt_far_longer_than_cache_and_context_takes_the_budget(tiny_model)
         run(tiny, prompts, replace(h2o, prompt_chunk=250))
 
 
-def test_contradictions_are_errors(tiny_model):
+def test_conflicting_options_are_errors(tiny_model):
     with pytest.raises(UserError, match="no effect on the full cache"):
         H2OConfig(prompt_chunk=4)
     with pytest.raises(UserError, match="at least 1"):

@@ -71,7 +71,7 @@ def test_small_buffers_change_nothing(tiny_model, small_records, monkeypatch):
     assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
 
 
-def test_tokens_that_the_kernel_fails_to_fetch_are_read_one_by_one(tiny_model, small_records,
+def test_tokens_that_the_kernel_does_not_fetch_are_read_singly(tiny_model, small_records,
                                                              monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -86,7 +86,7 @@ def test_tokens_that_the_kernel_fails_to_fetch_are_read_one_by_one(tiny_model, s
     assert sum(left) > 0
 
 
-def test_the_first_step_fills_the_hot_set_and_a_large_one_misses_less(tiny_model, monkeypatch):
+def test_larger_hot_set_loads_more_first_and_misses_less(tiny_model, monkeypatch):
     monkeypatch.setattr(PageLayout, "tokens", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -101,7 +101,7 @@ def test_the_first_step_fills_the_hot_set_and_a_large_one_misses_less(tiny_model
     assert read[0.3] > read[0.6] > read[1.0], "which is what was in no record by then"
 
 
-def test_a_layer_that_is_full_and_layers_with_windows_are_fetched_whole(tiny_model, small_records):
+def test_full_and_windowed_layers_are_fetched_whole(tiny_model, small_records):
     for key, h2o in (("llama", H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1),
                                          recall=True)), ("gemma3", RECALL)):
         tiny = tiny_model(key)

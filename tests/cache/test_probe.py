@@ -13,7 +13,7 @@ PAIRS = [([5, 9, 11, 4], [7, 3]), ([8], [1, 2, 3, 4, 5]), ([6, 7, 8, 9, 10], [2]
 
 
 @pytest.mark.parametrize("key", ["opt", "llama_untied_bias", "neox_partial"])
-def test_the_models_attention_gives_its_log_probabilities(tiny_model, key):
+def test_reference_attention_gives_the_log_probabilities(tiny_model, key):
     tiny = tiny_model(key)
     seen = []
 

@@ -75,7 +75,7 @@ def test_a_larger_hot_set_misses_less(tiny_model, loaded):
 
 
 @pytest.mark.parametrize("fetch", [False, True])
-def test_layers_that_attend_to_all_are_fetched_whole(tiny_model, loaded, fetch):
+def test_full_and_windowed_layers_are_fetched_whole(tiny_model, loaded, fetch):
     some = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1), recall=True)
     for key, h2o in (("llama", some), ("gemma3", RECALL)):
         tiny = tiny_model(key)

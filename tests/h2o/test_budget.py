@@ -49,7 +49,7 @@ def test_sizes_left_out(values, expected):
 
 
 @given(st.data())
-def test_a_budget_of_the_text_grows_a_token_a_step_at_most(data):
+def test_text_budget_grows_by_at_most_a_token_a_step(data):
     """Step by step: a new token is cached, and one is evicted if the budget is exceeded."""
     share = st.integers(1, 1000).map(lambda thousandths: thousandths / 1000)
     h2o = H2OConfig(heavy_ratio=data.draw(st.none() | share), recent_ratio=data.draw(share),

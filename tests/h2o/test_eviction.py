@@ -212,7 +212,7 @@ def test_the_eviction_of_a_configuration():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mean", [False, True])
-def test_a_gpu_selects_the_same(mean):
+def test_gpu_selects_the_same_tokens(mean):
     generator = torch.Generator().manual_seed(0)
     eviction = Eviction(mean=mean, sinks=4)
     for levels in (3, 10_000):

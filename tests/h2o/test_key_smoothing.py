@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.selection import examples
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ def keys_with_outliers(tokens, kv_heads, dim, *, seed):
 
 @given(HEAD_DIMS, st.integers(0, 2**31))
 @settings(max_examples=examples(40))
-def test_the_hadamard_matrix_is_orthogonal_and_its_own_inverse(dim, seed):
+def test_hadamard_matrix_is_an_orthogonal_involution(dim, seed):
     x = torch.randn(3, dim, generator=torch.Generator().manual_seed(seed))
     turned = hadamard(x)
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-5, atol=1e-5)
@@ -40,7 +40,7 @@ def test_the_hadamard_matrix_is_orthogonal_and_its_own_inverse(dim, seed):
 
 @given(HEAD_DIMS, st.integers(1, 3), st.integers(1, 3), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=examples(60))
-def test_products_differ_by_a_constant_of_the_query(dim, kv_heads, group, centered, seed):
+def test_smoothed_logits_differ_by_a_constant_per_query(dim, kv_heads, group, centered, seed):
     keys = keys_with_outliers(9, kv_heads, dim, seed=seed)
     queries = torch.randn(4, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed))
     smoothing = KeySmoothing.of(keys, queries, centered=centered)
@@ -76,13 +76,13 @@ def test_four_bits_keep_the_attention_of_keys_with_outliers():
 
 
 @pytest.mark.parametrize("keys", [torch.zeros(5, 2, 8), torch.full((5, 2, 8), 3.0)])
-def test_keys_that_are_all_the_same_have_finite_constants(keys):
+def test_constant_keys_have_finite_smoothing(keys):
     smoothing = KeySmoothing.of(keys, torch.zeros(5, 4, 8))
     assert smoothing.keys(keys).abs().max() < 1e-6
     assert torch.isfinite(smoothing.scale).all() and (smoothing.scale > 0).all()
 
 
-def test_constants_survive_stacking():
+def test_smoothing_survives_stacking():
     samples = (keys_with_outliers(9, 2, 8, seed=seed) for seed in (0, 1))
     layer = LayerSmoothing(*(KeySmoothing.of(keys, keys) for keys in samples))
     again = LayerSmoothing.unstacked(layer.stacked())
@@ -94,11 +94,13 @@ def test_constants_survive_stacking():
 # The engine
 
 
-def outliers(tiny, folder):
+@pytest.fixture(scope="module")
+def outliers(tiny_model, tmp_path_factory):
     """A copy of a tiny Qwen2 whose key biases have outliers, in channels that turn slowly."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny.folder, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("outliers")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model("qwen2").folder, dtype=torch.float32)
     for layer in model.model.layers:
         layer.self_attn.k_proj.bias.data[3::4] += 60.0
     model.save_pretrained(folder)
@@ -119,7 +121,7 @@ def losses(folder, **options):
 @pytest.mark.parametrize("options", [
     {"cache_bits": 8}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, recall=True)}],
     ids=["cache", "recall"])
-def test_soft_caps_and_attention_sinks_see_true_logits(tiny_model, tmp_path, key, options):
+def test_soft_caps_and_attention_sinks_get_exact_logits(tiny_model, key, options):
     """The offsets are large enough to change results."""
     tiny = tiny_model(key)
     exact = losses(tiny.folder, h2o=options.get("h2o"))
@@ -129,24 +131,20 @@ def test_soft_caps_and_attention_sinks_see_true_logits(tiny_model, tmp_path, key
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14)},
     {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14, positions="rolling")},
-    {"policy": Policy(gpu_batch_size=3, prefill_chunk=16)},
-    {"policy": Policy(gpu_batch_size=2, cache=Placement(0, 0, 100))}],
-    ids=["full", "h2o", "rolling", "chunks", "disk"])
-def test_a_cache_of_four_bits_survives_outliers_of_key_biases(tiny_model, tmp_path, monkeypatch,
-                                                              options):
-    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
-    exact = losses(folder, **options)
-    smoothed = (losses(folder, cache_bits=4, **options) - exact).abs().mean()
+    {"policy": Policy(gpu_batch_size=2, prefill_chunk=16, cache=Placement(0, 0, 100))},
+    *full({}, {"h2o": H2OConfig(heavy_tokens=14, recent_tokens=14)})],
+    ids=["rolling", "chunks, disk", "full", "h2o"])
+def test_a_cache_of_four_bits_survives_outliers_of_key_biases(outliers, monkeypatch, options):
+    exact = losses(outliers, **options)
+    smoothed = (losses(outliers, cache_bits=4, **options) - exact).abs().mean()
     monkeypatch.setattr(KeySmoothing, "of", classmethod(
         lambda cls, keys, queries, *, centered=True: cls(torch.zeros(keys.shape[1:]),
                                                          torch.ones(keys.shape[1:]))))
-    assert smoothed < 0.3 * (losses(folder, cache_bits=4, **options) - exact).abs().mean()
+    assert smoothed < 0.3 * (losses(outliers, cache_bits=4, **options) - exact).abs().mean()
 
 
-def test_a_registered_policy_gets_keys_before_smoothing(tiny_model, tmp_path):
-    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
+def test_a_registered_policy_gets_keys_before_smoothing(outliers):
     seen = []
 
     def score(state):
@@ -155,12 +153,11 @@ def test_a_registered_policy_gets_keys_before_smoothing(tiny_model, tmp_path):
 
     register_policy("largest_key_seen", score, needs=("keys",))
     h2o = H2OConfig(heavy_tokens=6, recent_tokens=6, score="largest_key_seen")
-    losses(folder, h2o=h2o, cache_bits=8)
+    losses(outliers, h2o=h2o, cache_bits=8)
     assert len(seen) > 3 and min(seen) > 40  # smoothed keys are a few deviations large at most
 
 
-def test_constants_are_kept_where_they_take_long_to_measure(tiny_model, tmp_path, monkeypatch):
-    folder = outliers(tiny_model("qwen2"), tmp_path / "model")
+def test_slowly_measured_smoothing_is_cached(outliers, tmp_path, monkeypatch):
     cache, measured = tmp_path / "cache", []
     monkeypatch.setattr(source, "LEAST_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(KeySmoothing, "of", classmethod(
@@ -169,7 +166,7 @@ def test_constants_are_kept_where_they_take_long_to_measure(tiny_model, tmp_path
     options = {"dtype": "float32", "cache_bits": 4, "progress": False}
     runs = []
     for place in (cache, cache, None):
-        with LLM(str(folder), weight_cache=place, **options) as llm:
+        with LLM(str(outliers), weight_cache=place, **options) as llm:
             runs.append(llm.loglikelihood([([1, 2, 3], [4, 5, 6, 7])]))
         assert len(measured) == (6 if place else 12)  # two for each of three layers
     assert runs[0] == runs[1] == runs[2]

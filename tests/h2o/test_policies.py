@@ -54,7 +54,7 @@ def test_scores_depend_on_neither_order_nor_empty_slots(seed, filled, empty, nam
 
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**20), filled=st.integers(2, TOKENS))
-def test_caote_is_the_distance_that_the_output_moves(seed, filled):
+def test_caote_is_the_change_of_the_output(seed, filled):
     state = state_of(seed, filled, 0)
     found = policy_named("caote").score(state)
     for head in range(2):
@@ -165,7 +165,7 @@ def test_nan_scores_are_errors(tiny_model, simulate):
     assert found == expected
 
 
-def test_nan_scores_of_nan_states_are_left_to_the_check_of_logits():
+def test_policies_pass_nan_states_to_the_check_of_logits():
     state = state_of(0, TOKENS, 0)
     state.values[0, 3] = torch.inf
     assert policy_named("caote").scores(state).isnan().any()

@@ -50,6 +50,10 @@ def tested_sets(sets: Sequence[str]) -> tuple[str, ...]:
 
 
 SETS = tested_sets(AVAILABLE)
+TILED = [name for name in AVAILABLE if name.startswith("amx")]
+"""Sets with AMX tiles or their emulation."""
+EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Relative rounding errors of products; for float32 that of the sums."""
 
 
 @functools.cache
@@ -124,6 +128,35 @@ def check_linear(function, rows, inputs, outputs, *, bias=True, add=False, dtype
         expected += out.double()
     function(x, weight, bias, out, add=add)
     bound = torch.finfo(dtype).eps / 2 * expected.abs() + 1e-5 * inputs
+    assert ((out.double() - expected).abs() <= bound).all()
+    assert wide[:, outputs:].isnan().all()
+
+
+def check_quantized_linear(function, matrix, values, rows, *, dtype, bias=True, add=False,
+                           offset=0, unpacked=False, rounded=torch.Tensor.double):
+    """Check a product with a quantized matrix, whose values are given, against float64.
+
+    offset: the largest zero point, which is added after sums of codes. unpacked: weights are
+    rounded to the dtype. rounded: maps x to the float64 values that are multiplied.
+    """
+    torch.default_generator.manual_seed(rows)
+    outputs, inputs = values.shape
+    x = torch.full((rows, inputs + 3), float("nan")).to(dtype)[:, :inputs]
+    x.copy_(torch.randn(rows, inputs))
+    bias = torch.randn(outputs).to(dtype) if bias else None
+    wide = torch.full((rows, outputs + 2), float("nan")).to(dtype)
+    out = wide[:, :outputs]
+    if add:
+        out.copy_(torch.randn(rows, outputs))
+    seen = rounded(x)
+    product = seen @ values.double().T + (0 if bias is None else bias.double())
+    expected = product + (out.double() if add else 0)
+    function(x, matrix, bias, out, add=add)
+    terms = seen.abs() @ values.double().abs().T
+    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * (
+        terms + offset * seen.abs().sum(1, keepdim=True))
+    if unpacked:  # each weight is rounded, and the product before it is added to what is there
+        bound += 1.01 * EPSILON[dtype] * (terms + product.abs())
     assert ((out.double() - expected).abs() <= bound).all()
     assert wide[:, outputs:].isnan().all()
 
@@ -451,7 +484,7 @@ def check_victims(taken, score, state, metadata):
         assert slot in near
 
 
-def check_decode(functions, case, *, ties=False):
+def check_decode(functions, case, *, ties=False, bound=2e-5):
     """Each function has `reference.decode_attention`'s signature."""
     state, metadata, layout = case["state"], case["metadata"], case["layout"]
     cached, tokens, _, full = metadata.long()
@@ -461,7 +494,7 @@ def check_decode(functions, case, *, ties=False):
         mine = {name: copied(x) for name, x in case.items()}
         out, taken = function(**mine)
         assert out.dtype == case["q"].dtype
-        torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=2e-5)
+        torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=bound)
         assert taken.shape == case["k"].shape[:2] and taken.dtype == torch.int64
         slots, place = copied(case["slots"]), taken[..., None]
         smoothing = None if state is None or state.ranks is None else state.smoothing

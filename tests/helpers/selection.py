@@ -22,6 +22,11 @@ def full(*values: object) -> list[object]:
     return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
+def full_cases(*cases: tuple) -> list:
+    """Return cases (tuples of arguments) of a parametrized test that run only with --all."""
+    return [pytest.param(*case, marks=pytest.mark.full) for case in cases]
+
+
 def selected(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the items that cover their test functions, except those marked ``full``.
 

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers.kernel_cases import (
+    BUILT,
     FORMS,
     MIXED,
     check_decode,
@@ -23,7 +24,6 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import ops, torch_ops
 from flexgen_h2o.kernels.arguments import FormArguments
-from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.reference import attention as reference
 
@@ -59,7 +59,7 @@ def test_long_prefill_in_windows_of_every_size(isa, window, dtype):
 
 @pytest.mark.source("prefill")
 @pytest.mark.parametrize("window", [None, 40, 200])
-def test_prefill_behind_more_keys_than_a_cache_holds(isa, window):
+def test_prefill_with_more_keys_than_the_cpu_cache(isa, window):
     """In AMX tiles more queries meet them at a time, of which some see none of a chunk's keys."""
     form = AttentionForm(window=window, sinks=True)
     for group in (1, 3):
@@ -107,7 +107,7 @@ def test_decode(isa, form, stored):
 @pytest.mark.source("decode")
 @pytest.mark.parametrize("window", [2, 6, 40])
 @pytest.mark.parametrize("eviction", [Eviction(), Eviction(mean=True), Eviction(decay=0.9)])
-def test_decode_does_not_see_what_has_left_the_window(isa, window, eviction):
+def test_decode_hides_tokens_outside_the_window(isa, window, eviction):
     eviction = Eviction(eviction.mean, eviction.decay, window=window)
     for cached in ([9, 40, 33], [600]):
         check_decode(DECODE, decode_case(
@@ -148,7 +148,7 @@ def test_the_default_form_gives_the_same_bits():
                        ops.decode_attention(**case | {"form": wide})[0])
 
 
-@pytest.mark.skipif(cpu_library.missing() is not None, reason="the C++ kernels were not built")
+@BUILT
 def test_arguments_are_checked():
     form = AttentionForm(sinks=True)
     case = prefill_case([4], attention=form) | {"sinks": torch.zeros(3)}

@@ -22,7 +22,7 @@ EXACT = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4"}
 NAMES = [kind.name for kind in BLOCK_TYPES.values()]
 
 
-def test_the_table_is_that_of_gguf():
+def test_block_types_equal_those_of_gguf():
     for kind in GGMLQuantizationType:
         known = BLOCK_TYPES.get(int(kind))
         if known is None:
@@ -68,7 +68,7 @@ def repacked(packed: np.ndarray, name: str, layout: MatrixLayout, order=None) ->
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_codes_are_kept(name):
+def test_repacking_keeps_the_codes(name):
     packed = random_blocks(name, 37, 512)
     expected = torch.from_numpy(reference(packed, GGMLQuantizationType[name]))
     layout = CODED[name].layout(37, 512)
@@ -84,7 +84,7 @@ def test_codes_are_kept(name):
 
 
 @pytest.mark.parametrize("chosen", SETS)
-def test_every_instruction_set_writes_the_same_bytes(chosen, monkeypatch):
+def test_repacking_is_identical_with_every_isa(chosen, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_ISA", chosen)
     for name, kind in CODED.items():
         packed, layout = random_blocks(name, 19, 256), kind.layout(19, 256)
@@ -93,7 +93,7 @@ def test_every_instruction_set_writes_the_same_bytes(chosen, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_rows_in_another_order_and_wider_layouts(name):
+def test_repacking_permuted_rows_and_wider_layouts(name):
     packed, order = random_blocks(name, 24, 256), torch.arange(23, -1, -2)
     layout = CODED[name].layout(12, 256)
     data = repacked(packed, name, layout, order)
@@ -106,7 +106,7 @@ def test_rows_in_another_order_and_wider_layouts(name):
 
 
 @pytest.mark.parametrize("name", CODED)
-def test_outputs_that_fill_up_a_tile_are_zeros(name):
+def test_padding_is_zeros(name):
     layout = CODED[name].layout(3, 256)
     blocks = repacked(random_blocks(name, 3, 256), name, layout).view(-1, layout.block_bytes)
     halves, head = (2 if layout.has_zeros else 1), layout.head_bytes
@@ -119,7 +119,7 @@ def test_outputs_that_fill_up_a_tile_are_zeros(name):
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 65504.0])
 @pytest.mark.parametrize(("name", "place"), [
     (name, place) for name in CODED for place in SCALE_PLACES.get(name, (None,))])
-def test_what_float16_cannot_hold_is_told(name, place, value):
+def test_scales_beyond_float16_are_not_repacked(name, place, value):
     """One block of many decides; what its own scale multiplies may still be finite."""
     kind, packed = CODED[name], random_blocks(name, 18, 512)
     block = packed[17, -kind.nbytes :]

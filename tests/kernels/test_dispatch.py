@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from helpers import kernel_internals
-from helpers.kernel_cases import BUILT, SETS, prefill_case, using
+from helpers.kernel_cases import AVAILABLE, BUILT, SETS, prefill_case, using
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ OPERATIONS = st.sampled_from(sorted(IMPLEMENTATIONS))
 ROWS = st.integers(1, 3000)
 
 
-def test_every_line_names_what_exists_and_why():
+def test_table_rows_name_implementations_and_reasons():
     for line in dispatch.TABLE:
         assert line.implementation in IMPLEMENTATIONS[line.operation][1:] and line.why
         assert set(line.sets) <= set(cpu_library.SETS)
@@ -41,8 +41,8 @@ def test_every_line_names_what_exists_and_why():
     ("avx512bf16", "linear_quantized", 999, "codes"), ("amx", "linear_quantized", 16, "codes"),
     ("amx", "linear_quantized", 999, "codes"), ("avx512bf16", "prefill_attention", 9, "blocks"),
     ("amx", "prefill_attention", 9, "blocks"), ("portable", "prefill_attention", 9, "blocks")])
-def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
-    if name not in SETS:
+def test_default_implementation_of_each_isa(name, operation, rows, chosen):
+    if name not in AVAILABLE:
         pytest.skip("this CPU cannot be made to choose so")
     with using(name):
         assert dispatch.choice(operation, rows, torch.bfloat16, 4) == chosen
@@ -56,7 +56,7 @@ def test_what_each_instruction_set_chooses(name, operation, rows, chosen):
 @BUILT
 @given(OPERATIONS, ROWS, st.sampled_from([16, 8, 4]), st.sampled_from(SETS or [None]),
        st.dictionaries(ROWS, st.integers(0, 2), min_size=1, max_size=5))
-def test_what_was_measured_decides_where_it_can(operation, rows, bits, name, by_rows):
+def test_autotune_table_overrides_the_defaults(operation, rows, bits, name, by_rows):
     names = IMPLEMENTATIONS[operation]
     names_by_rows = {count: names[one % len(names)] for count, one in by_rows.items()}
     winners = {operation: {bits: names_by_rows}}
@@ -84,7 +84,7 @@ def table_of(operation, rows, bits):
 
 
 @BUILT
-def test_operations_do_what_is_chosen(monkeypatch, isa):
+def test_operations_run_the_chosen_implementation(monkeypatch, isa):
     """Each way of doing it is taken, and gives the same within bfloat16's rounding."""
     taken = []
 

@@ -54,7 +54,7 @@ def table_of(made):
        st.integers(1, 70), st.integers(1, 50), st.integers(1, 9), st.integers(1, 4),
        st.sampled_from([*abi.ACTIVATIONS, (1.7, 0.6)]), st.integers(1, 3), st.integers(0, 2**31))
 @settings(max_examples=examples(80))
-def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count, each, function,
+def test_experts_equal_the_reference(way, bits, rows, hidden, wide, count, each, function,
                                             team, seed):
     """With an activation, or with biases and gpt-oss's gate."""
     options = {"function": function, "max_rows": 16}
@@ -69,7 +69,7 @@ def test_experts_are_those_of_the_reference(way, bits, rows, hidden, wide, count
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_threads_change_nothing(bits):
+def test_results_do_not_depend_on_threads(bits):
     """Whether they share an expert's products or its number; 1100 choices take two rounds."""
     for rows, count, each in ((3, 5, 4), (220, 40, 5)):
         x, ids, shares, made = case(rows, 64, 48, count, each, bits)
@@ -84,7 +84,7 @@ def test_threads_change_nothing(bits):
 
 @pytest.mark.parametrize("way", SETS)
 @pytest.mark.parametrize("normalize", [True, False])
-def test_routes_are_those_of_the_reference(way, normalize):
+def test_routing_equals_the_reference(way, normalize):
     """With a bias and without."""
     for rows, hidden, count, each in ((1, 64, 8, 2), (9, 131, 37, 8), (3, 5, 4, 4)):
         generator = torch.Generator().manual_seed(rows)
@@ -103,13 +103,13 @@ def test_routes_are_those_of_the_reference(way, normalize):
             torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 
 
-def test_no_number_chooses_experts_all_the_same():
+def test_nan_inputs_route_to_valid_experts():
     ids, _ = native_experts.route(torch.full((2, 8), float("nan")).bfloat16(),
                            torch.ones(4, 8).bfloat16(), per_token=3, normalize=True)
     assert ((ids >= 0) & (ids < 4)).all()
 
 
-def test_what_does_not_hold_together_is_refused():
+def test_invalid_arguments_are_errors():
     x, ids, shares, made = case(2, 16, 8, 3, 2, 16)
     table, sums = table_of(made), torch.zeros(2, 16)
     with pytest.raises(ValueError, match="points outside"):
@@ -132,7 +132,7 @@ def test_what_does_not_hold_together_is_refused():
     assert not sums.any(), "none is there"
 
 
-def test_how_many_rows_are_few(monkeypatch):
+def test_max_expert_rows(monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "portable")
     assert native_experts.max_expert_rows(4) == native_experts.max_expert_rows(4, 8) == 64
     assert native_experts.max_expert_rows(16) == 0, "PyTorch's products"

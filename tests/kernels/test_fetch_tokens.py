@@ -6,19 +6,17 @@ import os
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.cache_layout import PageLayout
-from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.reference.recall import runs_of
 from flexgen_h2o.storage.tiers import PAGE, Device
 
-BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
-                           reason="the C++ kernels were not built")
 FETCH = [reference_recall.fetch_tokens, pytest.param(native_recall.fetch_tokens, marks=BUILT)]
 LAYOUT = PageLayout(kv_heads=3, token_bytes=700, slots=2000)  # 5 tokens of a record
 HEADS, SLOTS, OFFSET = 6, 600, 2 * PAGE
@@ -67,7 +65,7 @@ def poisoned_slots() -> torch.Tensor:
 @given(seed=st.integers(0, 2**32), room=st.sampled_from([1, 7, 80, 5000]),
        counts=st.lists(st.sampled_from([0, 1, 9, 200, SLOTS]), min_size=HEADS, max_size=HEADS),
        direct=st.booleans())
-def test_tokens_come_to_their_slots_and_nothing_else_is_touched(file, seed, room, counts, direct):
+def test_fetched_tokens_are_in_their_slots(file, seed, room, counts, direct):
     """As many reads as the kernel takes at a time, fewer and more, and buffers of any size."""
     records, opened = file
     missing = missing_tokens(seed, counts)
@@ -89,7 +87,7 @@ def test_tokens_come_to_their_slots_and_nothing_else_is_touched(file, seed, room
 
 @pytest.mark.parametrize("fetch", FETCH)
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_the_file_has_no_more_is_told(file, tmp_path, fetch, direct):
+def test_truncated_file_returns_the_tokens_before_the_end(file, tmp_path, fetch, direct):
     """Reads before the one that fails have come."""
     records, _ = file
     path = tmp_path / "cut"
@@ -117,7 +115,7 @@ def test_what_the_file_has_no_more_is_told(file, tmp_path, fetch, direct):
 @pytest.mark.parametrize("fetch", FETCH)
 @pytest.mark.parametrize("wrong", [(HEADS, 0, 0), (-1, 0, 0), (0, LAYOUT.rows * LAYOUT.tokens, 0),
                                    (0, -1, 0), (0, 0, SLOTS), (0, 0, -1)])
-def test_heads_tokens_and_slots_that_are_not_there_are_refused(file, fetch, wrong):
+def test_indices_out_of_range_are_errors(file, fetch, wrong):
     slots = poisoned_slots()
     missing = torch.tensor([(2, 40, 3), wrong]).T.contiguous()
     with pytest.raises(ValueError, match="fetch_tokens: a tensor of indices"):
@@ -128,7 +126,7 @@ def test_heads_tokens_and_slots_that_are_not_there_are_refused(file, fetch, wron
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
-def test_runs_have_all_records_and_no_wide_gap(numbers, gap, most):
+def test_read_runs_cover_all_records_without_wide_gaps(numbers, gap, most):
     runs = list(runs_of(numbers, gap=gap, max_records=most))
     assert [place for mine, _ in runs for place in mine] == list(range(len(numbers)))
     for mine, run in runs:

@@ -4,8 +4,16 @@ import struct
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
-from helpers.selection import examples
+from helpers.kernel_cases import (
+    BUILT,
+    EPSILON,
+    SETS,
+    TILED,
+    check_quantized_linear,
+    poisoned_memory,
+    using,
+)
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +24,6 @@ from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
-EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 WAYS = st.sampled_from(["reference", *SETS])
 
 
@@ -66,7 +73,7 @@ def test_sizes():
 @given(WAYS, st.integers(1, 40), st.integers(1, 90), st.sampled_from([8, 32, 64]),
        st.sampled_from([0.0, 1.0, 5.0]), st.integers(0, 2**31))
 @settings(max_examples=examples(80))
-def test_what_is_not_far_below_the_largest_comes_back_exactly(way, outputs, inputs, group, spread,
+def test_values_near_the_largest_are_exact(way, outputs, inputs, group, spread,
                                                               seed):
     generator = torch.Generator().manual_seed(seed)
     shape = outputs, inputs
@@ -87,7 +94,7 @@ def test_what_is_not_far_below_the_largest_comes_back_exactly(way, outputs, inpu
 @given(WAYS, st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
        st.integers(0, 2**31))
 @settings(max_examples=examples(60))
-def test_every_way_gives_the_bytes_of_the_layout(way, dtype, seed):
+def test_bytes_equal_the_layout(way, dtype, seed):
     """Of numbers that are rounded, too large, too small, or none."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(19, 75, generator=generator) * torch.exp2(
@@ -106,22 +113,13 @@ def test_every_way_gives_the_bytes_of_the_layout(way, dtype, seed):
 
 
 def check_product(layout, rows, *, dtype, add, seed=0):
+    """No weight is rounded, in tiles neither."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(layout.outputs, layout.inputs, generator=generator) * 0.3
     matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
     values = reference_matrix.unpack_rows(matrix.data, layout, torch.arange(layout.outputs),
-                                          torch.float32).double()
-    x = torch.randn(rows, layout.inputs, generator=generator).to(dtype)
-    bias = torch.randn(layout.outputs, generator=generator).to(dtype)
-    out = torch.full((rows, layout.outputs), float("nan")).to(dtype)
-    if add:
-        out = torch.randn(rows, layout.outputs, generator=generator).to(dtype)
-    expected = x.double() @ values.T + bias.double() + (out.double() if add else 0)
-    ops.linear_quantized(x, matrix, bias, out, add=add)
-    # No weight is rounded, in tiles neither: what is summed in float32, and the result.
-    terms = x.double().abs() @ values.abs().T
-    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms + 1e-6
-    assert ((out.double() - expected).abs() <= bound).all()
+                                          torch.float32)
+    check_quantized_linear(ops.linear_quantized, matrix, values, rows, dtype=dtype, add=add)
 
 
 @given(st.sampled_from(SETS or [None]), st.integers(1, 140), st.integers(1, 70),
@@ -146,13 +144,12 @@ def test_products_of_few_and_many_rows(name):
             check_product(layout, 70, dtype=dtype, add=False)
 
 
-@BUILT
-@pytest.mark.parametrize("rows", [5, 33, 64, 65, TILED_ROWS + 21])
-def test_products_in_tiles(rows):
-    for name in {"amx", "amx_emulated"} & set(SETS):
-        with using(name):
-            check_product(MatrixLayout(2 * TILED_OUTPUTS + 40, 40, 12, 32), rows,
-                          dtype=torch.bfloat16, add=rows % 2 == 0)
+@pytest.mark.parametrize("rows", [65, *full(5, 33, 64, TILED_ROWS + 21)])
+@pytest.mark.parametrize("name", TILED)
+def test_products_in_tiles(name, rows):
+    with using(name):
+        check_product(MatrixLayout(2 * TILED_OUTPUTS + 40, 40, 12, 32), rows,
+                      dtype=torch.bfloat16, add=rows % 2 == 0)
 
 
 @BUILT
@@ -167,7 +164,7 @@ def test_products_of_unpacked_slices():
 
 
 @BUILT
-def test_activations_are_not_rounded_for_them():
+def test_activation_bits_are_errors():
     layout = MatrixLayout(24, 64, 12)
     matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(24, 64), layout), layout, 8)
     with pytest.raises(ValueError, match="8 bits for weights of 12"):

@@ -141,7 +141,7 @@ def test_activations(way, dtype, function, rows, width, gated, scale, seed):
 
 @pytest.mark.parametrize("way", SETS)
 @pytest.mark.parametrize("function", abi.ACTIVATIONS)
-def test_activations_of_what_is_no_number(way, function):
+def test_activations_of_nan_and_inf(way, function):
     values = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 3e38, -3e38]).repeat(4)
     got = values[None].clone()
     run(way, "activate", got, function)
@@ -150,7 +150,7 @@ def test_activations_of_what_is_no_number(way, function):
 
 
 @pytest.mark.parametrize("way", SETS)
-def test_threads_change_nothing(way):
+def test_results_do_not_depend_on_threads(way):
     """Of rows and widths at which several take part."""
     results = []
     for count in (1, 2, 3):
@@ -166,7 +166,7 @@ def test_threads_change_nothing(way):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_what_does_not_hold_together_writes_nothing():
+def test_invalid_arguments_write_nothing():
     x, out = torch.ones(2, 8), torch.full((2, 8), 3.0)
     tables = torch.ones(2, 4)
     for call in (
@@ -199,7 +199,7 @@ def operations(x, matrix, out, tables, *, capture=None):
 
 
 @pytest.mark.parametrize("way", SETS)
-def test_a_program_does_what_its_calls_do_one_by_one_and_sees_what_changes(way):
+def test_replay_equals_eager_calls_with_new_inputs(way):
     generator = torch.Generator().manual_seed(1)
     layout = MatrixLayout(32, 32, 4, 32)
     matrix = QuantizedMatrix(ops.quantize_matrix(torch.randn(32, 32, generator=generator), layout),
@@ -220,7 +220,7 @@ def test_a_program_does_what_its_calls_do_one_by_one_and_sees_what_changes(way):
             assert torch.equal(out, between)
 
 
-def test_a_program_keeps_its_tensors_and_ends_where_a_step_fails():
+def test_capture_keeps_tensors_and_replay_stops_at_errors():
     program = CapturedCalls()
 
     def note():

@@ -3,11 +3,21 @@
 import os
 import struct
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
-from helpers.selection import examples
+from helpers.kernel_cases import (
+    BUILT,
+    EPSILON,
+    SETS,
+    TILED,
+    check_quantized_linear,
+    poisoned_memory,
+    threads,
+    using,
+)
+from helpers.selection import examples, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,9 +31,7 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import checkpoint_folder, layers
 from flexgen_h2o.models.checkpoint_files import open_checkpoint
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-"""Half of the distance of neighbours, relative; for float32 what sums add."""
+DTYPES = tuple(EPSILON)
 
 # Outputs, inputs, group: neither, either or both fill up their tiles and groups.
 SHAPES = [(1, 1, 64), (16, 64, 64), (33, 200, 64), (50, 576, 64), (32, 130, 32), (97, 8, 8),
@@ -129,7 +137,7 @@ def test_known_sizes(layout, nbytes):
 
 @pytest.mark.parametrize("arguments", [(8, 8, 3), (8, 8, 16), (8, 8, 4, 12), (8, 8, 4, 0),
                                        (8, 8, 6, 24), (0, 8, 4), (8, 0, 4)])
-def test_what_cannot_be_is_refused(arguments):
+def test_unsupported_layouts_are_errors(arguments):
     with pytest.raises(UserError, match="cannot quantize"):
         MatrixLayout(*arguments)
 
@@ -137,7 +145,7 @@ def test_what_cannot_be_is_refused(arguments):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
+def test_quantization_error_is_within_half_a_scale(backend, shape, bits, dtype):
     *size, group = shape
     weight, layout = weights(*size, dtype=dtype), layout_of(size, bits, group)
     data = ops.quantize_matrix(weight, layout)
@@ -151,7 +159,7 @@ def test_an_element_errs_by_half_a_scale(backend, shape, bits, dtype):
     assert torch.equal(data, reference_matrix.quantize_matrix(weight, layout))
 
 
-def test_what_fills_up_is_zeros(backend):
+def test_padding_is_zeros(backend):
     layout = MatrixLayout(17, 70, 4)
     data = ops.quantize_matrix(weights(17, 70), layout, search=True)
     blocks = data.view(2, 2, -1)
@@ -193,7 +201,7 @@ def test_extreme_groups_with_compact_scales(backend, low, high, search):
 
 @pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
 @pytest.mark.parametrize("shape", [(33, 200, 64), (20, 70, 32)])
-def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
+def test_scale_search_reduces_the_error_of_every_group(backend, shape, bits):
     *size, group = shape
     weight, layout = weights(*size), layout_of(size, bits, group)
 
@@ -216,7 +224,7 @@ def test_a_search_lessens_the_error_of_every_group(backend, shape, bits):
 
 
 @pytest.mark.parametrize("bits", [4, COMPACT, 6])
-def test_a_search_minimizes_the_error_by_importance(backend, bits):
+def test_scale_search_minimizes_the_weighted_error(backend, bits):
     weight, layout = weights(33, 200), layout_of((33, 200), bits, 64)
     importance = torch.rand(200) ** 8
     importance[64:128] = 0  # a group of which nothing counts
@@ -253,14 +261,14 @@ def check_output(weight, bits, *, search):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.1), (8, 0.006)])
-def test_the_error_of_an_output_is_within_the_formats_bound(backend, dtype, bits, most):
+def test_output_error_is_within_the_bound_of_the_format(backend, dtype, bits, most):
     weight = weights(70, 640, dtype=dtype, size=0.02)
     plain, searched = (check_output(weight, bits, search=search) for search in (False, True))
     assert searched < 1.05 * plain < 1.05 * most
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
+def test_real_layers_are_within_the_bound_of_the_format(bits):
     with open_checkpoint(checkpoint_folder("smollm2-135m")) as checkpoint:
         for name in ("model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight",
                      "model.layers.17.mlp.down_proj.weight"):
@@ -271,7 +279,7 @@ def test_the_error_of_real_layers_is_within_the_formats_bound(bits):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
-def test_rows(backend, shape, bits):
+def test_unpacked_rows(backend, shape, bits):
     *size, group = shape
     layout = layout_of(size, bits, group)
     data = ops.quantize_matrix(weights(*size), layout)
@@ -295,27 +303,10 @@ def some_matrix(layout):
 
 
 def check_product(layout, rows, *, dtype, bias, add, data=None):
-    """linear_quantized against float64 with the values by hand; what is beside out stays."""
     data, values = some_matrix(layout) if data is None else (data, by_hand(data, layout)[0])
-    torch.default_generator.manual_seed(rows)
-    x = torch.full((rows, layout.inputs + 3), float("nan")).to(dtype)[:, : layout.inputs]
-    x.copy_(torch.randn(rows, layout.inputs))
-    bias = torch.randn(layout.outputs).to(dtype) if bias else None
-    product = x.double() @ values.T + (0 if bias is None else bias.double())
-    wide = torch.full((rows, layout.outputs + 2), float("nan")).to(dtype)
-    out = wide[:, : layout.outputs]
-    if add:
-        out.copy_(torch.randn(rows, layout.outputs))
-    expected = product + (out.double() if add else 0)
-    ops.linear_quantized(x, QuantizedMatrix(data, layout), bias, out, add=add)
-    # Codes are summed before they are scaled: as large as the largest value of each group.
-    terms = x.double().abs() @ values.abs().T + x.double().abs().sum(1, keepdim=True) * 2
-    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms
-    if rounds(x, layout):
-        # Two roundings more: each weight's, and the product's before it is added to what is there.
-        bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T + product.abs())
-    assert ((out.double() - expected).abs() <= bound).all()
-    assert wide[:, layout.outputs :].isnan().all()
+    check_quantized_linear(
+        ops.linear_quantized, QuantizedMatrix(data, layout), values, rows, dtype=dtype, bias=bias,
+        add=add, offset=2, unpacked=rounds(torch.empty(rows, 1, dtype=dtype), layout))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -328,21 +319,19 @@ def test_products(backend, shape, bits, dtype):
         check_product(layout_of(size, bits, group), rows, dtype=dtype, bias=bias, add=add)
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 25, 33, 64, 65, 80, 97, TILED_ROWS + 21])
-@pytest.mark.parametrize(("shape", "bits"), [((33, 200, 64), 4), ((161, 1100, 64), 4),
-                                             ((70, 2100, 24), 8), ((20, 70, 32), 8),
-                                             ((70, 700, 16), 6), ((161, 1100, 64), 6),
-                                             ((161, 1100, 32), COMPACT),
-                                             ((2 * TILED_OUTPUTS, 2000, 64), 4),
-                                             ((96, 40, 1000), 4), ((1100, 200, 32), 4),
-                                             ((2 * TILED_OUTPUTS + 40, 40, 32), 4)])
-def test_products_in_tiles(rows, shape, bits):
+@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize(("rows", "shape"), [
+    (25, (33, 200, 64, 4)), (TILED_ROWS + 21, (70, 700, 16, 6)), (65, (161, 1100, 32, COMPACT)),
+    *full_cases(*product((2, 5, 16, 25, 33, 64, 65, 80, 97, TILED_ROWS + 21), (
+        (33, 200, 64, 4), (161, 1100, 64, 4), (70, 2100, 24, 8), (20, 70, 32, 8), (70, 700, 16, 6),
+        (161, 1100, 64, 6), (161, 1100, 32, COMPACT), (2 * TILED_OUTPUTS, 2000, 64, 4),
+        (96, 40, 1000, 4), (1100, 200, 32, 4), (2 * TILED_OUTPUTS + 40, 40, 32, 4))))])
+def test_products_in_tiles(name, rows, shape):
     """Rows, outputs and inputs that fill up no tiles or slabs, and that need several."""
-    *size, group = shape
-    for name in {"amx", "amx_emulated"} & set(SETS):
-        with using(name):
-            check_product(layout_of(size, bits, group), rows, dtype=torch.bfloat16,
-                          bias=rows % 2 == 1, add=rows % 3 == 0)
+    *size, group, bits = shape
+    with using(name):
+        check_product(layout_of(size, bits, group), rows, dtype=torch.bfloat16,
+                      bias=rows % 2 == 1, add=rows % 3 == 0)
 
 
 @given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150),
@@ -357,7 +346,7 @@ def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, na
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_what_fills_up_a_tile_has_no_effect(backend, bits):
+def test_padding_has_no_effect(backend, bits):
     layout = MatrixLayout(17, 70, bits)
     data = ops.quantize_matrix(weights(17, 70), layout)
     halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, MATRIX_TILE)
@@ -377,18 +366,14 @@ def multiplied(x, matrix):
 @BUILT
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [7, 150])
-def test_the_number_of_threads_changes_no_bit(backend, dtype, rows):
-    """What PyTorch multiplies apart, which promises nothing: see `ops.linear_quantized`."""
-    layout = MatrixLayout(130, 200, 4)
+def test_results_do_not_depend_on_threads(backend, dtype, rows):
+    """Except where PyTorch multiplies, which promises nothing: see `ops.linear_quantized`."""
+    layout, results = MatrixLayout(130, 200, 4), []
     x = weights(rows, 200, dtype=dtype, size=1.0)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        with threads(count):
             data = ops.quantize_matrix(weights(130, 200), layout, search=True)
             results.append((data, multiplied(x, QuantizedMatrix(data, layout))))
-    finally:
-        torch.set_num_threads(before)
     for data, out in results[1:]:
         assert torch.equal(data, results[0][0])
         if backend != "reference" and not unpacks(x, layout):
@@ -397,7 +382,7 @@ def test_the_number_of_threads_changes_no_bit(backend, dtype, rows):
 
 @BUILT
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_how_many_rows_go_together_makes_no_difference(backend, dtype):
+def test_results_do_not_depend_on_the_row_split(backend, dtype):
     layout = MatrixLayout(40, 200, 4)
     matrix = QuantizedMatrix(ops.quantize_matrix(weights(40, 200), layout), layout)
     x = weights(70, 200, dtype=dtype, size=1.0)
@@ -412,7 +397,7 @@ def test_how_many_rows_go_together_makes_no_difference(backend, dtype):
 
 
 @BUILT
-def test_slices_are_unpacked_one_by_one(monkeypatch):
+def test_weights_are_unpacked_in_slices(monkeypatch):
     """Where PyTorch multiplies many rows faster: never more of a matrix than stays in cache."""
     unpacked = []
     unpack = ops.unpack_rows
@@ -426,7 +411,7 @@ def test_slices_are_unpacked_one_by_one(monkeypatch):
     assert unpacked == [32, 32, 6] * 4  # of 2 and of 70 rows
 
 
-def test_layers_take_them(backend):
+def test_layers_accept_quantized_matrices(backend):
     layout = MatrixLayout(24, 40, 8)
     matrix = QuantizedMatrix(ops.quantize_matrix(weights(24, 40), layout), layout)
     exact = by_hand(matrix.data, layout)[0].float()

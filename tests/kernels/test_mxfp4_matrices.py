@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, SETS, poisoned_memory, using
+from helpers.kernel_cases import (
+    BUILT,
+    EPSILON,
+    SETS,
+    check_quantized_linear,
+    poisoned_memory,
+    using,
+)
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +23,6 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 EVERY = st.sampled_from(SETS or [None])
 
 
@@ -65,16 +71,9 @@ def test_rows_are_exact(way, outputs, inputs, seed):
 
 
 def check_product(rows, outputs, inputs, *, dtype, add, seed=0):
+    """No weight is rounded."""
     matrix, values = case(outputs, inputs, low=120, high=127, seed=seed)
-    x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
-    out = torch.randn(rows, outputs).to(dtype) if add else torch.full((rows, outputs),
-                                                                       float("nan")).to(dtype)
-    expected = x.double() @ values.T + bias.double() + (out.double() if add else 0)
-    ops.linear_quantized(x, matrix, bias, out, add=add)
-    # No weight is rounded: what is summed in float32, and the result.
-    terms = x.double().abs() @ values.abs().T
-    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms + 1e-6
-    assert ((out.double() - expected).abs() <= bound).all()
+    check_quantized_linear(ops.linear_quantized, matrix, values, rows, dtype=dtype, add=add)
 
 
 @given(EVERY, st.integers(1, 140), st.integers(1, 70), st.integers(1, 200),
@@ -106,7 +105,7 @@ def test_products_of_unpacked_slices():
 
 
 @BUILT
-def test_a_group_of_0_tells_them_apart():
+def test_group_0_marks_mxfp4_in_the_abi():
     """In the arguments of the C ABI."""
     x, found = torch.randn(3, 64), []
     first, second = (case(24, 64, low=120, high=127, seed=seed) for seed in (1, 2))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import kernel_internals
 from helpers.kernel_cases import (
+    AVAILABLE,
     BOUND,
     BUILT,
     FORMS,
@@ -28,10 +29,9 @@ from helpers.kernel_cases import (
     same,
     select_case,
     threads,
-    tied,
     using,
 )
-from helpers.selection import examples
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ def test_prefill(isa, dtype, group, dim):
 @pytest.mark.source("prefill")
 @BUILT
 @pytest.mark.parametrize("size", [1, 30, 3e3, 3e6])
-def test_prefill_whose_largest_logits_come_late(isa, size):
+def test_prefill_with_late_largest_logits(isa, size):
     """A query's largest logit comes behind some that are nearly so large: what is summed up until
     then becomes smaller, or not. Logits are exact."""
     case = prefill_case([300], group=2, dim=16, dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def test_prefill_whose_largest_logits_come_late(isa, size):
 
 @pytest.mark.source("prefill")
 @BUILT
-def test_prefill_leaves_denormals_to_its_caller(isa):
+def test_prefill_restores_flush_to_zero(isa):
     """Kernels may take them for zeros; what follows them may not."""
     tiny = torch.full((64,), 2.0**-130)
     for count in (1, 2):
@@ -100,58 +100,13 @@ def library_prefill(q, k, v, lengths, *, key_lengths, scores, decay):
     return native.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores, decay)
 
 
-@pytest.mark.source("decode")
-@BUILT
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
-@pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 12), (4, 80), (8, 96), (2, 128), (5, 256),
-                                            (7, 130), (1, 6), (4, 148)])
-def test_decode(isa, form, group, dim):
-    for rotary in (0, dim // 4 * 2):
-        check_decode([ops.decode_attention], decode_case(
-            [0, 1, 7, 66, 131], full=(3, 4), form=form, group=group, dim=dim, rotary=rotary,
-            eviction=Eviction(mean=rotary > 0, sinks=1), kv_heads=1))
-    check_decode([ops.decode_attention], decode_case([19, 2], form=form, group=group, dim=dim))
-
-
-@pytest.mark.source("decode")
-@BUILT
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
-@pytest.mark.parametrize("cached", [[257], [513, 0], [2000]], ids=str)
-def test_decode_in_parts(isa, form, cached):
-    for group in (1, 6):
-        check_decode([ops.decode_attention], decode_case(
-            cached, full=(0,), form=form, group=group, dim=64, kv_heads=1, n=2000,
-            eviction=Eviction(decay=0.9)))
-
-
-@pytest.mark.source("decode")
-@BUILT
-@pytest.mark.parametrize("mean", [False, True])
-def test_of_equal_scores_the_oldest_goes(isa, mean):
-    for cached in ([3, 15, 16, 17, 33], [700]):
-        check_decode([ops.decode_attention], decode_case(
-            cached, full=range(len(cached)), recent=2, kv_heads=4, ties=True,
-            eviction=Eviction(mean=mean)), ties=True)
-
-
-@pytest.mark.source("select")
-@BUILT
-@pytest.mark.parametrize("draw", [torch.randn, tied, None])
-@pytest.mark.parametrize("form", [*FORMS, *MIXED])
-def test_select(isa, draw, form):
-    cuts = [Cut(5, 1, 1), Cut(64, 20, 3), Cut(333, 100, 0), Cut(7, 9, 9)]
-    check_select([ops.select_heavy_hitters],
-                 select_case(cuts, form=form, dim=20, draw=draw, rolls=True,
-                             eviction=Eviction(mean=form == 8, sinks=2)))
-
-
 @BUILT
 @given(dim=st.integers(1, 140).map(lambda half: 2 * half), bits=st.sampled_from([4, 8]),
        size=st.sampled_from([1.0, 1e-6, 3e-8, 1e5]), offset=st.sampled_from([0, 0, 3.5, -9e4]),
        dtype=st.sampled_from(list(BOUND)), name=st.sampled_from(SETS or ("none",)),
        seed=st.integers(0, 999))
 @settings(max_examples=examples(200))
-def test_records_are_the_references_to_the_byte(dim, bits, size, offset, dtype, name, seed):
+def test_quantized_groups_equal_the_reference(dim, bits, size, offset, dtype, name, seed):
     torch.default_generator.manual_seed(seed)
     layout = GroupLayout(dim, bits)
     x = (torch.randn(3, 5, dim + 3) * size + offset).to(dtype)[..., :dim].transpose(0, 1)
@@ -174,7 +129,7 @@ def test_unknown_kernels_are_named(monkeypatch):
         with pytest.raises(UserError, match=f"FLEXGEN_H2O_ISA={name}: this machine has portable"):
             ops.prefill_attention(**prefill_case([3]))
     monkeypatch.setenv("FLEXGEN_H2O_ISA", "")
-    assert cpu_library.instruction_set() in SETS
+    assert cpu_library.instruction_set() in AVAILABLE
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "native")
     with pytest.raises(UserError, match="FLEXGEN_H2O_KERNELS=native: it is reference, or not set"):
         ops.prefill_attention(**prefill_case([3]))
@@ -207,7 +162,7 @@ def test_an_instruction_set_that_was_not_built_is_never_chosen(monkeypatch):
     ("portable", "avx2", "avx512"), ("portable", "avx2", "avx512", "avx512vnni"),
     ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16"),
     ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")])
-def test_what_a_cpu_chooses_and_can_run(monkeypatch, available):
+def test_isa_of_a_cpu(monkeypatch, available):
     emulated = ("amx_emulated",) if "avx2" in available else ()
 
     class Library:
@@ -297,7 +252,7 @@ FREE = {("unpack_rows", "rows"), ("quantize_groups", "x"), ("dequantize_groups",
 
 
 @BUILT
-def test_wrong_calls_raise_and_write_nothing():
+def test_invalid_tensors_raise_and_write_nothing():
     refused = 0
     for function, arguments in calls():
         name = function.__name__
@@ -345,7 +300,7 @@ def test_wrong_values_raise(name, change):
     ["full", (10, 10), (3, 3), (0, 0)],  # no slot is free, and nothing is evicted
     [(0, 3), (10, 10), (3, 3), (1, 0)],  # there is nothing to evict
 ])
-def test_a_decode_step_stays_within_its_slots(isa, metadata):
+def test_decode_metadata_out_of_range_is_an_error(isa, metadata):
     case = decode_case([9, 3], eviction=Eviction())
     slots, state = case["slots"], case["state"]
     cached = (slots.shape[3], 3) if metadata[0] == "full" else metadata[0]
@@ -360,7 +315,7 @@ def test_a_decode_step_stays_within_its_slots(isa, metadata):
 
 
 @BUILT
-def test_ranks_stay_within_the_tables():
+def test_ranks_out_of_range_are_errors():
     for rank in (-1, 1 << 20):
         case = decode_case([9, 3], eviction=Eviction(), rotary=8)
         case["state"].ranks[1, 0, 2] = rank
@@ -382,28 +337,30 @@ def results(function, case) -> list[torch.Tensor]:
     return [x for x in found if x is not None]
 
 
-CALLS = [
-    *[(ops.prefill_attention, prefill_case(*lengths, group=group, dtype=dtype, dim=24))
-      for dtype in BOUND for group in (1, 3) for lengths in (
-          ([1100],), ([9, 1, 150, 33],), ([100], [400]))],
-    *[(ops.decode_attention, decode_case(cached, full=(0,), form=form, rotary=rotary, kv_heads=1,
-                                         eviction=Eviction(decay=0.9), n=1100, group=3))
-      for form in (*FORMS, *MIXED) for rotary in (0, 8) for cached in ([1000], [70, 300, 5])],
-    *[(ops.decode_attention, decode_case([2000, 300], form=form, n=2100, kv_heads=heads, dim=12,
-                                         eviction=Eviction()))
-      for form in (torch.float32, 8) for heads in (5, 16)],
-    *[(ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, form=form)) for form in (
-        torch.bfloat16, 4)],
-    *[(ops.select_heavy_hitters, select_case([Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)],
-                                             form=form, rolls=True)) for form in (*FORMS, *MIXED)],
-    *[(ops.quantize_groups, {"x": torch.randn(999, 96), "layout": GroupLayout(96, bits)})
-      for bits in (4, 8)],
-]
+def some_calls():
+    """Calls that are large enough for several threads, in each form."""
+    for dtype in BOUND:
+        for lengths in (([1100],), ([9, 1, 150, 33],), ([100], [400])):
+            yield ops.prefill_attention, prefill_case(*lengths, group=3, dtype=dtype, dim=24)
+    for number, form in enumerate((*FORMS, *MIXED)):
+        for cached in ([1000], [70, 300, 5]):
+            yield ops.decode_attention, decode_case(
+                cached, full=(0,), form=form, rotary=8 * (number % 2), kv_heads=1, n=1100, group=3,
+                eviction=Eviction(decay=0.9))
+        cuts = [Cut(700, 90, 80), Cut(3, 1, 1), Cut(90, 9, 9)]
+        yield ops.select_heavy_hitters, select_case(cuts, form=form, rolls=True)
+    for form, heads in ((torch.float32, 5), (8, 16)):
+        yield ops.decode_attention, decode_case([2000, 300], form=form, n=2100, kv_heads=heads,
+                                                dim=12, eviction=Eviction())
+    for form in (torch.bfloat16, 4):
+        yield ops.decode_attention, decode_case([1000, 3, 40, 0] * 20, form=form)
+    for bits in (4, 8):
+        yield ops.quantize_groups, {"x": torch.randn(999, 96), "layout": GroupLayout(96, bits)}
 
 
 @BUILT
-def test_the_number_of_threads_changes_no_bit(isa):
-    for function, case in CALLS:
+def test_results_do_not_depend_on_threads(isa):
+    for function, case in some_calls():
         with threads(1):
             alone = results(function, case)
         for count in (2, 3):
@@ -416,9 +373,9 @@ def test_the_number_of_threads_changes_no_bit(isa):
 @pytest.mark.parametrize("name, base", [
     ("avxvnni", "avx2"), ("amx_emulated", "avx2"), ("avx512vnni", "avx512"),
     ("avx512bf16", "avx512"), ("amx", "avx512")])
-def test_a_set_without_kernels_of_its_own_has_those_of_a_smaller_one(name, base):
+def test_isa_without_own_kernels_uses_a_smaller_isa(name, base):
     """The same bits; those of the portable kernels are others."""
-    if not {name, base} <= {*SETS}:
+    if not {name, base} <= {*AVAILABLE}:
         pytest.skip(f"needs a CPU with {name}")
     case, found = decode_case([70, 300], form=torch.float32, dim=96), {}
     for each in (name, base, "portable"):
@@ -456,29 +413,29 @@ def test_a_long_prompt_takes_little_memory(dtype):
 
 
 @BUILT
-def test_no_memory_for_a_call():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float32, torch.float16)])
+def test_no_memory_for_a_call(dtype):
     """It is said, nothing has changed, and the next call has its memory back."""
     rows = 1 << 27  # each workspace would be 512 MB or more
-    for dtype in BOUND:
-        q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
-        scores, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
-        state, wide = kept["state"], decode_case([1], kv_heads=1, form=dtype)
-        before = copied(state)
-        wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
-        with address_space(32 << 20):
-            for given in (scores, None):
-                with pytest.raises(MemoryError, match="workspace of prefill_attention"):
-                    native.prefill_attention(q, k, k, [1], [rows], given, 1.0)
-            with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
-                native.select_heavy_hitters(
-                    k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], layout=None,
-                    eviction=EvictionArguments.of(state))
-            with pytest.raises(MemoryError, match="workspace of decode_attention"):
-                native.decode_attention(
-                    wide["q"], wide["k"], wide["v"], slots=wide["slots"],
-                    metadata=wide["metadata"], layout=None, eviction=EvictionArguments())
-        assert same(before.scores, state.scores)
-        check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
+    q, k = torch.randn(1, 1, 8).to(dtype), torch.randn(1, 1, 8).to(dtype).expand(rows, 1, 8)
+    scores, kept = torch.zeros(1, rows), select_case([Cut(9, 2, 3)], form=dtype, kv_heads=1)
+    state, wide = kept["state"], decode_case([1], kv_heads=1, form=dtype)
+    before = copied(state)
+    wide["slots"] = wide["slots"][:, :, :, :1].expand(2, 1, 1, rows, 16)
+    with address_space(32 << 20):
+        for given in (scores, None):
+            with pytest.raises(MemoryError, match="workspace of prefill_attention"):
+                native.prefill_attention(q, k, k, [1], [rows], given, 1.0)
+        with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
+            native.select_heavy_hitters(
+                k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], layout=None,
+                eviction=EvictionArguments.of(state))
+        with pytest.raises(MemoryError, match="workspace of decode_attention"):
+            native.decode_attention(
+                wide["q"], wide["k"], wide["v"], slots=wide["slots"],
+                metadata=wide["metadata"], layout=None, eviction=EvictionArguments())
+    assert same(before.scores, state.scores)
+    check_decode([ops.decode_attention], decode_case([1], kv_heads=1, form=dtype))
 
 
 @BUILT
@@ -531,18 +488,18 @@ def test_no_library(reloaded, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"not a shared object\n" * 99, b"\x7fELF" + bytes(60)])
-def test_not_a_library(reloaded, caplog, tmp_path, content):
+def test_invalid_library_file(reloaded, caplog, tmp_path, content):
     (tmp_path / "_cpu.so").write_bytes(content)
     reloaded(tmp_path / "_cpu.so")
     hold_to_one_line(caplog, "the C++ kernels cannot be loaded: ")
 
 
-def test_a_library_that_is_not_there(reloaded, caplog, tmp_path):
+def test_missing_library_file(reloaded, caplog, tmp_path):
     reloaded(tmp_path / "gone.so")
     hold_to_one_line(caplog, "gone.so")
 
 
-def test_a_foreign_library(reloaded, caplog):
+def test_library_without_the_abi(reloaded, caplog):
     reloaded(torch._C.__file__)
     hold_to_one_line(caplog, "h2o_abi")
 
@@ -561,7 +518,7 @@ def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch):
     ("kernels/abi.py", "add threads", "threads"),
     ("config/limits.py", "MATRIX_TILE = 16", "MATRIX_TILE = 32"),
     ("config/limits.py", "SLOT_TILE = 64", "SLOT_TILE = 32")])
-def test_every_change_of_a_struct_or_a_size_changes_the_fingerprint(tmp_path, file, old, new):
+def test_changed_struct_or_limit_changes_the_fingerprint(tmp_path, file, old, new):
     """Also one that leaves the size of a struct as it was."""
     for name in ("kernels/abi.py", "config/limits.py"):
         source = Path(abi.__file__).parents[1].joinpath(name).read_text(encoding="utf-8")
@@ -574,7 +531,7 @@ def test_every_change_of_a_struct_or_a_size_changes_the_fingerprint(tmp_path, fi
 
 
 @BUILT
-def test_the_library_is_found_while_another_thread_reads_pythons_configuration(
+def test_library_loads_while_sysconfig_is_being_read(
         reloaded, caplog, monkeypatch):
     monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
     reloaded()

@@ -59,8 +59,9 @@ def run(*command: object, **more) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("way", ["build_wheel", "build_editable"])
-def test_without_a_compiler_the_package_is_installed_without_kernels(way, tmp_path):
+@pytest.mark.parametrize("way", [
+    "build_editable", pytest.param("build_wheel", marks=pytest.mark.full)])
+def test_install_without_a_compiler_has_no_kernels(way, tmp_path):
     gone, copy = str(tmp_path / "no-compiler"), tmp_path / "copy"
     copy.mkdir()
     shutil.copytree(ROOT / "flexgen_h2o", copy / "flexgen_h2o",
@@ -79,7 +80,7 @@ def test_without_a_compiler_the_package_is_installed_without_kernels(way, tmp_pa
 # One library, several instruction sets
 
 
-def test_another_compiler_is_another_build(tmp_path):
+def test_compiler_version_is_in_the_build_fingerprint(tmp_path):
     """Also one of the same name, after an update: its objects are not linked with older ones."""
     compiler, found = tmp_path / "c++", set()
     command = packaging()["compiler_command"](SimpleNamespace(
@@ -105,6 +106,7 @@ def test_sets_to_build_are_refused_by_name():
         setup["requested_sets"]("avx9,portable")
 
 
+@pytest.mark.full
 @needs("g++", "nm")
 def test_each_set_finds_its_kernels_in_a_library_built_for_it_alone(tmp_path):
     """A symbol of a set that was not built would keep the library from loading."""
@@ -125,6 +127,7 @@ def test_each_set_finds_its_kernels_in_a_library_built_for_it_alone(tmp_path):
         assert used == built == {*sets}, name
 
 
+@pytest.mark.full
 @needs("g++", "nm")
 def test_no_function_is_shared_between_instruction_sets(tmp_path):
     """Of functions of one name the linker keeps one, maybe that of a CPU that is not there.
@@ -161,7 +164,7 @@ def test_no_function_is_shared_between_instruction_sets(tmp_path):
         assert set().union(*pool.map(shared, jobs)) == set()
 
 
-def test_lines_are_asked_for_in_one_place():
+def test_prefetches_are_in_one_header():
     """GCC drops calls of functions that only ask for lines, unless they are inlined."""
     kernels = ROOT / packaging()["KERNELS"]
     asks = {path.name: path.read_text(encoding="utf-8").count("__builtin_prefetch")
@@ -169,6 +172,7 @@ def test_lines_are_asked_for_in_one_place():
     assert {name for name, count in asks.items() if count} == {"prefetch.h"}
 
 
+@pytest.mark.full
 @needs("g++", "objdump")
 @pytest.mark.parametrize(("name", "source"), [("avx2", "float_linear"), ("amx", "prefill")])
 def test_prefetches_are_compiled(name, source, tmp_path):
@@ -194,6 +198,7 @@ def arm_library(tmp_path_factory) -> Path:
     return folder / "flexgen_h2o" / "kernels" / "_cpu.so"
 
 
+@pytest.mark.full
 @needs(f"{ARM}-g++", f"{ARM}-nm")
 def test_the_kernels_build_for_aarch64(arm_library):
     functions = {line.split()[-1] for line in run(f"{ARM}-nm", "-D", arm_library).splitlines()}
@@ -391,9 +396,10 @@ def make_recall_calls() -> None:
                        log_weights=log_weights.flatten(0, 1), newest=8)
 
 
+@pytest.mark.full
 @BUILT
 @needs(f"{ARM}-g++", "qemu-aarch64")
-def test_aarch64_computes_what_the_portable_kernels_do_here(calls, arm_library, tmp_path):
+def test_aarch64_results_equal_the_portable_kernels(calls, arm_library, tmp_path):
     make_calls()
     make_layer_calls()
     make_recall_calls()

@@ -91,7 +91,7 @@ def check_choice(some, selected):
 
 @pytest.mark.source("choose")
 @BUILT
-def test_kernels_do_what_the_reference_does(isa):
+def test_kernels_equal_the_reference(isa):
     for options in CASES:
         some = case(**options)
         counts = some["metadata"][1]
@@ -143,7 +143,7 @@ def recall(some, *, capture=None):
 
 @pytest.mark.source("choose")
 @BUILT
-def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
+def test_replay_equals_eager_recall_with_new_metadata(isa):
     for options in CASES:
         some, other = case(**options), case(**options)
         with using(isa):
@@ -161,7 +161,7 @@ def test_a_program_recalls_as_its_calls_do_and_goes_by_new_metadata(isa):
 
 @pytest.mark.source("choose")
 @BUILT
-def test_means_of_logarithms_follow_the_weights(isa):
+def test_running_means_of_log_weights(isa):
     """Those of tokens that are not cached stay as they are, and the first weight is the mean."""
     for options in CASES:
         some = case(**options)
@@ -186,7 +186,7 @@ def test_means_of_logarithms_follow_the_weights(isa):
 
 
 @BUILT
-def test_of_equal_weights_the_newer_are_chosen():
+def test_ties_select_the_newer_tokens():
     layout = IndexLayout(16, 4)
     keys = torch.zeros(1, 1, 40, 16)
     keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
@@ -204,7 +204,7 @@ def test_of_equal_weights_the_newer_are_chosen():
 @BUILT
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [4, 2])
-def test_the_largest_sums_of_whole_numbers_fit(isa, dim, bits):
+def test_largest_integer_sums_do_not_overflow(isa, dim, bits):
     # Tokens in the order of their codes, up to the highest in all but one element of a group.
     layout = IndexLayout(dim, bits)
     keys = (torch.arange(40.0) / 39)[:, None].expand(40, dim).contiguous()
@@ -224,7 +224,7 @@ def test_the_largest_sums_of_whole_numbers_fit(isa, dim, bits):
 
 
 @BUILT
-def test_threads_change_nothing():
+def test_results_do_not_depend_on_threads():
     some = case(tokens=200)
     found = []
     for count in (1, 2):
@@ -239,7 +239,7 @@ def test_threads_change_nothing():
 
 
 @BUILT
-def test_bad_arguments_are_refused_and_nothing_is_written():
+def test_invalid_arguments_raise_and_write_nothing():
     some = case()
     index, layout = some["index"].clone(), some["layout"]
     late = some["spans"].clone()

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.kernel_cases import BUILT, SETS, poisoned_memory, threads, using
+from helpers.kernel_cases import (
+    BUILT,
+    EPSILON,
+    SETS,
+    check_quantized_linear,
+    poisoned_memory,
+    threads,
+    using,
+)
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +24,6 @@ from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import layers as reference_layers
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 
-EPSILON = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 MXFP4 = 4.25  # bits of a number
 COMPACT = 4.5
 FORMS = st.one_of(st.tuples(st.sampled_from([4, 8]), st.sampled_from([8, 24, 32, 64, 136])),
@@ -46,7 +53,7 @@ def by_hand(x, group):
 @given(st.integers(1, 5), st.integers(1, 200), st.sampled_from([8, 32, 64]),
        st.integers(-40, 30), st.integers(0, 2**31))
 @settings(max_examples=examples(50))
-def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
+def test_activation_error_is_within_half_a_step(rows, inputs, group, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator) * 2.0**exponent
     rounded = reference_matrix.quantize_activations(x, group)
@@ -59,37 +66,20 @@ def test_an_element_errs_by_half_a_step(rows, inputs, group, exponent, seed):
 @given(st.sampled_from(["reference", *SETS]), FORMS, st.integers(1, 140), st.integers(1, 70),
        st.integers(1, 300), st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=examples(120))
-def test_products_of_what_was_rounded(way, form, rows, outputs, inputs, dtype, add, seed):
+def test_products_of_quantized_activations(way, form, rows, outputs, inputs, dtype, add, seed):
     """Sums of integers are exact: what is left is float32's error, and the result's."""
     matrix = rounding_matrix(outputs, inputs, *form, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.full((rows, inputs + 3), float("nan"))
-    x[:, :inputs] = torch.randn(rows, inputs, generator=generator)
-    x = x.to(dtype)[:, :inputs]
-    bias = torch.randn(outputs, generator=generator).to(dtype)
-    wide = torch.full((rows, outputs + 2), float("nan")).to(dtype)
-    out = wide[:, :outputs]
-    if add:
-        out.copy_(torch.randn(rows, outputs, generator=generator))
     weight = reference_matrix.unpack_rows(matrix.data, matrix.layout, torch.arange(outputs),
-                                          torch.float32).double()
-    rounded = by_hand(x, form[1])
-    expected = rounded @ weight.T + bias.double() + (out.double() if add else 0)
-    if way == "reference":
-        reference_matrix.linear_quantized(x, matrix, bias, out, add=add)
-    else:
-        with using(way), poisoned_memory():
-            ops.linear_quantized(x, matrix, bias, out, add=add)
-    # Codes are summed before zero points are added: as large as the largest value of a group.
-    terms = rounded.abs() @ weight.abs().T + 4 * rounded.abs().sum(1, keepdim=True)
-    bound = 1.01 * EPSILON[dtype] * expected.abs() + 1e-5 * terms + 1e-6
-    assert ((out.double() - expected).abs() <= bound).all()
-    assert wide[:, outputs:].isnan().all()
+                                          torch.float32)
+    module, isa = (reference_matrix, None) if way == "reference" else (ops, way)
+    with using(isa), poisoned_memory():
+        check_quantized_linear(module.linear_quantized, matrix, weight, rows, dtype=dtype, add=add,
+                               offset=4, rounded=lambda x: by_hand(x, form[1]))
 
 
 @BUILT
 @pytest.mark.parametrize("form", [(4, 64), (8, 64), (MXFP4, 32)])
-def test_the_largest_sums_fit(form):
+def test_largest_integer_sums_do_not_overflow(form):
     """Codes and activations that are all as large as they can be, and of one sign."""
     bits, group = form
     layout = MatrixLayout(16, 4 * group, int(bits), group, mxfp4=bits == MXFP4)
@@ -107,7 +97,7 @@ def test_the_largest_sums_fit(form):
 
 
 @BUILT
-def test_no_bit_depends_on_threads_or_on_the_rows_beside():
+def test_results_do_not_depend_on_threads_or_other_rows():
     matrix, x = rounding_matrix(200, 130, 4, 32), torch.randn(150, 130).bfloat16()
     found = []
     for team in (1, 2, 3):
@@ -122,7 +112,7 @@ def test_no_bit_depends_on_threads_or_on_the_rows_beside():
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", ["reference", *SETS])
-def test_what_is_no_number_stays_in_its_row(way, wrong):
+def test_nan_and_inf_stay_in_their_row(way, wrong):
     matrix, x = rounding_matrix(20, 100, 4, 32), torch.randn(3, 100)
     x[1, 40] = wrong
     out = torch.zeros(3, 20)
@@ -136,7 +126,7 @@ def test_what_is_no_number_stays_in_its_row(way, wrong):
 
 @BUILT
 @pytest.mark.parametrize("form", [(4, 64), (8, 32), (MXFP4, 32)])
-def test_experts_round_too(form):
+def test_experts_quantize_activations(form):
     matrices = [[rounding_matrix(*shape, *form, seed=3 * number + place)
                  for place, shape in enumerate([(48, 70), (48, 70), (70, 48)])]
                 for number in range(4)]
@@ -153,7 +143,7 @@ def test_experts_round_too(form):
 
 
 @BUILT
-def test_a_chain_rounds_alike_or_is_refused():
+def test_experts_with_mixed_activation_bits_are_errors():
     plain = rounding_matrix(48, 64, 4, 32)
     plain = QuantizedMatrix(plain.data, plain.layout)
     table = native_experts.ExpertTable(1)
@@ -162,7 +152,7 @@ def test_a_chain_rounds_alike_or_is_refused():
 
 
 @BUILT
-def test_other_bits_are_refused():
+def test_unsupported_activation_bits_are_errors():
     matrix, x = rounding_matrix(40, 70, 4, 64), torch.randn(3, 70)
     with pytest.raises(ValueError, match="cannot round activations to 7 bits"):
         ops.linear_quantized(x, replace(matrix, activation_bits=7), None, torch.empty(3, 40))

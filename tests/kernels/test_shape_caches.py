@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from flexgen_h2o.kernels.torch_ops import PRODUCTS, SETTINGS, limit_shape_caches
 
 # 500 numbers of rows. Unbounded, they take some 250 MB with oneDNN; 64 of them are 32.
@@ -23,14 +25,15 @@ print(resident_bytes() - before)
 """
 
 
-def test_prompts_of_ever_new_lengths_take_no_more_memory(monkeypatch):
+@pytest.mark.full
+def test_new_shapes_do_not_grow_memory(monkeypatch):
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)
     done = subprocess.run([sys.executable, "-c", GROWN], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 100 << 20
 
 
-def test_what_the_environment_says_stays(monkeypatch):
+def test_environment_variables_are_kept(monkeypatch):
     first, second = SETTINGS
     for name in SETTINGS:
         monkeypatch.setenv(name, "7")  # so that it is put back

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import kernel_internals
-from helpers.kernel_cases import BUILT, SETS, check_linear, linear_case, using
+from helpers.kernel_cases import BUILT, SETS, check_linear, linear_case, threads, using
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import ops
@@ -23,15 +23,16 @@ def _set(request):
 
 @BUILT
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 33, 50, 64, 65, 81, 128])
-@pytest.mark.parametrize("inputs, outputs", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33),
-                                             (576, 192), (2075, 10)])
-def test_products(rows, inputs, outputs):
+@pytest.mark.parametrize("shape", [(1, 1), (2, 5), (31, 8), (65, 49), (258, 33), (576, 192),
+                                   (2075, 10)])
+def test_products(rows, shape):
+    """Of some rows with weights of some inputs and outputs."""
     for bias, add in ((True, False), (False, True)):
-        check_linear(native.linear_skinny, rows, inputs, outputs, bias=bias, add=add)
+        check_linear(native.linear_skinny, rows, *shape, bias=bias, add=add)
 
 
 @BUILT
-def test_a_matrix_whose_rows_are_one():
+def test_broadcast_weight_rows():
     x, weight, _, out = linear_case(3, 31, 1)
     many = out.new_empty(3, 5)
     native.linear_skinny(x, weight, None, out[:, :1])
@@ -51,7 +52,7 @@ def test_products_in_float32(rows, inputs, outputs, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 17])
-def test_the_reference(rows):
+def test_reference_linear(rows):
     for bias, add in ((True, True), (False, False)):
         check_linear(reference.linear_skinny, rows, 34, 9, bias=bias, add=add)
 
@@ -59,16 +60,12 @@ def test_the_reference(rows):
 @BUILT
 @pytest.mark.parametrize("rows, function", [
     (3, "linear_skinny"), (21, "linear_skinny"), (100, "linear_skinny"), (270, "linear_float32")])
-def test_threads_change_nothing(rows, function):
+def test_results_do_not_depend_on_threads(rows, function):
     results = []
-    for threads in (1, 2, 3):
+    for count in (1, 2, 3):
         x, weight, bias, wide = linear_case(rows, 130, 77)
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with threads(count):
             getattr(native, function)(x, weight, bias, wide[:, :77])
-        finally:
-            torch.set_num_threads(before)
         results.append(wide[:, :77])
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -76,7 +73,7 @@ def test_threads_change_nothing(rows, function):
 @BUILT
 @pytest.mark.parametrize("rows, function", [
     (2, "linear_skinny"), (20, "linear_skinny"), (100, "linear_skinny"), (70, "linear_float32")])
-def test_products_that_share_their_input_are_one_call(rows, function):
+def test_matmuls_of_one_input_are_merged_into_a_call(rows, function):
     """Weights of other heights, with a bias and without, and one whose input is another."""
     torch.default_generator.manual_seed(rows)
     x, other = torch.randn(2, rows, 70).bfloat16()
@@ -103,7 +100,7 @@ def test_products_that_share_their_input_are_one_call(rows, function):
 
 
 @pytest.mark.parametrize("rows", [16, 65, 129])
-def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
+def test_layers_equal_the_reference(monkeypatch, rows):
     x, weight, bias, wide = linear_case(rows, 64, 40)
     residual = torch.randn(rows, 40).bfloat16()
     kept = residual.clone()
@@ -116,7 +113,7 @@ def test_a_layer_gives_the_same_either_way(monkeypatch, rows):
 
 
 @BUILT
-def test_what_is_admitted(monkeypatch):
+def test_linear_choice(monkeypatch):
     x, weight, *_ = linear_case(16, 31, 8)
     own = cpu_library.instruction_set() != "portable"
     assert ops.linear_choice(x, weight) == ("skinny" if own else "pytorch")

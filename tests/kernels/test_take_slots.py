@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.kernel_cases import BUILT
 
-from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.reference import recall as reference_recall
-
-BUILT = pytest.mark.skipif(cpu_library.missing() is not None,
-                           reason="the C++ kernels were not built")
 
 
 def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
@@ -21,7 +18,7 @@ def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.source("fast_set")
 @BUILT
-def test_kernel_and_reference_take_the_same_slots(isa):
+def test_taken_slots_equal_the_reference(isa):
     sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200
     one, other = (state(sequences * kv_heads, slots, tokens) for _ in range(2))
     # So few weights that many are equal, and so many that every bit counts.
@@ -44,7 +41,7 @@ def test_kernel_and_reference_take_the_same_slots(isa):
 @pytest.mark.parametrize("take", [
     reference_recall.take_slots, pytest.param(native_recall.take_slots, marks=BUILT)])
 @pytest.mark.parametrize("selected", [[0, 1, 2], [0, 20]])
-def test_more_tokens_than_slots_and_unknown_ones_are_refused(take, selected):
+def test_too_many_or_unknown_tokens_are_errors(take, selected):
     some = state(1, 2, 20)
     before = {name: tensor.clone() for name, tensor in some.items()}
     with pytest.raises(ValueError, match="take_slots: a tensor of indices"):

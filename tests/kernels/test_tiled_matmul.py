@@ -3,13 +3,12 @@
 import pytest
 import torch
 from helpers import kernel_internals
-from helpers.kernel_cases import SETS, check_linear, linear_case, threads, using
+from helpers.kernel_cases import SETS, TILED, check_linear, linear_case, threads, using
+from helpers.selection import full_cases
 
 from flexgen_h2o.config.limits import TILED_INPUTS, TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.cpu.library import CapturedCalls
-
-TILED = [name for name in SETS if name.startswith("amx")]
 
 
 @pytest.fixture(params=TILED)
@@ -19,9 +18,10 @@ def tiles(request):
 
 
 @pytest.mark.parametrize("rows, inputs, outputs", [
-    (1, 1, 1), (17, 31, 8), (129, 32, 33), (160, 65, 192), (40, 576, 520),
-    (33, TILED_INPUTS, 2 * TILED_OUTPUTS + 40), (50, TILED_INPUTS + 27, TILED_OUTPUTS + 2),
-    (TILED_ROWS + 17, TILED_INPUTS + 32, 7)])
+    (1, 1, 1), (129, 32, 33), (TILED_ROWS + 17, TILED_INPUTS + 32, 7),
+    *full_cases((17, 31, 8), (160, 65, 192), (40, 576, 520),
+                (33, TILED_INPUTS, 2 * TILED_OUTPUTS + 40),
+                (50, TILED_INPUTS + 27, TILED_OUTPUTS + 2))])
 def test_products(tiles, rows, inputs, outputs):
     """Rows, inputs and outputs that fill tiles and that do not; one slab and several of either, and
     more rows than have their sums kept."""
@@ -29,7 +29,7 @@ def test_products(tiles, rows, inputs, outputs):
         check_linear(native.linear_tiled, rows, inputs, outputs, bias=bias, add=add)
 
 
-def test_nothing_is_taken_from_behind_a_row(tiles):
+def test_padding_of_rows_is_not_read(tiles):
     """Where inputs fill no step, and rows and outputs no tile: what is there may be no number."""
     x, weight = torch.randn(150, 70).bfloat16(), torch.randn(61, 80).bfloat16()
     for each, rows in ((x, 140), (weight, 50)):
@@ -40,7 +40,7 @@ def test_nothing_is_taken_from_behind_a_row(tiles):
                                rtol=2**-8, atol=1e-3)
 
 
-def test_threads_change_nothing(tiles):
+def test_results_do_not_depend_on_threads(tiles):
     """More of them than there are slabs share rows, too."""
     results = []
     for count in (1, 2, 3, 9):
@@ -51,7 +51,7 @@ def test_threads_change_nothing(tiles):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_products_that_share_their_input_are_one_call(tiles):
+def test_matmuls_of_one_input_are_merged_into_a_call(tiles):
     torch.default_generator.manual_seed(0)
     x, program, wanted, found = torch.randn(140, 70).bfloat16(), CapturedCalls(), [], []
     for outputs, add in ((40, False), (7, True), (160, False)):

@@ -9,7 +9,8 @@ import pytest
 from helpers.kernel_cases import SETS, packaging
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.full,
+              pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 SIZES = [(16, 16, 16), (1, 16, 16), (16, 1, 16), (16, 16, 1), (3, 7, 5), (9, 16, 2)]
 """Rows, pairs and columns."""
 
@@ -78,7 +79,7 @@ def test_a_product_of_tiles(programs, spread):
 
 
 @pytest.mark.parametrize("spread", [0, 20, 63, 120])
-def test_the_twin_gives_the_same_bits(programs, spread):
+def test_emulated_tiles_are_bit_identical(programs, spread):
     """Up to infinities, and down to denormals, which count as zeros."""
     if len(programs) < 2:
         pytest.skip("needs a CPU with AMX")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from helpers.fakes import A100, T4
-from helpers.selection import examples
+from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.test_triton import _mended_interpreter  # noqa: F401 (it is a fixture)
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
@@ -18,16 +19,13 @@ from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.triton import matrix as triton_matrix
 from flexgen_h2o.kernels.triton import tensor_cores
 
+pytestmark = pytest.mark.usefixtures("mended_interpreter", "seeded")
+
 BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Relative to the largest sum of absolute products: a few roundings of each dtype."""
 FORMS = [(bits, group) for bits in (4, 6, 8) for group in (64, 32)]
 MATRICES = [(16, 64), (5, 40), (40, 200), (70, 129)]
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.default_generator.manual_seed(0)
 
 
 def layout_of(outputs, inputs, bits, group):
@@ -94,15 +92,15 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
     assert torch.equal(whole.isnan(), ~inside)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "form", "dtype"), [
+    (1, (4, 64), torch.float16), (3, (6, 32), torch.float32), (17, (8, 64), torch.float16),
+    *full_cases(*product((1, 3, 16, 17), FORMS, (torch.float16, torch.float32)))])
 def test_linear_of_skinny_matrices(rows, form, dtype):
     for i, shape in enumerate(MATRICES):
         check_linear(rows, shape, form, bias=i % 2 == 0, add=i < 2, dtype=dtype)
 
 
-@pytest.mark.parametrize("rows", range(1, 66))
+@pytest.mark.parametrize("rows", [2, 9, 33, 65, *full(*range(1, 66))])
 def test_linear_of_any_rows(rows):
     """Of 1 to 65 rows, with what is left over of tiles and groups, and without."""
     shape = [(70, 129), (64, 128), (5, 600)][rows % 3]
@@ -111,11 +109,12 @@ def test_linear_of_any_rows(rows):
 
 
 @pytest.mark.parametrize(("bits", "group", "dtype"), [
-    (4, 32, torch.float16), (4, 64, torch.bfloat16), (4, 128, torch.float16),
-    (8, 16, torch.bfloat16), (8, 32, torch.float16), (8, 64, torch.bfloat16)])
+    (4, 64, torch.bfloat16), (8, 32, torch.float16),
+    *full_cases((4, 32, torch.float16), (4, 128, torch.float16), (8, 16, torch.bfloat16),
+                (8, 64, torch.bfloat16))])
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.usefixtures("ahead")
-def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
+def test_layouts_of_matrix_units(monkeypatch, rows, bits, group, dtype):
     """Blocks of several tiles and their splits, in each order in which compilers take inputs."""
     for gpu, adjacent, wide in ((None, 2, True), (None, 4, False), (A100, 2, False),
                                 (A100, 4, True)):
@@ -127,7 +126,7 @@ def test_orders_of_matrix_units(monkeypatch, rows, bits, group, dtype):
 
 @pytest.mark.parametrize("processors", [40, 108, 132])
 @pytest.mark.parametrize("rows", [1, 8, 16, 32, 64])
-def test_splits_have_all_groups_and_fill_a_device(monkeypatch, rows, processors):
+def test_splits_cover_all_groups_and_fill_a_gpu(monkeypatch, rows, processors):
     monkeypatch.setattr(tensor_cores, "interpreted", lambda: False)
     side = 8 if rows <= 8 else 1
     for outputs in (512, 4096, 5120, 11008, 14336, 16384, 65536):
@@ -141,7 +140,7 @@ def test_splits_have_all_groups_and_fill_a_device(monkeypatch, rows, processors)
             assert programs >= min(tiles * (groups // side), at_once / (3.3 if rows <= 8 else 2.1))
 
 
-def test_inputs_are_copied_only_if_odd():
+def test_only_unaligned_inputs_are_copied():
     layout = MatrixLayout(16, 128, 4)
     x = torch.randn(4, 144).half()
     assert tensor_cores._whole(x[:, :128], layout).data_ptr() == x.data_ptr()
@@ -152,9 +151,10 @@ def test_inputs_are_copied_only_if_odd():
     assert torch.equal(filled, torch.cat([x[:, :100], x.new_zeros(4, 28)], 1))
 
 
-@pytest.mark.parametrize("rows", [2, 9])
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize(("bias", "add"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("rows", "dtype", "bias", "add"), [
+    (2, torch.bfloat16, True, True), (9, torch.float16, False, False),
+    *full_cases(*((rows, dtype, each, each) for rows, dtype, each in product(
+        (2, 9), BOUND, (False, True))))])
 def test_linear_options(monkeypatch, rows, dtype, bias, add):
     """9 are unpacked on a T4, and their weights do not fit into the buffer at once."""
     monkeypatch.setattr(triton_matrix, "UNPACKED_BYTES", 40 * 136 * dtype.itemsize)
@@ -164,7 +164,7 @@ def test_linear_options(monkeypatch, rows, dtype, bias, add):
             check_linear(rows, (33, 72), (8, 32), bias=bias, add=add, dtype=dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, *full(torch.float32)])
 def test_linear_of_many_rows(dtype):
     """bfloat16 of PyTorch on a host with AMX would read the poison that stands behind a row."""
     check_linear(64, (70, 129), (4, 64), bias=True, dtype=dtype)
@@ -173,14 +173,15 @@ def test_linear_of_many_rows(dtype):
 
 
 @pytest.mark.parametrize(("bits", "group"), [
-    (4, 8), (8, 8), (4, 16), (6, 16), (8, 16), (4, 24), (8, 40), (6, 48), (4, 96), (8, 256)])
+    (4, 24), (6, 16), (8, 256),
+    *full_cases((4, 8), (8, 8), (4, 16), (8, 16), (8, 40), (6, 48), (4, 96))])
 def test_groups_of_any_size(bits, group):
     for rows in (1, 6):
         for dtype in (torch.float32, torch.float16):
             check_linear(rows, (20, 300), (bits, group), dtype=dtype)
 
 
-def test_linear_copies_what_is_not_contiguous_and_does_nothing_of_nothing():
+def test_linear_of_noncontiguous_and_empty_inputs():
     data, layout, values = matrix(20, 70, 4, 64)
     held = QuantizedMatrix(data, layout)
     x, out = torch.randn(70, 3).T, torch.full((3, 20), NAN)
@@ -202,7 +203,7 @@ def test_linear_at_an_offset_of_4_bytes():
         torch.testing.assert_close(half.float(), out, rtol=1e-2, atol=1e-2)
 
 
-def test_linear_gives_the_same_bits_again():
+def test_linear_is_deterministic():
     data, layout, _ = matrix(20, 500, 4, 64)
     held = QuantizedMatrix(data, layout)
     for rows, dtype in ((1, torch.float32), (6, torch.float32), (70, torch.float32),
@@ -214,8 +215,9 @@ def test_linear_gives_the_same_bits_again():
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", MATRICES)
+@pytest.mark.parametrize(("form", "shape"), [
+    ((4, 64), (5, 40)), ((6, 32), (40, 200)), ((8, 32), (70, 129)),
+    *full_cases(*product(FORMS, MATRICES))])
 def test_unpack_rows(form, shape):
     data, layout, values = matrix(*shape, *form)
     held = QuantizedMatrix(data, layout)
@@ -237,9 +239,9 @@ SHORT_FLOATS = [(12, 64), (12, 32), (12, 8), (12, 24), (4, 0)]
 """Bits and groups of matrices of short floats: 12 bits, and MXFP4."""
 
 
-@pytest.mark.parametrize("form", SHORT_FLOATS)
-@pytest.mark.parametrize("rows", [1, 8, 9])
-@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("rows", "form", "dtype"), [
+    (1, (12, 64), torch.bfloat16), (8, (4, 0), torch.float16), (9, (12, 24), torch.float32),
+    *full_cases(*product((1, 8, 9), SHORT_FLOATS, BOUND))])
 def test_linear_of_short_floats(rows, form, dtype):
     check_linear(rows, (20, 200), form, bias=rows == 8, add=rows > 1, dtype=dtype)
 
@@ -251,8 +253,9 @@ def test_linear_of_any_short_floats(form, rows, outputs, inputs, options):
     check_linear(rows, (outputs, inputs), form, bias=options % 2 == 0, add=options < 2)
 
 
-@pytest.mark.parametrize("form", SHORT_FLOATS)
-@pytest.mark.parametrize("shape", MATRICES)
+@pytest.mark.parametrize(("form", "shape"), [
+    ((12, 8), (40, 200)), ((12, 64), (5, 40)), ((4, 0), (70, 129)),
+    *full_cases(*product(SHORT_FLOATS, MATRICES))])
 def test_unpack_rows_of_short_floats(form, shape):
     data, layout, values = matrix(*shape, *form)
     held = QuantizedMatrix(data, layout)

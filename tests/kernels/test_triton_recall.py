@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.fakes import T4
 from helpers.kernel_cases import MIXED, same
+from helpers.selection import full, full_cases
 from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice, key_records
-from kernels.test_triton import _mended_interpreter  # noqa: F401 (a fixture)
 
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import INDEX_BITS
@@ -23,9 +23,13 @@ from flexgen_h2o.kernels.triton import decode as triton_decode
 from flexgen_h2o.kernels.triton import hot_set as triton_hot_set
 from flexgen_h2o.kernels.triton import recall as triton_recall
 
+pytestmark = pytest.mark.usefixtures("mended_interpreter")
+
 SHORTER = [{"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 150)}
            for options in CASES if "offsets" not in options]
 """The interpreter takes ten seconds for three sequences of 150 tokens."""
+SHORTER = [*(options for options in SHORTER if options["tokens"] < 100),
+           *full(*(options for options in SHORTER if options["tokens"] >= 100))]
 
 
 def choice(some, *, most, log_weights=None):
@@ -36,7 +40,7 @@ def choice(some, *, most, log_weights=None):
 
 
 @pytest.mark.parametrize("options", SHORTER)
-def test_an_index_is_the_references(options):
+def test_index_equals_the_reference(options):
     some = case(**options)
     expected = some["index"].clone()
     reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
@@ -52,7 +56,7 @@ def test_an_index_is_the_references(options):
 
 
 @pytest.mark.parametrize("options", SHORTER)
-def test_what_weighs_most_is_chosen_and_attended_to(options):
+def test_heaviest_tokens_are_selected_and_attended(options):
     some = case(**options)
     counts = some["metadata"][1]
     reference_recall.index_keys(some["keys"], some["index"], some["spans"],
@@ -71,7 +75,7 @@ def test_what_weighs_most_is_chosen_and_attended_to(options):
     assert same(taken, places) and same(ours, theirs)
 
 
-def test_means_of_logarithms_follow_the_weights():
+def test_running_means_of_log_weights():
     some = case()
     reference_recall.index_keys(some["keys"], some["index"], some["spans"],
                                 layout=some["layout"])
@@ -84,7 +88,7 @@ def test_means_of_logarithms_follow_the_weights():
     assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
 
 
-def test_of_equal_weights_the_newer_are_chosen():
+def test_ties_select_the_newer_tokens():
     layout = IndexLayout(16, 4)
     keys = torch.zeros(1, 1, 100, 16)
     keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
@@ -100,7 +104,7 @@ def test_of_equal_weights_the_newer_are_chosen():
         assert selected[0, 0].tolist() == wanted
 
 
-def test_products_of_every_layout_add_up_within_16_bits():
+def test_partial_sums_of_every_layout_fit_16_bits():
     for length in range(2, 1025, 2):
         for bits in INDEX_BITS:
             with suppress(UserError):  # groups that do not fill bytes
@@ -110,7 +114,7 @@ def test_products_of_every_layout_add_up_within_16_bits():
                 assert depth * layout.levels * QUERY_LEVELS < 2**15
 
 
-def test_the_largest_sums_of_whole_numbers_fit():
+def test_largest_integer_sums_do_not_overflow():
     """Keys of the lowest codes and then the highest, up to the highest in all but one element of a
     group, meet queries of the highest codes, and of the lowest."""
     layout, form = IndexLayout(64, 4), AttentionForm(scale=0.01)
@@ -126,7 +130,7 @@ def test_the_largest_sums_of_whole_numbers_fit():
         assert same(selected, reference_recall.choose_keys(q, 0 * q[:, :1], form=form, **told))
 
 
-def test_new_tokens_take_the_slots_that_they_are_given():
+def test_new_tokens_are_stored_in_given_slots():
     """Those of a hot set, anywhere; sequences that choose nothing attend to themselves."""
     slots = torch.randn(2, 2, 1, 9, 16)
     q, k, v = torch.randn(2, 4, 16), *torch.randn(2, 2, 1, 16)
@@ -143,9 +147,11 @@ def test_new_tokens_take_the_slots_that_they_are_given():
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)
 
 
-@pytest.mark.parametrize("bits", [8, 4, *MIXED])
-@pytest.mark.parametrize(("dim", "form"), [(64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED)])
-def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form):
+@pytest.mark.parametrize(("bits", "dim", "form"), [
+    (4, 64, DEFAULT_FORM), ((8, 4), 80, CAPPED),
+    *full_cases(*((bits, *each) for bits in (8, 4, *MIXED) for each in (
+        (64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED))))])
+def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, form):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     for gpu, group in ((None, 1), (T4, 3)):
@@ -168,9 +174,9 @@ def test_codes_of_chosen_slots_are_read_as_they_lie(monkeypatch, bits, dim, form
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("tokens, slots, most", [(50, 12, 7), (90, 40, 40), (33, 33, 20),
-                                                 (200, 70, 1)])
-def test_slots_are_claimed_as_the_reference_gives_them(tokens, slots, most):
+@pytest.mark.parametrize("tokens, slots, most", [
+    (50, 12, 7), (33, 33, 20), *full_cases((90, 40, 40), (200, 70, 1))])
+def test_claimed_slots_equal_the_reference(tokens, slots, most):
     """Step after step: some tokens go on being selected, others take the slots of the lightest."""
     sequences, kv_heads = 2, 2
     ours, theirs = ([torch.full((4, tokens), -1).int(), torch.full((4, slots), -1).int(),

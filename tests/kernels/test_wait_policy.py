@@ -51,7 +51,7 @@ def machine(monkeypatch):
     (1, 4.0, False),
     (9, 0.2, False), (9, 0.3, True),
 ])
-def test_threads_sleep_while_others_want_more_than_is_left(machine, count, others, asleep):
+def test_threads_sleep_while_other_processes_need_cpus(machine, count, others, asleep):
     policy = OpenMPWaitPolicy()
     with threads(count):
         machine.pass_time(9, others)
@@ -71,7 +71,7 @@ def test_threads_sleep_while_others_want_more_than_is_left(machine, count, other
 
 
 @pytest.mark.parametrize("count", [4, 1])
-def test_threads_sleep_all_the_time_where_a_run_says_so(machine, count):
+def test_threads_sleep_when_a_run_asks_for_it(machine, count):
     policy = OpenMPWaitPolicy()
     with threads(count):
         with policy.applied(sleep=True):
@@ -86,7 +86,7 @@ def test_threads_sleep_all_the_time_where_a_run_says_so(machine, count):
 
 
 @pytest.mark.parametrize("name", wait_policy.SETTINGS)
-def test_what_the_environment_says_stays(machine, monkeypatch, name):
+def test_environment_variables_are_kept(machine, monkeypatch, name):
     monkeypatch.setenv(name, "ACTIVE")
     policy = OpenMPWaitPolicy()
     machine.pass_time(9, 4)
@@ -95,7 +95,7 @@ def test_what_the_environment_says_stays(machine, monkeypatch, name):
     assert os.environ[name] == "ACTIVE"
 
 
-def test_a_system_that_does_not_say_who_uses_the_cpus(monkeypatch, tmp_path):
+def test_busy_seconds_of_incomplete_proc_stat(monkeypatch, tmp_path):
     monkeypatch.setattr(wait_policy, "busy_seconds", lambda: busy_seconds(tmp_path / "stat"))
     with threads(4), OpenMPWaitPolicy().applied():
         pass
@@ -111,7 +111,7 @@ def test_a_system_that_does_not_say_who_uses_the_cpus(monkeypatch, tmp_path):
     assert busy_seconds() is None or busy_seconds() > 0
 
 
-def test_the_team_has_more_threads_than_there_are_cpus_and_ends():
+def test_idle_team_has_more_threads_than_cpus_and_ends():
     def count() -> int:
         return len(os.listdir("/proc/self/task"))
 
@@ -125,7 +125,7 @@ def test_the_team_has_more_threads_than_there_are_cpus_and_ends():
         time.sleep(0.001)
 
 
-def test_a_run_beside_others_writes_the_same_tokens(tiny_model, monkeypatch):
+def test_wait_policy_does_not_change_tokens(tiny_model, monkeypatch):
     made: list[IdleTeam] = []
 
     class Counted(IdleTeam):

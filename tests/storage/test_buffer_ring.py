@@ -127,7 +127,7 @@ class Engine:
 @given(count=st.integers(1, 3),
        acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 11)), min_size=30,
                      max_size=60))
-def test_in_any_order_nothing_is_touched_while_it_is_in_use(count, acts):
+def test_buffers_in_use_are_never_touched(count, acts):
     engine = Engine(count)
     for act, number in acts:
         engine.act(act, number)
@@ -138,7 +138,7 @@ def test_in_any_order_nothing_is_touched_while_it_is_in_use(count, acts):
         [value] for value in engine.stored]
 
 
-def test_a_buffer_waits_for_its_own_use_alone():
+def test_buffers_wait_only_for_their_own_use():
     engine = Engine(2)
     for key in (0, 1):
         engine.load(key)
@@ -153,7 +153,7 @@ def test_a_buffer_waits_for_its_own_use_alone():
     assert [value for _, value in engine.met] == [0, 0], "compute up to the release, and no more"
 
 
-def test_errors_come_out_where_a_job_is_waited_for():
+def test_errors_are_raised_at_the_wait():
     def fail(lane, buffer):
         raise OSError("no such disk")
 
@@ -175,7 +175,7 @@ def test_errors_come_out_where_a_job_is_waited_for():
         failing(wait)
 
 
-def test_compute_is_over_when_buffers_go():
+def test_compute_ends_before_buffers_are_freed():
     """Kernels of a GPU read and write host memory in place, which is unmapped then."""
     device, done = LazyComputeDevice(), []
     transfers = Transfers(device, links=LinkStats(), trace=Trace(enabled=False))
@@ -185,7 +185,7 @@ def test_compute_is_over_when_buffers_go():
     assert done == ["compute"]
 
 
-def test_a_job_whose_handle_an_interrupt_has_lost_is_over_when_buffers_go(monkeypatch):
+def test_interrupted_submit_ends_before_buffers_are_freed(monkeypatch):
     class Interrupted(dict):
         """The latest jobs, of which one is queued, and then Ctrl-C comes."""
 

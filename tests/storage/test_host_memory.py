@@ -49,7 +49,7 @@ def test_an_arenas_buffers_lie_apart(sizes):
     "CUDA error: out of memory", "Triton Error [CUDA]: out of memory",
     "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"])
-def test_a_gpu_that_is_full_lacks_memory(words):
+def test_out_of_memory_errors_of_gpus(words):
     """What lies beside PyTorch's own share of it has no class of error of its own."""
     assert lacks_memory(RuntimeError(words))
     assert not lacks_memory(ValueError(words))

@@ -27,7 +27,7 @@ def test_each_tier_is_right_to_within_the_largest_tensor(sizes, placement):
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), placements())
-def test_the_first_are_on_the_fastest_tier(sizes, placement):
+def test_first_items_are_on_the_fastest_tier(sizes, placement):
     tiers = list(fill(list(enumerate(sizes)), placement).values())
     assert tiers == sorted(tiers, key=TIERS.index) and len(tiers) == len(sizes)
     for tier, fraction in zip(TIERS, placement.fractions(), strict=True):
@@ -37,7 +37,7 @@ def test_the_first_are_on_the_fastest_tier(sizes, placement):
             assert tier not in tiers
 
 
-def test_like_layers_carry_like_offloaded_bytes():
+def test_equal_layers_offload_equal_bytes():
     shapes = [4, 4, 4, 4, 16, 16]
     names = [(f"{layer}.{i}", size) for layer in range(24) for i, size in enumerate(shapes)]
     tiers = assign(names, Placement(50, 20, 30))
@@ -49,7 +49,7 @@ def test_like_layers_carry_like_offloaded_bytes():
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**12), placements(), st.booleans())
-def test_what_is_set_apart_leaves_the_shares_as_they_are(nbytes, others, placement, has_gpu):
+def test_reserved_bytes_keep_the_shares(nbytes, others, placement, has_gpu):
     total, tiers = nbytes + others, compute_tiers(has_gpu)
     tier, rest = place_first(nbytes, total, placement, tiers)
     room = [each for each in tiers if getattr(placement, each) / 100 * total >= nbytes]
