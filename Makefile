@@ -77,9 +77,9 @@ test-asan: $(VENV)/.have-test
 	FLEXGEN_H2O_NATIVE=build/asan/flexgen_h2o/kernels/_cpu.so \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	    $(BIN)/python -m pytest -q tests/kernels/test_ops.py tests/kernels/test_native.py \
+	    $(BIN)/python -m pytest -q --all tests/kernels/test_ops.py tests/kernels/test_native.py \
 	    tests/kernels/test_skinny_matmul.py tests/kernels/test_tiled_matmul.py \
-	    tests/h2o/test_sequences.py tests/kernels/test_quantization.py \
+	    tests/kernels/test_quantization.py \
 	    tests/kernels/test_matrices.py tests/kernels/test_mxfp4_matrices.py \
 	    tests/kernels/test_float12_matrices.py \
 	    tests/kernels/test_rounded_activations.py tests/kernels/test_expert_products.py \

@@ -89,42 +89,46 @@ def check_choice(some, selected):
         assert (weights[sequence].gather(-1, mine) >= least * (1 - 1e-4)).all()
 
 
+def check_kernels(module, options):
+    """Check the three operations of a module against the reference."""
+    some = case(**options)
+    expected = some["index"].clone()
+    reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
+                                records=key_records(some))
+    first, rest = some["spans"].clone(), some["spans"].clone()  # as in a generation
+    first[2] //= 2
+    rest[:2] = first[2]
+    rest[2] -= first[2]
+    for spans in (first, rest):
+        module.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
+                          records=key_records(some))
+    assert same(some["index"], expected)
+    selected = module.choose_keys(
+        some["q"], some["k"], index=some["index"], top_k=int(some["metadata"][1].max()) + 2,
+        metadata=some["metadata"], layout=some["layout"], **some["options"])
+    check_choice(some, selected)
+    check_attention(module, some, selected)
+
+
+def check_attention(module, some, selected):
+    """Check attention to selected tokens, and that nothing but new tokens is written."""
+    outs = []
+    for attend in (module.attend_recalled, reference_recall.attend_recalled):
+        slots = some["slots"].clone()
+        out, taken = attend(some["q"], some["k"], some["v"], slots=slots, selected=selected,
+                            metadata=some["metadata"], layout=some["records"], **some["options"])
+        outs.append((out, taken, slots))
+    (out, *others), (wanted, *more) = outs
+    bound = 2e-5 if out.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
+    assert all(map(same, others, more))
+
+
 @pytest.mark.source("choose")
 @BUILT
 def test_kernels_equal_the_reference(isa):
     for options in CASES:
-        some = case(**options)
-        counts = some["metadata"][1]
-        expected = some["index"].clone()
-        reference_recall.index_keys(some["keys"], expected, some["spans"],
-                                    layout=some["layout"], records=key_records(some))
-        with using(isa):
-            # In two parts, as a generation has it.
-            parts = some["spans"].clone(), some["spans"].clone()
-            parts[0][2] //= 2
-            parts[1][:2] = parts[0][2]
-            parts[1][2] -= parts[0][2]
-            for spans in parts:
-                ops.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
-                               records=key_records(some))
-            assert same(some["index"], expected)
-            most = int(counts.max()) + 2
-            selected = ops.choose_keys(some["q"], some["k"], index=some["index"], top_k=most,
-                                     metadata=some["metadata"], layout=some["layout"],
-                                     **some["options"])
-        check_choice(some, selected)
-        outs = []
-        for attend in (ops.attend_recalled, reference_recall.attend_recalled):
-            slots = some["slots"].clone()
-            with using(isa):
-                out, taken = attend(some["q"], some["k"], some["v"], slots=slots, selected=selected,
-                                    metadata=some["metadata"], layout=some["records"],
-                                    **some["options"])
-            outs.append((out, taken, slots))
-        (out, *others), (wanted, *more) = outs
-        bound = 2e-5 if out.dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
-        assert all(map(same, others, more))
+        check_kernels(ops, options)
 
 
 def recall(some, *, capture=None):
@@ -185,19 +189,41 @@ def test_running_means_of_log_weights(isa):
             assert same(log_weights.where(~cached, 0), before.where(~cached, 0))
 
 
+def check_ties(module, tokens):
+    layout = IndexLayout(16, 4)
+    keys = torch.zeros(1, 1, tokens, 16)
+    keys[0, 0, ::2] = 1  # half of them equal, and heavier than the others, which are equal, too
+    index = torch.zeros(1, 1, layout.tiles(tokens), layout.tile_bytes, dtype=torch.uint8)
+    module.index_keys(keys, index, torch.tensor([[0], [0], [tokens]]).int(), layout=layout)
+    q, heavy = torch.ones(1, 2, 16), range(0, tokens, 2)
+    for wanted in (heavy[-3:], [*heavy, tokens - 3, tokens - 1], range(tokens)):
+        metadata = torch.tensor([[tokens], [len(wanted)]]).int()
+        found, = module.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
+                                    top_k=len(wanted)).tolist()[0]
+        assert found == sorted(wanted)
+
+
 @BUILT
 def test_ties_select_the_newer_tokens():
-    layout = IndexLayout(16, 4)
-    keys = torch.zeros(1, 1, 40, 16)
-    keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
+    check_ties(ops, 40)
+
+
+def check_largest_sums(module, dim, bits):
+    """Tokens in the order of their codes, up to the highest in all but one element of a group."""
+    layout = IndexLayout(dim, bits)
+    keys = (torch.arange(40.0) / 39)[:, None].expand(40, dim).contiguous()
+    keys[:, :: layout.group], keys[:, 1 :: layout.group] = 0, 1
+    keys = keys[torch.randperm(40, generator=torch.Generator().manual_seed(0))][None, None]
     index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
-    ops.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
-    q = torch.ones(1, 2, 16)
-    for count, wanted in ((3, [34, 36, 38]), (22, [*range(0, 36, 2), 36, 37, 38, 39]), (40, None)):
-        metadata = torch.tensor([[40], [count]]).int()
-        found, = ops.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
-                                 top_k=count).tolist()[0]
-        assert found == sorted(wanted or range(40))
+    options = {"index": index, "metadata": torch.tensor([[40], [11]]).int(), "layout": layout,
+               "top_k": 11, "form": AttentionForm(scale=0.01)}
+    module.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
+    last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
+    for sign in (1, -1):
+        q = torch.full((1, 3, dim), float(sign))
+        selected = module.choose_keys(q, 0 * q[:, :1], **options)[0, 0].long()
+        assert same(last[selected].sort().values,
+                    (sign * last).topk(11).values.mul(sign).sort().values)
 
 
 @pytest.mark.source("choose")
@@ -205,22 +231,7 @@ def test_ties_select_the_newer_tokens():
 @pytest.mark.parametrize("dim", [64, 80, 128])
 @pytest.mark.parametrize("bits", [4, 2])
 def test_largest_integer_sums_do_not_overflow(isa, dim, bits):
-    # Tokens in the order of their codes, up to the highest in all but one element of a group.
-    layout = IndexLayout(dim, bits)
-    keys = (torch.arange(40.0) / 39)[:, None].expand(40, dim).contiguous()
-    keys[:, :: layout.group], keys[:, 1 :: layout.group] = 0, 1
-    keys = keys[torch.randperm(40, generator=torch.Generator().manual_seed(0))][None, None]
-    index = torch.zeros(1, 1, layout.tiles(40), layout.tile_bytes, dtype=torch.uint8)
-    told = {"index": index, "metadata": torch.tensor([[40], [11]]).int(), "layout": layout,
-            "top_k": 11, "form": AttentionForm(scale=0.01)}
-    with using(isa):
-        ops.index_keys(keys, index, torch.tensor([[0], [0], [40]]).int(), layout=layout)
-        last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
-        for sign in (1, -1):
-            q = torch.full((1, 3, dim), float(sign))
-            selected = ops.choose_keys(q, 0 * q[:, :1], **told)[0, 0].long()
-            assert same(last[selected].sort().values, (sign * last).topk(11).values.mul(sign)
-                        .sort().values)
+    check_largest_sums(ops, dim, bits)
 
 
 @BUILT

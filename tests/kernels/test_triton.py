@@ -171,9 +171,9 @@ def test_decode_of_every_form_of_attention(attention, form, group):
 
 
 @pytest.mark.parametrize(("bits", "dim", "attention"), [
-    (8, 64, ATTENTION[1]), (MIXED[0], 80, DEFAULT_FORM),
+    (MIXED[0], 80, DEFAULT_FORM),
     *full_cases(*product((8, 4, *MIXED), (8, 64, 80, 128), (DEFAULT_FORM,)), (4, 96, DEFAULT_FORM),
-                (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1]))], ids=str)
+                (8, 64, ATTENTION[1]), (4, 128, ATTENTION[2]), (4, 80, ATTENTION[-1]))], ids=str)
 def test_decode_reads_codes_in_place(monkeypatch, bits, dim, attention):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
@@ -202,7 +202,7 @@ def test_decode_of_unaligned_codes(monkeypatch, bits):
 
 
 @pytest.mark.parametrize(("attention", "dtype", "decay"), [
-    (ATTENTION[2], torch.bfloat16, 1.0), (ATTENTION[-1], torch.float16, 0.9),
+    (ATTENTION[-1], torch.float16, 0.9),
     *full_cases(*((attention, dtype, decay) for attention in ATTENTION for dtype, decay in (
         (torch.bfloat16, 1.0), (torch.float16, 0.9))))], ids=str)
 def test_prefill_of_every_form_of_attention(attention, dtype, decay):
@@ -231,7 +231,7 @@ CUTS = [Cut(1, 1, 1), Cut(7, 2, 2), Cut(31, 10, 5), Cut(33, 1, 1), Cut(65, 0, 9)
 
 
 @pytest.mark.parametrize(("draw", "eviction"), [
-    (tied, Eviction(sinks=4)), (torch.randn, Eviction(mean=True)), (None, Eviction()),
+    (tied, Eviction(mean=True, sinks=4)), (None, Eviction()),
     *full_cases(*product((torch.rand, torch.randn, tied), (
         Eviction(), Eviction(mean=True), Eviction(sinks=4))))])
 def test_select(draw, eviction):

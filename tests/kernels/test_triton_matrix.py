@@ -93,7 +93,7 @@ def check_linear(rows, shape, form, *, bias=False, add=False, dtype=torch.float3
 
 
 @pytest.mark.parametrize(("rows", "form", "dtype"), [
-    (1, (4, 64), torch.float16), (3, (6, 32), torch.float32), (17, (8, 64), torch.float16),
+    (3, (6, 32), torch.float32), (17, (8, 64), torch.float16),
     *full_cases(*product((1, 3, 16, 17), FORMS, (torch.float16, torch.float32)))])
 def test_linear_of_skinny_matrices(rows, form, dtype):
     for i, shape in enumerate(MATRICES):
@@ -173,12 +173,11 @@ def test_linear_of_many_rows(dtype):
 
 
 @pytest.mark.parametrize(("bits", "group"), [
-    (4, 24), (6, 16), (8, 256),
-    *full_cases((4, 8), (8, 8), (4, 16), (8, 16), (8, 40), (6, 48), (4, 96))])
+    (4, 24), (8, 256),
+    *full_cases((6, 16), (4, 8), (8, 8), (4, 16), (8, 16), (8, 40), (6, 48), (4, 96))])
 def test_groups_of_any_size(bits, group):
-    for rows in (1, 6):
-        for dtype in (torch.float32, torch.float16):
-            check_linear(rows, (20, 300), (bits, group), dtype=dtype)
+    for rows, dtype in ((1, torch.float16), (6, torch.float16), (6, torch.float32)):
+        check_linear(rows, (20, 300), (bits, group), dtype=dtype)
 
 
 def test_linear_of_noncontiguous_and_empty_inputs():
@@ -204,11 +203,10 @@ def test_linear_at_an_offset_of_4_bytes():
 
 
 def test_linear_is_deterministic():
-    data, layout, _ = matrix(20, 500, 4, 64)
+    data, layout, _ = matrix(20, 200, 4, 64)
     held = QuantizedMatrix(data, layout)
-    for rows, dtype in ((1, torch.float32), (6, torch.float32), (70, torch.float32),
-                        (6, torch.float16), (40, torch.float16)):
-        x = torch.randn(rows, 500).to(dtype)
+    for rows, dtype in ((1, torch.float32), (6, torch.float16), (70, torch.float32)):
+        x = torch.randn(rows, 200).to(dtype)
         first, second = torch.full((2, rows, 20), NAN, dtype=dtype)
         for out in (first, second):
             triton_matrix.linear_quantized(x, held, None, out, False)
@@ -216,7 +214,7 @@ def test_linear_is_deterministic():
 
 
 @pytest.mark.parametrize(("form", "shape"), [
-    ((4, 64), (5, 40)), ((6, 32), (40, 200)), ((8, 32), (70, 129)),
+    ((4, 64), (5, 40)), ((6, 32), (40, 200)),
     *full_cases(*product(FORMS, MATRICES))])
 def test_unpack_rows(form, shape):
     data, layout, values = matrix(*shape, *form)
@@ -254,7 +252,7 @@ def test_linear_of_any_short_floats(form, rows, outputs, inputs, options):
 
 
 @pytest.mark.parametrize(("form", "shape"), [
-    ((12, 8), (40, 200)), ((12, 64), (5, 40)), ((4, 0), (70, 129)),
+    ((12, 8), (5, 40)), ((4, 0), (40, 200)),
     *full_cases(*product(SHORT_FLOATS, MATRICES))])
 def test_unpack_rows_of_short_floats(form, shape):
     data, layout, values = matrix(*shape, *form)

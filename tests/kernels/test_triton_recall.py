@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.fakes import T4
 from helpers.kernel_cases import MIXED, same
 from helpers.selection import full, full_cases
-from kernels.test_recall_kernels import CAPPED, CASES, case, check_choice, key_records
+from kernels.test_recall_kernels import (
+    CAPPED,
+    CASES,
+    case,
+    check_attention,
+    check_kernels,
+    check_largest_sums,
+    check_ties,
+)
 
 from flexgen_h2o.config.cache_layout import IndexLayout
 from flexgen_h2o.config.h2o import INDEX_BITS
-from flexgen_h2o.config.layers import DEFAULT_FORM, AttentionForm
+from flexgen_h2o.config.layers import DEFAULT_FORM
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.recall import QUERY_LEVELS
-from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
+from flexgen_h2o.kernels.arguments import FormArguments
 from flexgen_h2o.kernels.dispatch import assume_gpu
 from flexgen_h2o.kernels.reference import recall as reference_recall
 from flexgen_h2o.kernels.triton import decode as triton_decode
@@ -25,54 +34,36 @@ from flexgen_h2o.kernels.triton import recall as triton_recall
 
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
 
-SHORTER = [{"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 150)}
-           for options in CASES if "offsets" not in options]
+SHORTER = [
+    {"sequences": 2, "tokens": 40}, {"sequences": 2, "dim": 24, "bits": 2, "group": 1},
+    {"sequences": 1, "tokens": 16, "dim": 80, "group": 7, "attention": CAPPED},
+    *full(*({"sequences": 2, **options, "tokens": min(options.get("tokens", 77), 150)}
+            for options in CASES if "offsets" not in options))]
 """The interpreter takes ten seconds for three sequences of 150 tokens."""
-SHORTER = [*(options for options in SHORTER if options["tokens"] < 100),
-           *full(*(options for options in SHORTER if options["tokens"] >= 100))]
 
 
-def choice(some, *, most, log_weights=None):
-    return triton_recall.choose_keys(
-        some["q"], some["k"], index=some["index"], metadata=some["metadata"],
-        layout=some["layout"], top_k=most, log_weights=log_weights,
-        form=FormArguments.of(**some["options"]))
+def index_keys(keys, index, spans, *, layout, records=None):
+    triton_recall.index_keys(keys, index, spans, layout=layout, records=records)
 
 
-@pytest.mark.parametrize("options", SHORTER)
-def test_index_equals_the_reference(options):
-    some = case(**options)
-    expected = some["index"].clone()
-    reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
-                                records=key_records(some))
-    first, rest = some["spans"].clone(), some["spans"].clone()  # as a generation has it
-    first[2] //= 2
-    rest[:2] = first[2]
-    rest[2] -= first[2]
-    for spans in (first, rest):
-        triton_recall.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
-                                 records=key_records(some))
-    assert same(some["index"], expected)
+def choose_keys(q, k, *, log_weights=None, form=DEFAULT_FORM, sinks=None, offsets=None, **options):
+    return triton_recall.choose_keys(q, k, log_weights=log_weights,
+                                     form=FormArguments.of(form, sinks), **options)
+
+
+def attend_recalled(q, k, v, *, layout=None, form=DEFAULT_FORM, sinks=None, offsets=None,
+                    **options):
+    return triton_recall.attend_recalled(q, k, v, layout=layout,
+                                         form=FormArguments.of(form, sinks), **options)
+
+
+KERNELS = SimpleNamespace(index_keys=index_keys, choose_keys=choose_keys,
+                          attend_recalled=attend_recalled)
 
 
 @pytest.mark.parametrize("options", SHORTER)
-def test_heaviest_tokens_are_selected_and_attended(options):
-    some = case(**options)
-    counts = some["metadata"][1]
-    reference_recall.index_keys(some["keys"], some["index"], some["spans"],
-                                layout=some["layout"], records=key_records(some))
-    selected = choice(some, most=int(counts.max()) + 2)
-    check_choice(some, selected)
-    ours, theirs = some["slots"].clone(), some["slots"].clone()
-    out, taken = triton_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=ours, selected=selected, metadata=some["metadata"],
-        layout=some["records"], form=FormArguments.of(**some["options"]))
-    wanted, places = reference_recall.attend_recalled(
-        some["q"], some["k"], some["v"], slots=theirs, selected=selected, metadata=some["metadata"],
-        layout=some["records"], **some["options"])
-    bound = 2e-5 if out.dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(out, wanted, rtol=bound, atol=bound)
-    assert same(taken, places) and same(ours, theirs)
+def test_kernels_equal_the_reference(options):
+    check_kernels(KERNELS, options)
 
 
 def test_running_means_of_log_weights():
@@ -81,27 +72,14 @@ def test_running_means_of_log_weights():
                                 layout=some["layout"])
     before = torch.randint(2**30, (3, 2, 77), dtype=torch.int32)
     ours, theirs = before.clone(), before.clone()
-    choice(some, most=30, log_weights=ours)
-    reference_recall.choose_keys(
-        some["q"], some["k"], index=some["index"], metadata=some["metadata"], top_k=30,
-        layout=some["layout"], log_weights=theirs)
+    for choose, log_weights in ((choose_keys, ours), (reference_recall.choose_keys, theirs)):
+        choose(some["q"], some["k"], index=some["index"], metadata=some["metadata"], top_k=30,
+               layout=some["layout"], log_weights=log_weights)
     assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
 
 
 def test_ties_select_the_newer_tokens():
-    layout = IndexLayout(16, 4)
-    keys = torch.zeros(1, 1, 100, 16)
-    keys[0, 0, ::2] = 1  # half of them alike, and heavier than the others, which are alike too
-    index = torch.zeros(1, 1, layout.tiles(100), layout.tile_bytes, dtype=torch.uint8)
-    triton_recall.index_keys(keys, index, torch.tensor([[0], [0], [100]]).int(), layout=layout,
-                             records=None)
-    q = torch.ones(1, 2, 16)
-    for count, wanted in ((3, [94, 96, 98]), (52, [*range(0, 96, 2), 96, 97, 98, 99]),
-                          (100, list(range(100)))):
-        selected = triton_recall.choose_keys(
-            q, keys[:, :, 0], index=index, metadata=torch.tensor([[100], [count]]).int(),
-            layout=layout, top_k=count, log_weights=None, form=DEFAULT_ARGUMENTS)
-        assert selected[0, 0].tolist() == wanted
+    check_ties(KERNELS, 100)
 
 
 def test_partial_sums_of_every_layout_fit_16_bits():
@@ -115,19 +93,7 @@ def test_partial_sums_of_every_layout_fit_16_bits():
 
 
 def test_largest_integer_sums_do_not_overflow():
-    """Keys of the lowest codes and then the highest, up to the highest in all but one element of a
-    group, meet queries of the highest codes, and of the lowest."""
-    layout, form = IndexLayout(64, 4), AttentionForm(scale=0.01)
-    keys = (torch.arange(64) > torch.randperm(36)[:, None]).float()[None, None]
-    index = torch.zeros(1, 1, layout.tiles(36), layout.tile_bytes, dtype=torch.uint8)
-    reference_recall.index_keys(keys, index, torch.tensor([[0], [0], [36]]).int(), layout=layout)
-    told = {"index": index, "metadata": torch.tensor([[36], [11]]).int(), "layout": layout,
-            "top_k": 11}
-    for sign in (1, -1):
-        q = torch.full((1, 2, 64), float(sign))
-        selected = triton_recall.choose_keys(q, 0 * q[:, :1], log_weights=None,
-                                           form=FormArguments.of(form, None), **told)
-        assert same(selected, reference_recall.choose_keys(q, 0 * q[:, :1], form=form, **told))
+    check_largest_sums(KERNELS, 64, 4)
 
 
 def test_new_tokens_are_stored_in_given_slots():
@@ -137,9 +103,7 @@ def test_new_tokens_are_stored_in_given_slots():
     selected = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
     metadata = torch.tensor([[5, 0], [3, 0]]).int()
     ours, theirs = slots.clone(), slots.clone()
-    out, taken = triton_recall.attend_recalled(
-        q, k, v, slots=ours, selected=selected, metadata=metadata, layout=None,
-        form=DEFAULT_ARGUMENTS)
+    out, taken = attend_recalled(q, k, v, slots=ours, selected=selected, metadata=metadata)
     wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, selected=selected,
                                                  metadata=metadata)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
@@ -148,7 +112,7 @@ def test_new_tokens_are_stored_in_given_slots():
 
 
 @pytest.mark.parametrize(("bits", "dim", "form"), [
-    (4, 64, DEFAULT_FORM), ((8, 4), 80, CAPPED),
+    ((8, 4), 80, CAPPED),
     *full_cases(*((bits, *each) for bits in (8, 4, *MIXED) for each in (
         (64, DEFAULT_FORM), (80, CAPPED), (128, CAPPED))))])
 def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, form):
@@ -161,17 +125,8 @@ def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, form):
                               if cached >= most else torch.full((2, most), -1)
                               for cached in some["metadata"][0].tolist()]).int()
         some["metadata"][1] *= selected[:, 0, 0] >= 0
-        ours, theirs = some["slots"].clone(), some["slots"].clone()
         with assume_gpu(gpu):
-            out, _ = triton_recall.attend_recalled(
-                some["q"], some["k"], some["v"], slots=ours, selected=selected,
-                metadata=some["metadata"], layout=some["records"],
-                form=FormArguments.of(**some["options"]))
-        wanted, _ = reference_recall.attend_recalled(
-            some["q"], some["k"], some["v"], slots=theirs, selected=selected,
-            metadata=some["metadata"], layout=some["records"], **some["options"])
-        torch.testing.assert_close(out, wanted, rtol=3e-2, atol=3e-2)
-        assert same(ours, theirs)
+            check_attention(KERNELS, some, selected)
 
 
 @pytest.mark.parametrize("tokens, slots, most", [
