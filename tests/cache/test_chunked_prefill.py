@@ -8,7 +8,7 @@ import pytest
 import torch
 from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
 from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
-from helpers.selection import examples
+from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import in_turn
@@ -112,8 +112,8 @@ def test_chunks_without_eviction_append_to_the_cache():
 
 
 @pytest.mark.parametrize(("positions", "chunk"), [("original", 1), ("rolling", 6)])
-@pytest.mark.parametrize("name", [
-    name for name in VARIANTS if name != "prompt only" and "budget_of" not in VARIANTS[name]])
+@pytest.mark.parametrize("name", ["mean", "decay", "sinks and heavy", "pyramid", *full(*(
+    name for name in VARIANTS if name != "prompt only" and "budget_of" not in VARIANTS[name]))])
 def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -122,7 +122,8 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk)
     assert tokens(tiny, prompts, h2o, new=24) == expected
 
 
-@pytest.mark.parametrize("key, positions", MODES)
+@pytest.mark.parametrize("key, positions", [
+    ("opt", "original"), ("llama", "rolling"), ("neox", "original"), *full_cases(*MODES)])
 def test_every_family_equals_its_simulation(tiny_model, key, positions):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)

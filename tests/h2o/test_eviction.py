@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -206,15 +207,15 @@ def test_whole_sequences(sizes, options, prompts, new, levels, seed):
     hold_to_definition(h2o, prompts, new, layers=LAYERS, levels=levels, seed=seed)
 
 
-@pytest.mark.parametrize("evict_generated", [True, False])
-@pytest.mark.parametrize("score", KERNELS)
+@pytest.mark.parametrize("options", [{"score": score, "evict_generated": evict} for score, evict in
+                                     itertools.product(KERNELS, (True, False))])
 @pytest.mark.parametrize("sizes", [
     {"heavy_ratio": 0.1}, {"heavy_ratio": 0.1, "sink_tokens": 2}, {"recent_ratio": 0.3},
     {"recent_tokens": 6, "sink_tokens": 4}, {"recent_tokens": 1},
     {"heavy_tokens": 1, "recent_tokens": 1}, {"heavy_ratio": (0.4, 0.1, 1)},
 ], ids=str)
-def test_long_sequences(sizes, score, evict_generated):
-    h2o = H2OConfig(**sizes, score=score, evict_generated=evict_generated)
+def test_long_sequences(sizes, options):
+    h2o = H2OConfig(**sizes, **options)
     for levels in (2, None):
         hold_to_definition(h2o, [60, 1, 7, 33], 40, layers=3, levels=levels)
 

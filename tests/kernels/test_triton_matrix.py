@@ -143,11 +143,11 @@ def test_splits_cover_all_groups_and_fill_a_gpu(monkeypatch, rows, processors):
 def test_only_unaligned_inputs_are_copied():
     layout = MatrixLayout(16, 128, 4)
     x = torch.randn(4, 144).half()
-    assert tensor_cores._whole(x[:, :128], layout).data_ptr() == x.data_ptr()
+    assert tensor_cores._pad_groups(x[:, :128], layout).data_ptr() == x.data_ptr()
     for odd in (x[:, 1:129], torch.randn(3, 130).half()[:, :128]):
-        assert torch.equal(tensor_cores._whole(odd, layout), odd)
-        assert tensor_cores._whole(odd, layout).stride() == (128, 1)
-    filled = tensor_cores._whole(x[:, :100], MatrixLayout(16, 100, 4))
+        assert torch.equal(tensor_cores._pad_groups(odd, layout), odd)
+        assert tensor_cores._pad_groups(odd, layout).stride() == (128, 1)
+    filled = tensor_cores._pad_groups(x[:, :100], MatrixLayout(16, 100, 4))
     assert torch.equal(filled, torch.cat([x[:, :100], x.new_zeros(4, 28)], 1))
 
 
