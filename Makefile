@@ -205,7 +205,7 @@ PACKAGED := $(SOURCES) MANIFEST.in README.md CHANGELOG.md LICENSE mkdocs.yml too
     $(shell find flexgen_h2o configs docs examples -name __pycache__ -prune \
         -o -type f ! -name '*.so' -print)
 
-$(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-wheel-tools
+$(VENV)/.have-wheel: $(PACKAGED) | $(VENV)/.have-wheel-tools $(VENV)/.have-all-sets
 	$(BIN)/python tools/check_wheel.py
 	touch $@
 
