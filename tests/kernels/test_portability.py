@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -347,9 +347,9 @@ def make_layer_calls() -> None:
             product(torch.randn(count, 131).to(dtype), torch.randn(35, 131).to(dtype),
                     torch.randn(35).to(dtype), torch.zeros(count, 35).to(dtype), False)
     for bits, activation_bits in ((8, 8), (4, 8), (MXFP4, 8), (MXFP4, 16), (12, 16)):
-        held, x = random_matrix(40, 70, bits), torch.randn(5, 70).bfloat16()
-        native.linear_quantized(x, held, None, x.new_zeros(5, 40), False,
-                                activation_bits)
+        matrix = replace(random_matrix(40, 70, bits), activation_bits=activation_bits)
+        x = torch.randn(5, 70).bfloat16()
+        native.linear_quantized(x, matrix, None, x.new_zeros(5, 40))
     for bits in (16, 8, 4, MXFP4):
         made = [[random_matrix(*shape, bits) for shape in ((40, 70), (40, 70), (70, 40))]
                 for _ in range(3)]
