@@ -139,7 +139,7 @@ def captured_decode(step: dict) -> CapturedCalls:
     native.decode_attention(
         step["q"], step["k"], step["v"], slots=step["slots"], metadata=step["metadata"],
         layout=step["layout"],
-        eviction=EvictionArguments.of(step["state"]), capture=program)
+        eviction=EvictionArguments.from_state(step["state"]), capture=program)
     return program
 
 

@@ -237,7 +237,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
     documented = "https://www.deepspeed.ai/2022/09/09/zero-inference.html"
     options: Mapping[str, Any] = {"offload": "cpu"}
     _engine = None
-    _kept = None
+    _config_reference = None
 
     @classmethod
     def check(cls, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,7 +286,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
                              largest=max(p.numel() for p in empty.parameters()),
                              pinned=torch.cuda.is_available())
         # from_pretrained looks for a live object, to partition weights while loading.
-        self._kept = HfDeepSpeedConfig(config)
+        self._config_reference = HfDeepSpeedConfig(config)
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype=getattr(torch, self.settings.dtype))
         self._engine = deepspeed.initialize(model=loaded.eval(), config_params=config)[0]
@@ -300,7 +300,7 @@ class DeepSpeedZero(HuggingFaceBaseline):
             self._engine.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        self.model = self._engine = self._kept = None
+        self.model = self._engine = self._config_reference = None
 
 
 def _choose_accelerator() -> None:

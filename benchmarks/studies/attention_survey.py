@@ -49,7 +49,7 @@ class Survey:
                  contexts: Sequence[int], percents: Sequence[float]):
         self._parts = tuple(parts)
         self._ids, self._contexts, self._percents = ids, contexts, tuple(percents)
-        self._found: dict[str, dict[int, list]] = {part: {} for part in parts}
+        self._values: dict[str, dict[int, list]] = {part: {} for part in parts}
 
     def attend(self, layer: int, pair: int, q, k, v) -> torch.Tensor:
         """Look on, and do the usual attention: as `LLM.probe` wants it."""
@@ -81,14 +81,14 @@ class Survey:
         return overlap(observed.local[stop], observed.scores[:, :stop], count), count / stop
 
     def _keep(self, part: str, layer: int, values) -> None:
-        self._found[part].setdefault(layer, []).append(values)
+        self._values[part].setdefault(layer, []).append(values)
 
     def rows(self, part: str) -> list[dict[str, object]]:
         """The rows of one part, by its columns in `PARTS`."""
         make = {"sparsity": self._sparsity, "scores": self._scores, "local": self._local,
                 "frequency": self._frequency, "misses": self._misses}[part]
         return [dict(zip(PARTS[part], values, strict=True))
-                for layer, found in sorted(self._found[part].items())
+                for layer, found in sorted(self._values[part].items())
                 for values in make(layer, np.asarray(found, float))]
 
     def _sparsity(self, layer: int, found: np.ndarray):

@@ -148,7 +148,7 @@ def _decode(dtype: torch.dtype, size: int, bits: int, group: int, rotary: int, *
         q, k, k, slots=_slots(dtype, size, bits, *shape),
         metadata=torch.empty(4, 1, dtype=torch.int32), layout=CacheLayout.from_bits(size, bits),
         eviction=_eviction(*shape, rotary=rotary, mean=rotary == 0) if scored
-        else EvictionArguments.of(None))
+        else EvictionArguments.from_state(None))
 
 
 def _prefill(dtype: torch.dtype, size: int, scored: bool) -> None:

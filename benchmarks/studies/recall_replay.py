@@ -84,8 +84,8 @@ class AttentionRecording:
                             f"{prompt_len}")
         heads = model.config.num_hidden_layers * model.config.num_key_value_heads
         width = model.config.hidden_size // model.config.num_attention_heads
-        self._wanted = [number * heads // (LAYERS * KV_HEADS)
-                        for number in range(LAYERS * KV_HEADS)]
+        self._heads = [number * heads // (LAYERS * KV_HEADS)
+                       for number in range(LAYERS * KV_HEADS)]
         isometry = torch.linalg.qr(torch.randn(HEAD_DIM, width))[0].T
         scale = (HEAD_DIM / width) ** 0.25  # kernels divide logits by the root of HEAD_DIM
         self.q = torch.empty(LAYERS, sequences, steps, KV_HEADS * GROUP, HEAD_DIM,
@@ -98,7 +98,7 @@ class AttentionRecording:
             def record(q, k, *args, sequence=sequence, layers=layers, **options):
                 q, k = rotate(q, k, *args, **options)
                 first = next(layers) * k.shape[1]
-                for place, head in enumerate(self._wanted):
+                for place, head in enumerate(self._heads):
                     if 0 <= head - first < k.shape[1]:
                         self._put(sequence, divmod(place, KV_HEADS), q[0].unflatten(
                             0, (k.shape[1], -1))[head - first] @ isometry * scale,

@@ -126,7 +126,7 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
     """The rows of one cache after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
-    with ProgressBar(total=sum(streamed.most for streamed in todo), unit="token",
+    with ProgressBar(total=sum(streamed.max_tokens for streamed in todo), unit="token",
                      disable=None) as bar:
         for streamed in todo:
             bar.set_description(streamed.policy)

@@ -34,20 +34,20 @@ _TEXTS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "reason")
 
 @dataclass(frozen=True)
 class Streamed:
-    """One cache to measure. `h2o` is None for the full one, which has room for `most` tokens.
+    """One cache to measure. `h2o` is None for the full one, which has room for `max_tokens` tokens.
 
     `blow_up` times the perplexity of the first pieces, several pieces in a row, is a failure.
     """
 
     policy: str
     h2o: H2OConfig | None
-    most: int
+    max_tokens: int
     blow_up: float
 
     def open_stream(self, llm) -> AbstractContextManager:
         """The stream; past the model's positions too, for that is what is to be seen."""
         if self.h2o is None:
-            return llm.stream(max_tokens=self.most, past_context=True)
+            return llm.stream(max_tokens=self.max_tokens, past_context=True)
         return llm.stream()
 
     def cells(self) -> dict[str, object]:
@@ -89,12 +89,12 @@ def _segments(llm, streamed: Streamed, tokens: Sequence[int], piece: int,
     position, refused = 0, None
     try:
         with streamed.open_stream(llm) as stream:
-            for start in range(0, min(len(tokens), streamed.most), piece):
-                part = tokens[start : min(start + piece, streamed.most)]
+            for start in range(0, min(len(tokens), streamed.max_tokens), piece):
+                part = tokens[start : min(start + piece, streamed.max_tokens)]
                 log_probs.append(stream.loglikelihood(part))
                 position = start + len(part)
                 reason = _failure(log_probs, streamed.blow_up)
-                if not reason and streamed.most == position < len(tokens):
+                if not reason and streamed.max_tokens == position < len(tokens):
                     reason = f"stopped at {position} tokens, as asked"
                 on_segment(len(part))
                 yield {**_figures(log_probs[-1], stream), "position": position, "reason": reason}

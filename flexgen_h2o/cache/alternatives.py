@@ -159,5 +159,5 @@ class KeySampler(UncachedAttention):
         # Soft caps and attention sinks need q . c added to products again; only CPU kernels do.
         centered = q.is_cpu or not (form.softcap or form.sinks)
         self.layers[layer] = LayerSmoothing(
-            *(KeySmoothing.of(*sample, centered=centered) for sample in (rotated, unrotated)))
+            *(KeySmoothing.fit(*sample, centered=centered) for sample in (rotated, unrotated)))
         return super().attend_prompt(layer, batch, q, k, v, spans=spans, rope=rope, sinks=sinks)

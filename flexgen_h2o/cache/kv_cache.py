@@ -441,13 +441,13 @@ class KVCache:
         for x, (tables, change), sums in zip((q, k), rotations, (offsets, None), strict=True):
             if tables is not None or change is not None:
                 native.rotate(x, *(tables or (None, None)), change, sums, capture=capture)
-        form = FormArguments.of(self.shape.form(layer), sinks, offsets)
+        form = FormArguments.from_form(self.shape.form(layer), sinks, offsets)
         if self._recall is not None and self._recall.index(layer, batch, part) is not None:
             self._recall.capture(q, k, v, part=part, where=(layer, batch), form=form, out=out,
                                  capture=capture)
             return
         assert self._evictions.eviction.policy is None, "kernels lack this policy"
-        state = EvictionArguments.of(self._evictions.state(layer, batch, part))
+        state = EvictionArguments.from_state(self._evictions.state(layer, batch, part))
         native.decode_attention(q, k, v, slots=part.get(layer, batch), layout=self.shape.layout,
                                 metadata=self._step_metadata.newest(layer, batch, part),
                                 eviction=state, out=out, capture=capture, form=form)

@@ -169,14 +169,14 @@ def _counts(flags: RunFlags) -> dict[str, Any]:
     window = flags.eviction in _WINDOWS
     if total is None:
         heavy = heavy or 0  # one of the two is given
-        flag, given = "num_heavy_hitter_tokens", heavy
+        flag, count = "num_heavy_hitter_tokens", heavy
         total = 2 * heavy + (0 if window else sinks)
     else:
-        flag, given = "num_window_length", total
+        flag, count = "num_window_length", total
         heavy = total // 2 if heavy is None else heavy
     heavy = 0 if window else heavy
     recent = total - heavy - sinks
     if recent < 1:
-        raise UserError(f"{flags.label(flag)} {given} leaves no recent tokens beside {heavy} "
+        raise UserError(f"{flags.label(flag)} {count} leaves no recent tokens beside {heavy} "
                         f"heavy hitters and {sinks} sinks: raise it")
     return {"heavy_tokens": heavy, "recent_tokens": recent}

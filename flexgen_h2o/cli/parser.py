@@ -305,9 +305,9 @@ def check_from_csv(names: Collection[str]) -> None:
                "has no effect with --from-csv: leave it out")
 
 
-def refuse(given: Iterable[str], names: Collection[str], why: str) -> None:
+def refuse(flags: Iterable[str], names: Collection[str], why: str) -> None:
     """Raise `UserError` if one of `names` is among the given flags."""
-    for name in given:
+    for name in flags:
         if name in names:
             raise UserError(f"{flag_name(name)} {why}")
 

@@ -83,10 +83,10 @@ def parser() -> flag_parser.Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     """Parse flags into checked `BenchOptions`. Raises `UserError`."""
-    given = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
-    own = {spec.name: given.pop(spec.name) for spec in flag_fields(BenchOptions)
-           if spec.name in given}
-    return BenchOptions(run=RunConfig.from_mapping(given), **own)
+    values = {"warm_up": True} | flag_parser.given_flags(parser(), argv)
+    options = {spec.name: values.pop(spec.name) for spec in flag_fields(BenchOptions)
+               if spec.name in values}
+    return BenchOptions(run=RunConfig.from_mapping(values), **options)
 
 
 def run(options: BenchOptions) -> None:

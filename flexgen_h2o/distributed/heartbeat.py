@@ -163,7 +163,7 @@ class HeartbeatMonitor:
         self.timeout, self.progress_timeout = timeout, progress_timeout
         self.interval = min(_MAX_INTERVAL, timeout / _BEATS_PER_TIMEOUT)
         self._store, self._clock = store, clock
-        self._own = Heartbeat(0, 0, IDLE)
+        self._beat = Heartbeat(0, 0, IDLE)
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
         self._last_progress = clock()
         self._failure: str | None = None
@@ -178,25 +178,25 @@ class HeartbeatMonitor:
 
     def advance(self) -> None:
         """Count a finished unit of work."""
-        self._own.progress += 1
+        self._beat.progress += 1
 
     @contextmanager
     def state(self, state: str, words: str = "") -> Iterator[None]:
         """Set the published state during a ``with`` statement."""
-        before = self._own.state, self._own.words
-        self._own.state, self._own.words = state, words
+        before = self._beat.state, self._beat.words
+        self._beat.state, self._beat.words = state, words
         try:
             yield
         finally:
-            if self._own.state != FAILED:
-                self._own.state, self._own.words = before
+            if self._beat.state != FAILED:
+                self._beat.state, self._beat.words = before
 
     def waiting(self, rank: int) -> AbstractContextManager[None]:
         """Return a context manager that publishes that this rank waits for another one.
 
         While this rank is idle it is a no-op: the other rank may load its weights without limit.
         """
-        if self._own.state == IDLE:
+        if self._beat.state == IDLE:
             return nullcontext()
         return self.state(WAITING, f"for {self.names[rank]}")
 
@@ -216,8 +216,8 @@ class HeartbeatMonitor:
 
     def fail(self, reason: str) -> None:
         """Publish that this rank ends with an error."""
-        if self._own.state != FAILED:
-            self._own = Heartbeat(self._own.number + 1, self._own.progress, FAILED, reason)
+        if self._beat.state != FAILED:
+            self._beat = Heartbeat(self._beat.number + 1, self._beat.progress, FAILED, reason)
             with suppress(RuntimeError):
                 self._write()
 
@@ -233,8 +233,8 @@ class HeartbeatMonitor:
         self._closed.set()
         if self._thread is not None:
             self._thread.join(self.timeout)
-        if self._own.state != FAILED:
-            self._own = Heartbeat(self._own.number + 1, self._own.progress, LEFT)
+        if self._beat.state != FAILED:
+            self._beat = Heartbeat(self._beat.number + 1, self._beat.progress, LEFT)
             with suppress(RuntimeError):
                 self._write()
         elif self.rank == 0:
@@ -242,12 +242,12 @@ class HeartbeatMonitor:
             time.sleep(2.5 * self.interval)
 
     def _write(self) -> None:
-        self._store.set(f"beat/{self.rank}", msgspec.json.encode(self._own))
+        self._store.set(f"beat/{self.rank}", msgspec.json.encode(self._beat))
 
     def _run(self) -> None:
         while not self._closed.wait(self.interval):
             try:
-                self._own.number += 1
+                self._beat.number += 1
                 self._write()
                 self.poll()
             except StoreTimeout:
@@ -265,7 +265,7 @@ class HeartbeatMonitor:
         """Read all heartbeats and detect failures; the monitor's thread calls it."""
         now = self._clock()
         for rank in range(len(self.names)):
-            beat = self._own if rank == self.rank else msgspec.json.decode(
+            beat = self._beat if rank == self.rank else msgspec.json.decode(
                 self._store.get(f"beat/{rank}"), type=Heartbeat)
             before, since = self._seen.get(rank, (None, now))
             if before is None or beat.progress != before.progress or beat.state == IDLE and (

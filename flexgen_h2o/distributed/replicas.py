@@ -58,7 +58,7 @@ class ReplicaRank:
     leads: bool = True
 
     @classmethod
-    def of(cls, launch: TorchrunEnv, ranks_per_replica: int = 1) -> ReplicaRank:
+    def from_env(cls, launch: TorchrunEnv, ranks_per_replica: int = 1) -> ReplicaRank:
         """Return the replica of a rank; the ranks of a replica are consecutive."""
         ranks = launch.within_replica(ranks_per_replica)
         return cls(launch.rank // ranks_per_replica, launch.ranks // ranks_per_replica,
@@ -72,7 +72,7 @@ class ReplicaRank:
                             "them: torchrun --nproc-per-node 2 -m flexgen_h2o.batch "
                             "--data-parallel ... (any that sets RANK, WORLD_SIZE, MASTER_ADDR and "
                             "MASTER_PORT)")
-        return cls.of(torchrun_env(), ranks_per_replica)
+        return cls.from_env(torchrun_env(), ranks_per_replica)
 
 
 class SharedStore(Protocol):

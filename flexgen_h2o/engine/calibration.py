@@ -139,7 +139,7 @@ def _measure(source: ModelSource, specs: Sequence[TensorSpec], sequences: Sequen
         runner.load(opened)
         queue = runner.queue([Request(key, ids) for key, ids in enumerate(sequences)], 0,
                              share_prompts=False)
-        size = WorkspaceSize.of(queue, None, source.config.num_layers)
+        size = WorkspaceSize.from_queue(queue, None, source.config.num_layers)
         scorer = _EveryRow(dict(enumerate(sequences)))
         cache = UncachedAttention(source.config.form)
         with closing(runner.workspace(size, cache)) as workspace:

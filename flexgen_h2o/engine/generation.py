@@ -93,7 +93,8 @@ class Run:
         """Return the size of a workspace for all waiting requests, and their workload."""
         assert self.queue is not None
         runner = self.runner
-        size = WorkspaceSize.of(self.queue, runner.args.cache.h2o, runner.stage_config.num_layers)
+        size = WorkspaceSize.from_queue(self.queue, runner.args.cache.h2o,
+                                        runner.stage_config.num_layers)
         return size, Workload(
             prompt_len=self.queue.longest, gen_len=self.gen_len,
             gpu_batch_size=size.cache.sequences, num_gpu_batches=size.cache.batches)

@@ -324,7 +324,7 @@ class Runner:
                      request_keys: list[int]) -> RunStats:
         """Run prompts one by one with another cache. Append their keys to `request_keys`."""
         queue = BlockQueue(requests, 0, BlockSize(1, 1))
-        size = WorkspaceSize.of(queue, None, self.config.num_layers)
+        size = WorkspaceSize.from_queue(queue, None, self.config.num_layers)
         # Nothing is generated, so the cache needs no capacity beyond the prompts.
         with contextlib.closing(self.workspace(size, cache)) as workspace:
             stats = self.new_stats()

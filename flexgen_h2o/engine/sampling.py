@@ -279,7 +279,7 @@ class GenerationSampler(LogitsConsumer):
     def __init__(self, rules: Mapping[int, GenerationRules], *,
                  on_token: Callable[[Request], None] | None = None):
         self._on_token = on_token
-        self._told: dict[int, int] = {}  # tokens that `on_token` has seen, by request key
+        self._num_reported: dict[int, int] = {}  # tokens that `on_token` has seen, by request key
         self._rules = rules
         tops = {rule.top for rule in rules.values()} - {None}
         self._top = max(tops) if tops else None
@@ -325,8 +325,8 @@ class GenerationSampler(LogitsConsumer):
             request.generated.append(token)
             request.finish_reason = rules.reason_to_end(request.generated)
             count = len(request.generated)
-            if self._on_token is not None and count > self._told.get(request.key, 0):
-                self._told[request.key] = count
+            if self._on_token is not None and count > self._num_reported.get(request.key, 0):
+                self._num_reported[request.key] = count
                 self._on_token(request)
 
     def restart(self, request: Request) -> None:

@@ -258,10 +258,10 @@ class Prompts:
         """
         shared: dict[SamplingParams, GenerationRules] = {}
         rules = {}
-        for key, own in params.items():
-            unseeded = replace(own, seed=0)
+        for key, params_of_prompt in params.items():
+            unseeded = replace(params_of_prompt, seed=0)
             if unseeded not in shared:
-                shared[unseeded] = self._rules(unseeded, steps or own.max_new_tokens)
+                shared[unseeded] = self._rules(unseeded, steps or params_of_prompt.max_new_tokens)
             rules[key] = shared[unseeded]
         return GenerationSampler(rules, on_token=on_token)
 
@@ -306,7 +306,8 @@ class Prompts:
         """
         tokens = request.generated
         text = None if self.detokenizer is None else self.detokenizer.text(
-            tokens[:-1] if self._has_end(request) else tokens, request.prompt, self._kept(request))
+            tokens[:-1] if self._has_end(request) else tokens, request.prompt,
+            self._kept_special_ids(request))
         return Output(prompt if isinstance(prompt, str) else None, ids, tokens, text,
                       request.finish_reason, request.log_probs or None)
 
@@ -326,7 +327,7 @@ class Prompts:
         def on_token(request: Request) -> None:
             if request.key not in decoders:
                 decoders[request.key] = IncrementalDetokenizer(detokenizer, request.prompt,
-                                                               self._kept(request))
+                                                               self._kept_special_ids(request))
             text = ""
             if not self._has_end(request):
                 text = decoders[request.key].step(request.generated[-1])
@@ -339,7 +340,7 @@ class Prompts:
         return (request.finish_reason == "stop"
                 and request.generated[-1] in self._ends(request.params))
 
-    def _kept(self, request: Request) -> Collection[int]:
+    def _kept_special_ids(self, request: Request) -> Collection[int]:
         """Return the special tokens whose names are part of the text."""
         return () if request.params.skip_special_tokens else range(self._config.vocab_size)
 

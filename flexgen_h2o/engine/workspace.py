@@ -159,7 +159,7 @@ class WorkspaceSize:
     rows: int
 
     @classmethod
-    def of(cls, queue: BlockQueue, h2o: H2OConfig | None, num_layers: int) -> WorkspaceSize:
+    def from_queue(cls, queue: BlockQueue, h2o: H2OConfig | None, num_layers: int) -> WorkspaceSize:
         """Return the size that fits every block of a queue. Call it before the first block."""
         chunked = queue.size.prefill_chunk is not None and queue.longest > queue.size.prefill_chunk
         cache = CacheSize(*queue.batches(), slots_of(queue.sizes, h2o, num_layers),

@@ -373,8 +373,8 @@ class ResumableJsonl(PartialFile):
         super().__init__(path, ending="")
         self._flag = flag
         self.path = path
-        self._beside = SettingsFile(flag, path, options, deciding)
-        self._whole = 0  # bytes of complete lines
+        self._settings_file = SettingsFile(flag, path, options, deciding)
+        self._complete_bytes = 0  # bytes of complete lines
 
     def read(self) -> list[dict]:
         """Return the lines of an earlier run, if there was one.
@@ -389,9 +389,9 @@ class ResumableJsonl(PartialFile):
         except OSError as error:
             raise UserError(f"cannot read {self._flag} {self.path}: {error.strerror}") from None
         if content:
-            self._beside.check()
-        self._whole = content.rfind(b"\n") + 1
-        lines = content[: self._whole].split(b"\n")[:-1]
+            self._settings_file.check()
+        self._complete_bytes = content.rfind(b"\n") + 1
+        lines = content[: self._complete_bytes].split(b"\n")[:-1]
         rows = [self._row(number, line) for number, line in enumerate(lines, 1)]
         self.count = len(rows)
         return rows
@@ -408,8 +408,9 @@ class ResumableJsonl(PartialFile):
 
     def add(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Append lines. Raises OSError."""
-        if self._whole:
-            os.truncate(self.path, self._whole)
+        if self._complete_bytes:
+            os.truncate(self.path, self._complete_bytes)
         else:
-            self._beside.write()
-        self._whole += self._add("".join(json.dumps(row) + "\n" for row in rows), len(rows))
+            self._settings_file.write()
+        self._complete_bytes += self._add("".join(json.dumps(row) + "\n" for row in rows),
+                                          len(rows))

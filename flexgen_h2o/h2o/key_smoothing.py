@@ -81,7 +81,7 @@ class KeySmoothing:
     scale: Tensor
 
     @classmethod
-    def of(cls, keys: Tensor, queries: Tensor, *, centered: bool = True) -> KeySmoothing:
+    def fit(cls, keys: Tensor, queries: Tensor, *, centered: bool = True) -> KeySmoothing:
         """Return the constants of a sample of keys and queries.
 
         Parameters

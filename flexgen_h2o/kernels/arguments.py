@@ -55,7 +55,7 @@ class EvictionArguments(NamedTuple):
     shift: Tensor | None = None
 
     @classmethod
-    def of(cls, state: EvictionState | None) -> EvictionArguments:
+    def from_state(cls, state: EvictionState | None) -> EvictionArguments:
         """Return the arguments of a state: its own tensors, which operations update."""
         if state is None:
             return cls()
@@ -94,8 +94,8 @@ class FormArguments(NamedTuple):
     offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
-           ) -> FormArguments:
+    def from_form(cls, form: AttentionForm, sinks: Tensor | None, offsets: Tensor | None = None
+                  ) -> FormArguments:
         """Return the arguments of a form; `sinks` are [heads] of any floating dtype, or None."""
         if form == DEFAULT_FORM:
             return DEFAULT_ARGUMENTS

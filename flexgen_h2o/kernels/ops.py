@@ -160,7 +160,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *
         return reference.prefill_attention(q, k, v, lengths, key_lengths=key_lengths, scores=scores,
                                            decay=decay, form=form, sinks=sinks)
     return kernel(q, k, v, lengths, key_lengths or lengths, scores, decay,
-                  FormArguments.of(form, sinks))
+                  FormArguments.from_form(form, sinks))
 
 
 def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: Sequence[Cut],
@@ -173,7 +173,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
                                        layout=layout)
         return
     kernel(k, v, scores, cuts=list(chain.from_iterable(cuts)), slots=slots, layout=layout,
-           eviction=EvictionArguments.of(state))
+           eviction=EvictionArguments.from_state(state))
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
@@ -190,8 +190,8 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
         return reference.decode_attention(q, k, v, slots=slots, metadata=metadata, layout=layout,
                                           state=state, form=form, sinks=sinks, offsets=offsets)
     return kernel(q, k, v, slots=slots, metadata=metadata, layout=layout,
-                  eviction=EvictionArguments.of(state),
-                  form=FormArguments.of(form, sinks, offsets))
+                  eviction=EvictionArguments.from_state(state),
+                  form=FormArguments.from_form(form, sinks, offsets))
 
 
 select_values = reference_sparse.select_values
@@ -221,7 +221,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
     if kernel is None:
         return reference_recall.choose_keys(q, k, **options, form=form, sinks=sinks,
                                             offsets=offsets)
-    return kernel(q, k, **options, form=FormArguments.of(form, sinks, offsets))
+    return kernel(q, k, **options, form=FormArguments.from_form(form, sinks, offsets))
 
 
 def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
@@ -237,7 +237,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected:
     if kernel is None:
         return reference_recall.attend_recalled(q, k, v, **options, form=form, sinks=sinks,
                                                 offsets=offsets)
-    return kernel(q, k, v, **options, form=FormArguments.of(form, sinks, offsets))
+    return kernel(q, k, v, **options, form=FormArguments.from_form(form, sinks, offsets))
 
 
 def take_slots(selected: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,

@@ -38,7 +38,7 @@ class PartShapes:
     vectors: int = 0
 
     @classmethod
-    def of(cls, specs: Mapping[str, TensorSpec],
+    def from_specs(cls, specs: Mapping[str, TensorSpec],
            exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
         """Return the sizes of tensors by short name.
 
@@ -330,7 +330,7 @@ class ModelConfig:
 
     def embed_shapes(self) -> PartShapes:
         """Return the sizes of the embeddings, including a tied token table."""
-        return PartShapes.of(self.weights.embed)
+        return PartShapes.from_specs(self.weights.embed)
 
     def layer_shapes(self, layer: int = 0) -> PartShapes:
         """Return the sizes of a decoder layer, without its experts."""
@@ -347,7 +347,7 @@ class ModelConfig:
         for kind in self.layer_kinds:
             layer = self.weights.slice_layers(kind, kind + 1).separated()
             halves = layer.layers[2 * kind : 2 * kind + 2]
-            layer_shapes, attention, mlp = (PartShapes.of(specs, self.exact_shapes)
+            layer_shapes, attention, mlp = (PartShapes.from_specs(specs, self.exact_shapes)
                                             for specs in (self.weights.layers[kind], *halves))
             shapes[self.has_experts(kind)] = layer_shapes, attention, mlp
         return shapes
@@ -359,12 +359,12 @@ class ModelConfig:
 
     def expert_shapes(self) -> PartShapes:
         """Return the sizes of one expert."""
-        return PartShapes.of(next(layer[0] for layer in self.weights.experts if layer))
+        return PartShapes.from_specs(next(layer[0] for layer in self.weights.experts if layer))
 
     def head_shapes(self) -> PartShapes:
         """Return the sizes of the head; without the output matrix if it is tied."""
         tied = {spec.name for spec in self.weights.embed.values()}
-        return PartShapes.of({short: spec for short, spec in self.weights.head.items()
+        return PartShapes.from_specs({short: spec for short, spec in self.weights.head.items()
                               if spec.name not in tied})
 
     def embed_parameters(self) -> int:

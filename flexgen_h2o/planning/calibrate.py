@@ -129,7 +129,7 @@ def calibrate(device: Device, offload_dir: str | os.PathLike, *, progress: Note,
     `sizes.scratch` bytes is removed at the end. Parameters and errors are those of
     `load_or_calibrate`; `sizes` default to those that suit the device.
     """
-    sizes = sizes or Sizes.of(device)
+    sizes = sizes or Sizes.for_device(device)
     dtype = measured_dtype(device)
     rates = Rates(device, dtype, sizes)
     links, beside = _links(rates, device, offload_dir, progress)

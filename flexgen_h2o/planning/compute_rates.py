@@ -128,7 +128,7 @@ class DecodeStep:
         """Capture a call into a list of calls; return the tensor that replays write."""
         return native.decode_attention(q, k, v, slots=self._slots, metadata=self._metadata,
                                        layout=self._layout, capture=into,
-                                       eviction=EvictionArguments.of(self._state))[0]
+                                       eviction=EvictionArguments.from_state(self._state))[0]
 
 
 def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, operations: Operations, *,
@@ -207,7 +207,7 @@ class Sizes:
     seconds: float = 0.4
 
     @classmethod
-    def of(cls, device: Device) -> Sizes:
+    def for_device(cls, device: Device) -> Sizes:
         """Return the sizes that suit a device."""
         if not device.separate:
             return cls()

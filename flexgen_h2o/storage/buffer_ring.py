@@ -85,7 +85,7 @@ class BufferRing(Generic[Key]):
         self._transfers = transfers
         self._kind = kind
         self._order = cycle(self.buffers)
-        self._held: dict[Key, StagingBuffer] = {}
+        self._buffers: dict[Key, StagingBuffer] = {}
 
     def load(self, key: Key, fill: Callable[[Lane, StagingBuffer], Iterable[Handle] | None], *,
              after: Iterable[Handle] = ()) -> None:
@@ -132,7 +132,7 @@ class BufferRing(Generic[Key]):
         KeyError
             The key has no buffer.
         """
-        buffer = self._held[key]
+        buffer = self._buffers[key]
         if buffer.loaded is not None:
             self._transfers.ready(buffer.loaded)
         return buffer
@@ -140,7 +140,7 @@ class BufferRing(Generic[Key]):
     def store(self, key: Key, empty: Callable[[Lane, StagingBuffer], None]) -> Handle:
         """Release the buffer of a key, and start ``empty(lane, buffer)`` after compute and all jobs
         on it."""
-        buffer = self._held[key]
+        buffer = self._buffers[key]
         self.release(key)
         before = buffer.busy
 
@@ -155,20 +155,20 @@ class BufferRing(Generic[Key]):
 
     def release(self, key: Key) -> None:
         """Release the buffer of a key, if it has one, after the compute that is queued so far."""
-        buffer = self._held.pop(key, None)
+        buffer = self._buffers.pop(key, None)
         if buffer is not None:
             buffer.free = self._transfers.device.mark()
 
     def settle(self) -> None:
         """Wait for all jobs, and drop all keys."""
-        self._held.clear()
+        self._buffers.clear()
         for buffer in self.buffers:
             for handle in buffer.busy:
                 handle.synchronize()
 
     def reset(self) -> None:
         """Wait for all jobs, ignore their errors, and drop all keys."""
-        self._held.clear()
+        self._buffers.clear()
         for buffer in self.buffers:
             for handle in buffer.busy:
                 with suppress(Exception):
@@ -178,6 +178,6 @@ class BufferRing(Generic[Key]):
     def _next(self, key: Key) -> StagingBuffer:
         """Assign the next buffer of the ring to a key."""
         buffer = next(self._order)
-        self._held = {other: held for other, held in self._held.items() if held is not buffer}
-        self._held[key] = buffer
+        self._buffers = {other: held for other, held in self._buffers.items() if held is not buffer}
+        self._buffers[key] = buffer
         return buffer

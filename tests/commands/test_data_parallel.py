@@ -154,10 +154,10 @@ def test_a_launcher_s_variables_say_which_rank_this_is():
              "LOCAL_RANK": "1"}
     assert torchrun_env(found) == TorchrunEnv(3, 6, 1, 2)
     assert torchrun_env({}) == TorchrunEnv()
-    assert ReplicaRank.of(torchrun_env(found)) == ReplicaRank(3, 6, 1)
-    assert ReplicaRank.of(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
-    assert ReplicaRank.of(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
-    refused(lambda: ReplicaRank.of(torchrun_env(found), 4),
+    assert ReplicaRank.from_env(torchrun_env(found)) == ReplicaRank(3, 6, 1)
+    assert ReplicaRank.from_env(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
+    assert ReplicaRank.from_env(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
+    refused(lambda: ReplicaRank.from_env(torchrun_env(found), 4),
             "no whole replicas", "start a multiple of 4")
     for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
         refused(lambda name=name, value=value: torchrun_env(found | {name: value}), "torchrun")

@@ -43,7 +43,7 @@ def test_hadamard_matrix_is_an_orthogonal_involution(dim, seed):
 def test_smoothed_logits_differ_by_a_constant_per_query(dim, kv_heads, group, centered, seed):
     keys = keys_with_outliers(9, kv_heads, dim, seed=seed)
     queries = torch.randn(4, kv_heads * group, dim, generator=torch.Generator().manual_seed(seed))
-    smoothing = KeySmoothing.of(keys, queries, centered=centered)
+    smoothing = KeySmoothing.fit(keys, queries, centered=centered)
 
     def products(q, k):
         return torch.einsum("qhgd,khd->qhgk", q.double().unflatten(1, (kv_heads, group)),
@@ -61,7 +61,7 @@ def test_smoothed_logits_differ_by_a_constant_per_query(dim, kv_heads, group, ce
 def test_four_bits_keep_the_attention_of_keys_with_outliers():
     keys = keys_with_outliers(500, 2, 64, seed=0)
     queries = torch.randn(8, 2, 64, generator=torch.Generator().manual_seed(1))
-    smoothing, layout = KeySmoothing.of(keys[:250], queries), GroupLayout(64, 4)
+    smoothing, layout = KeySmoothing.fit(keys[:250], queries), GroupLayout(64, 4)
 
     def weights(q, k):
         return torch.einsum("qhd,khd->qhk", q, k).mul(64**-0.5).softmax(-1)
@@ -77,14 +77,14 @@ def test_four_bits_keep_the_attention_of_keys_with_outliers():
 
 @pytest.mark.parametrize("keys", [torch.zeros(5, 2, 8), torch.full((5, 2, 8), 3.0)])
 def test_constant_keys_have_finite_smoothing(keys):
-    smoothing = KeySmoothing.of(keys, torch.zeros(5, 4, 8))
+    smoothing = KeySmoothing.fit(keys, torch.zeros(5, 4, 8))
     assert smoothing.keys(keys).abs().max() < 1e-6
     assert torch.isfinite(smoothing.scale).all() and (smoothing.scale > 0).all()
 
 
 def test_smoothing_survives_stacking():
     samples = (keys_with_outliers(9, 2, 8, seed=seed) for seed in (0, 1))
-    layer = LayerSmoothing(*(KeySmoothing.of(keys, keys) for keys in samples))
+    layer = LayerSmoothing(*(KeySmoothing.fit(keys, keys) for keys in samples))
     again = LayerSmoothing.unstacked(layer.stacked())
     for name in ("rotated", "unrotated"):
         assert torch.equal(getattr(again, name).mean, getattr(layer, name).mean)
@@ -161,7 +161,7 @@ def test_slowly_measured_smoothing_is_cached(outliers, tmp_path, monkeypatch):
     cache, measured = tmp_path / "cache", []
     monkeypatch.setattr(source, "LEAST_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(KeySmoothing, "of", classmethod(
-        lambda cls, keys, *_, of=KeySmoothing.of, **options: measured.append(1) or of(
+        lambda cls, keys, *_, of=KeySmoothing.fit, **options: measured.append(1) or of(
             keys, *_, **options)))
     options = {"dtype": "float32", "cache_bits": 4, "progress": False}
     runs = []

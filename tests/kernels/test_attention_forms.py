@@ -36,7 +36,8 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 def by_blocks(q, k, v, lengths, *, key_lengths, scores, decay, form, sinks):
     return torch_ops.blockwise_prefill_attention(
-        q, k, v, lengths, key_lengths or lengths, scores, decay, FormArguments.of(form, sinks))
+        q, k, v, lengths, key_lengths or lengths, scores, decay,
+        FormArguments.from_form(form, sinks))
 
 
 @pytest.mark.source("prefill")

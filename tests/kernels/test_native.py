@@ -429,7 +429,7 @@ def test_no_memory_for_a_call(dtype):
         with pytest.raises(MemoryError, match="workspace of select_heavy_hitters"):
             native.select_heavy_hitters(
                 k, k, scores, cuts=[rows, 2, 3], slots=kept["slots"][..., :8], layout=None,
-                eviction=EvictionArguments.of(state))
+                eviction=EvictionArguments.from_state(state))
         with pytest.raises(MemoryError, match="workspace of decode_attention"):
             native.decode_attention(
                 wide["q"], wide["k"], wide["v"], slots=wide["slots"],

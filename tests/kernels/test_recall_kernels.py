@@ -134,7 +134,7 @@ def test_kernels_equal_the_reference(isa):
 def recall(some, *, capture=None):
     """The three operations, called one by one or noted in a program: what they choose and give."""
     noted = {} if capture is None else {"capture": capture}
-    form = FormArguments.of(*some["options"].values())
+    form = FormArguments.from_form(*some["options"].values())
     told = {"metadata": some["metadata"], "form": form}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              records=key_records(some), **noted)

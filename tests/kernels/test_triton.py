@@ -45,19 +45,19 @@ EVERY_FORM = [*FORMS, *MIXED]
 
 def prefill(q, k, v, lengths, *, key_lengths, scores, decay, form=DEFAULT_FORM, sinks=None):
     return triton_prefill.prefill_attention(q, k, v, lengths, key_lengths or lengths, scores,
-                                            decay, FormArguments.of(form, sinks))
+                                            decay, FormArguments.from_form(form, sinks))
 
 
 def select(k, v, scores, *, cuts, slots, state, layout):
     triton_select.select_heavy_hitters(
         k, v, scores, cuts=[size for cut in cuts for size in cut], slots=slots, layout=layout,
-        eviction=EvictionArguments.of(state))
+        eviction=EvictionArguments.from_state(state))
 
 
 def decode(q, k, v, *, slots, metadata, layout, state, form=DEFAULT_FORM, sinks=None):
     return triton_decode.decode_attention(
         q, k, v, slots=slots, metadata=metadata, layout=layout,
-        eviction=EvictionArguments.of(state), form=FormArguments.of(form, sinks))
+        eviction=EvictionArguments.from_state(state), form=FormArguments.from_form(form, sinks))
 
 
 def check_step(*args, **options):

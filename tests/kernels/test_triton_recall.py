@@ -48,13 +48,13 @@ def index_keys(keys, index, spans, *, layout, records=None):
 
 def choose_keys(q, k, *, log_weights=None, form=DEFAULT_FORM, sinks=None, offsets=None, **options):
     return triton_recall.choose_keys(q, k, log_weights=log_weights,
-                                     form=FormArguments.of(form, sinks), **options)
+                                     form=FormArguments.from_form(form, sinks), **options)
 
 
 def attend_recalled(q, k, v, *, layout=None, form=DEFAULT_FORM, sinks=None, offsets=None,
                     **options):
     return triton_recall.attend_recalled(q, k, v, layout=layout,
-                                         form=FormArguments.of(form, sinks), **options)
+                                         form=FormArguments.from_form(form, sinks), **options)
 
 
 KERNELS = SimpleNamespace(index_keys=index_keys, choose_keys=choose_keys,

@@ -221,7 +221,7 @@ def test_rates_of_links_move_random_bytes(tmp_path):
 
 
 def test_a_gpu_is_measured_with_more():
-    few, many = Sizes.of(Device()), Sizes.of(LazyDevice())
+    few, many = Sizes.for_device(Device()), Sizes.for_device(LazyDevice())
     assert many.rotated > few.rotated >= 256 << 20
     assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
 

@@ -135,13 +135,13 @@ def kernels(offload_dir: str) -> KernelFacts:
     best = max(cpu_library.SETS.index(name) for name in available if name != cpu_library.EMULATED)
     lacking = tuple(name for name in cpu_library.cpu_sets() if name != cpu_library.EMULATED
                     and cpu_library.SETS.index(name) > best)
-    found = KernelFacts(None, available, build=cpu_library.build(), built=cpu_library.built_sets(),
+    facts = KernelFacts(None, available, build=cpu_library.build(), built=cpu_library.built_sets(),
                         lacking=lacking)
     try:
-        return replace(found, chosen=cpu_library.instruction_set(), choices=_choices(),
+        return replace(facts, chosen=cpu_library.instruction_set(), choices=_choices(),
                        measured=measured_choices(offload_dir))
     except UserError as error:
-        return replace(found, refused=str(error))
+        return replace(facts, refused=str(error))
 
 
 def by_rows(choose: Callable[[int], str], rows: Sequence[int] = ROWS) -> str:
