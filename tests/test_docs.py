@@ -96,7 +96,7 @@ def test_each_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page, words", OURS, ids=[f"{page} {words[0]}" for page, words in OURS])
-def test_each_command_of_the_package_takes_the_flags_that_are_shown(page, words, monkeypatch):
+def test_each_command_takes_the_flags_that_are_shown(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     name = words[0].removeprefix("flexgen_h2o.")
     if name.startswith("integrations"):
@@ -188,7 +188,7 @@ def test_the_site_lists_every_page_once():
     assert len(listed) == len({*listed})
 
 
-def test_each_field_of_a_request_is_in_the_table_of_compatibility():
+def test_each_request_field_is_in_the_compatibility_table():
     page = read(ROOT / "docs" / "compatibility.md")
     known = {*request_fields.CHAT, *request_fields.COMPLETIONS, *request_fields.IGNORED,
              *request_fields._NEUTRAL, *(spec.name for spec in fields(SamplingParams))}

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from helpers import fuzz_cases
 from helpers.programs import ROOT
+from helpers.selection import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +27,7 @@ from flexgen_h2o.errors import UserError
 
 NAMES = ("safetensors", "index", "config", "generation config", "gguf", "gguf converted", "yaml",
          "hardware", "flags", "prompts", "tokenizer.json", "tokenizer_config.json", "requests")
-CASES = int(os.environ.get("FUZZ_EXAMPLES", 200))
+CASES = int(os.environ.get("FUZZ_EXAMPLES", examples(200)))
 EXPENSIVE = {"tokenizer.json": 5, "tokenizer_config.json": 5, "gguf converted": 10}
 """Parsers that get this fraction of the cases."""
 SLOW = 10.0

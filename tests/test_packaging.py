@@ -56,7 +56,7 @@ def test_the_manifest_covers_what_the_sdist_has_to_have(wheel):
     assert {"flexgen_h2o/kernels/cpu/dispatch.cpp", "configs/demo.yaml"} <= wheel.sources()
 
 
-def test_what_a_distribution_lacks_or_has_too_much_stops_the_check(wheel):
+def test_missing_or_extra_files_stop_the_check(wheel):
     wheel.check_contents("wheel", ["a.py", "b.py"], {"a.py"})
     with pytest.raises(SystemExit, match="the wheel lacks c.py"):
         wheel.check_contents("wheel", ["a.py"], {"a.py", "c.py"})

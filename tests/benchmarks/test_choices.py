@@ -57,19 +57,3 @@ def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path
     nbytes = [int(row["kv_cache_bytes_per_sequence"]) for row in rows]
     assert all(each < 0.6 * nbytes[0] for each in nbytes[1:4]), "20 % of a prompt, and the rest"
     assert "20 %: " in capsys.readouterr().out
-
-
-def test_a_choice_is_scored_as_in_a_text_of_its_own(tiny_model, study, articles):
-    """By transformers, where nothing is cut."""
-    import torch
-
-    folder = str(tiny_model("llama").folder)
-    model = tiny_model("llama").model
-    items = study.make_items(
-        [{"article": "some words", "choices": ["one", "another"], "gold": 0}], CharacterTokenizer())
-    (found,), _ = study.choice_scores(items, folder, None)
-    for choice, score in zip(items[0].choices, found, strict=True):
-        ids = torch.tensor([items[0].prompt + choice])
-        logits = model(ids).logits[0, -len(choice) - 1 : -1].log_softmax(-1)
-        expected = logits.gather(-1, torch.tensor(choice)[:, None]).sum()
-        assert score == pytest.approx(float(expected), abs=1e-3)

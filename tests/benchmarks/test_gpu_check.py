@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 import torch
 from helpers.programs import benchmark_modules
@@ -55,18 +53,6 @@ def test_steps_that_the_time_does_not_suffice_for_are_left_out(bench, clock):
         [step("a", 4), step("b", 3, 5), step("c", 1, 5), step("d", 3), step("e", 1)], deadline,
         lambda step: left_out.append(step.name))
     assert (done, left_out) == (["a", "b", "d"], ["c", "e"])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("most", [1, 3])
-def test_a_check_whose_process_dies_fails_alone(bench, most):
-    """Each raises a signal; of 0 and SIGCHLD nothing comes."""
-    found, ended = bench.gpu_comparison.run_side_by_side(
-        signal.raise_signal, [0, signal.SIGKILL, signal.SIGTERM, signal.SIGCHLD],
-        bench.gpu_comparison.Deadline(120), most)
-    assert found == {0: None, signal.SIGCHLD: None}
-    assert ended == {signal.SIGKILL: "its process ended with signal 9 (Killed)",
-                     signal.SIGTERM: "its process ended with signal 15 (Terminated)"}
 
 
 @pytest.mark.parametrize("brain", [True, False])

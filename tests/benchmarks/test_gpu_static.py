@@ -34,7 +34,7 @@ def check(path, *options) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.full
-def test_the_file_has_every_variant_and_some_compile_to_what_it_says():
+def test_every_variant_is_listed_and_some_compile_as_listed():
     done = check(RESULTS, "--sample", "9")
     assert done.returncode == 0, done.stdout + done.stderr
 

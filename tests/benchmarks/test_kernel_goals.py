@@ -26,7 +26,7 @@ def test_a_goal_depends_on_the_kind_of_cpu(goals, chosen, wanted):
     assert line.endswith(wanted) and "1.80" in line
 
 
-def test_the_first_round_does_not_count_and_rates_are_of_the_same_run(monkeypatch, capsys):
+def test_warm_up_is_excluded_and_rates_are_of_the_same_run(monkeypatch, capsys):
     """Calls return the seconds that they take."""
     with benchmark_modules("kernel_timing") as found:
         rows = found.kernel_timing

@@ -28,6 +28,7 @@ def test_the_time_of_all_layers_follows_from_few(scenarios):
     assert scenarios.extended((2, 2), (3.0, 3.1), 2) == 3
 
 
+@pytest.mark.full
 def test_a_group_limits_a_child_and_goes(memory_group):
     """Where cgroups may be made, a child in one sees its limit; elsewhere that is one line."""
     try:

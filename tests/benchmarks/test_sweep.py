@@ -63,12 +63,9 @@ def test_a_grid_is_a_product_whose_last_key_is_the_fastest(bench, tmp_path):
     ({"grids": GRID}, "grids"),
     ({"grid": {"gpu_batch": [1]}}, "cell gpu_batch=1: unknown key 'gpu_batch': did you mean"),
     ({"grid": {"gpu_batch_size": 4}}, "gpu_batch_size takes a list of values"),
-    ({"grid": {"batches": 4}}, "batches takes a list if it is a flag, or names"),
-    ({"grid": {"batches": {"a": 4}}}, "batches: 'a' must be a text"),
     ({"grid": {"seed": [1], "gen_len": [4]}}, "base: all of the grid's gen_len set gen_len"),
     ({"grid": {"seed": [1], "a": {"b": {"seed": 2}}}}, "seed and a both set seed"),
     ({"base": {"csv": "x.csv"}}, "base: csv has no place in a sweep"),
-    ({"grid": {"a": {"b": {"trace": "x"}}}}, "grid: a: b: trace has no place"),
 ])
 def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
     with pytest.raises(UserError, match=words):

@@ -55,9 +55,8 @@ def test_help_shows_common_flags_and_help_all_every_flag(capsys):
     assert "more flags: --help-all" in few and "more flags" not in all_flags
 
 
-def test_python_runs_the_package_and_its_modules_without_a_warning():
-    for words in (["flexgen_h2o"], ["flexgen_h2o", "plan"], ["flexgen_h2o.batch"],
-                  ["flexgen_h2o.flex_opt"]):
+def test_modules_run_as_programs_without_warnings():
+    for words in (["flexgen_h2o"], ["flexgen_h2o.batch"], ["flexgen_h2o.flex_opt"]):
         done = subprocess.run([sys.executable, "-W", "error", "-m", *words, "--version"], cwd=ROOT,
                               capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, VERSION, "")
@@ -169,7 +168,7 @@ def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
         assert completed(script, "flexgen-h2o", *words, folder=tmp_path) == offered
 
 
-def test_threads_that_the_system_does_not_allow_are_told_in_a_line(capsys):
+def test_thread_limit_is_one_error_line(capsys):
     def start():
         refusal = RuntimeError("can't start new thread")
         with mock.patch.object(threading.Thread, "start", side_effect=refusal), \

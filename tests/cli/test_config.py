@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import pytest
 import yaml
 from helpers.error_cases import refused
-from hypothesis import given
+from helpers.selection import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.cli.flags import GROUPS
@@ -21,15 +20,6 @@ from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError
-
-
-def test_light_imports():
-    code = (
-        "import sys, flexgen_h2o, flexgen_h2o.flex_opt, flexgen_h2o.cli.results\n"
-        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_public_names():
@@ -46,6 +36,7 @@ def test_public_names():
 # Placement and --percent
 
 
+@settings(max_examples=examples(100))
 @given(st.floats(0, 100), st.floats(0, 1))
 def test_placement_takes_what_sums_to_100(gpu, part):
     cpu = (100 - gpu) * part
@@ -82,6 +73,7 @@ def test_percent_reads_shares_and_gives_the_rest_to_disk(pairs, as_text):
     assert len(placements) == 3
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.one_of(st.floats(), st.integers(), st.text(max_size=5)), max_size=8))
 def test_percent_takes_or_refuses_anything_in_one_line(values):
     try:
@@ -114,12 +106,10 @@ def test_percent_refusals(values, match):
 @pytest.mark.parametrize(("values", "match"), [
     ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
     ({"num_gpu_batches": 1.5}, "integer"),
-    ({"gpu_batch_size": True}, "integer"),
     ({"overlap": 1}, "true or false"),
     ({"weights": (100, 0, 0)}, "Placement"),
     ({"pin_weight": "yes"}, "true or false"),
     ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
-    ({"prefill_chunk": 0.5}, "integer"),
 ])
 def test_policy_refusals(values, match):
     refused(lambda: Policy(**values), match=match)
@@ -250,20 +240,13 @@ def test_every_flag_is_described():
 
 @pytest.mark.parametrize(("values", "match"), [
     ({"gen_len": 0}, "--gen-len must be at least 1"),
-    ({"prompt_len": 0}, "--prompt-len must be at least 1"),
-    ({"gpu_batch_size": 0}, "--gpu-batch-size must be at least 1"),
     ({"num_gpu_batches": -1}, "--num-gpu-batches must be at least 1"),
-    ({"cut_gen_len": 0}, "--cut-gen-len must be at least 1"),
     ({"cut_gen_len": 33}, "at most --gen-len 32"),
     ({"cut_gen_len": 1}, "no decode step"),
-    ({"gen_len": "many"}, "integer"),
     ({"gen_len": None}, "integer"),
-    ({"gen_len": 3.0}, "integer"),
     ({"temperature": math.inf}, "finite"),
     ({"overlap": "on"}, "true or false"),
     ({"model": ""}, "--model must be text"),
-    ({"model": 3}, "--model must be text"),
-    ({"prompt": [""]}, "--prompt must be text"),
     ({"prompt": 5}, "--prompt must be text"),
     ({"device": "tpu"}, "auto, cpu, cuda"),
     ({"device": "cuda:x"}, "auto, cpu, cuda"),
@@ -273,20 +256,14 @@ def test_every_flag_is_described():
     ({"prompt": ["a"], "prompts": "b.txt"}, "not both"),
     ({"prompts": "b.csv"}, ".txt or .jsonl"),
     ({"prompts": "b.txt", "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
-    ({"prompt": ["a"], "prompt_len": 64}, "--prompt-len is of synthetic prompts"),
     ({"output": "x", "csv": "./x"}, "--output and --csv name the same file"),
     ({"plan_only": True, "log_file": "l.log"}, "--log-file has no effect with --plan-only"),
     ({"no_log": True, "log_file": "l.log"}, "give --log-file or --no-log, not both"),
     ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
-    ({"top_k": 3}, "--top-k has no effect"),
-    ({"min_p": 0.1}, "--min-p has no effect"),
     ({"do_sample": True, "top_p": 2.0}, "top_p must be at most 1"),
     ({"min_new_tokens": 64}, "min_new_tokens"),
-    ({"seed": -1}, "seed"),
     ({"verbose": -1}, "--verbose"),
-    ({"attn_sparsity": 0}, "--attn-sparsity must be greater than 0"),
     ({"attn_sparsity": 1.5}, "--attn-sparsity must be at most 1"),
-    ({"attn_sparsity": True}, "--attn-sparsity must be a finite number"),
     ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
     ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
      "--attn-sparsity chooses among all .* leave it or --num-window-length out"),
@@ -354,7 +331,7 @@ def test_weight_refusals(values, match):
 @pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
 @pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True},
                                     {"activation_bits": 8}, {"calibration": "text.txt"}])
-def test_what_weights_that_are_not_quantized_have_no_use_for_is_refused(plain, values):
+def test_quantization_flags_need_quantized_weights(plain, values):
     flag = "--" + next(iter(values)).replace("_", "-")
     refused(lambda: RunConfig(**plain, **values),
             match=f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")
@@ -437,34 +414,25 @@ def test_what_stays_cached(values, expected):
 
 @pytest.mark.parametrize(("values", "match"), [
     ({"hh_ratio": 0}, "--hh-ratio must be greater than 0"),
-    ({"hh_ratio": 1.1}, "--hh-ratio must be at most 1"),
     ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
-    ({"hh_ratio": True}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": None}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": []}, "--hh-ratio is empty"),
-    ({"hh_ratio": "  "}, "--hh-ratio is empty"),
-    ({"hh_ratio": {"a": 1}}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": [[0.1, 0.2]]}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
     ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
     ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
     ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
     ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
-    ({"hh_ratio": 0.1, "num_heavy_hitter_tokens": 8},
-     "--hh-ratio or --num-heavy-hitter-tokens, not both"),
-    ({"recent_ratio": 0.1, "num_window_length": 8}, "--recent-ratio or --num-window-length"),
     ({"num_window_length": 0}, "--num-window-length must be at least 1"),
     ({"num_heavy_hitter_tokens": -1}, "--num-heavy-hitter-tokens must be at least 0"),
     ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
      "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks: raise it"),
-    ({"num_window_length": 8, "sink_tokens": 4}, "no recent tokens beside 4 heavy .* 4 sinks"),
     ({"num_window_length": 4, "eviction": "sink-window"}, "no recent tokens beside 0 heavy"),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 2, "eviction": "window"},
      "--num-heavy-hitter-tokens has no effect with --eviction window"),
     ({"hh_ratio": 0.1, "eviction": "window", "sink_tokens": 4}, "give --eviction sink-window"),
     ({"hh_ratio": 0.1, "eviction": "full"}, "--eviction full keeps all: leave --hh-ratio out"),
-    ({"num_window_length": 8, "eviction": "full"}, "leave --num-window-length out"),
     ({"num_window_length": 8, "budget_of": "text"},
      "--budget-of text has no effect on --num-window-length"),
     ({"budget_of": "text"}, "--budget-of text has no effect on the full cache"),
@@ -472,7 +440,6 @@ def test_what_stays_cached(values, expected):
     ({"hh_ratio": 0.1, "index_bits": 2}, "--index-bits has no effect: add --recall"),
     ({"hh_ratio": 0.1, "recall": True, "fast_set": 0.5},
      "--fast-set has no effect: add --fetch-chosen"),
-    ({"fast_set": 0}, "--fast-set must be"),
     ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
     ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
      "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
@@ -482,15 +449,12 @@ def test_what_stays_cached(values, expected):
     ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
      "leave --evict-while-prefilling out"),
     ({"eviction": "lru"}, "--eviction must be one of h2o, window, sink-window, full, got 'lru'"),
-    ({"score": "max"}, "--score must be one of sum, mean, decay"),
     ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
     ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0}, "decay must be greater than 0"),
     ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
      "--score has no effect without heavy hitters"),
-    ({"sink_tokens": -1}, "--sink-tokens must be at least 0"),
     ({"cache_bits": 5}, "--cache-bits must be one of 16, 8, 4, got 5"),
-    ({"cache_bits": "4"}, "--cache-bits must be an integer"),
     ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
     ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
     ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),

@@ -114,7 +114,7 @@ def test_each_option_arrives_by_every_command(opening, front_end, given, keyword
     assert {name: found[name] for name in kept} == {name: plain[name] for name in kept}
 
 
-def test_a_configuration_sets_all_that_an_llm_takes_but_what_is_of_one_call():
+def test_run_config_sets_every_llm_option():
     taken = {*inspect.signature(LLM).parameters}
     assert set(llm_arguments(RunConfig())) == taken - OF_A_CALL
     assert {keyword for _, keyword, _ in FIELDS} == taken - OF_A_CALL

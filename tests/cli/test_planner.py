@@ -20,11 +20,11 @@ import pytest
 import yaml
 from helpers.gguf_cases import make
 from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
+from helpers.selection import examples, full
 from helpers.subprocesses import environment
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import flexgen_h2o
 from flexgen_h2o.cli import parser, planner
 from flexgen_h2o.cli.launch import workload
 from flexgen_h2o.cli.plan_text import plan_text, policy_flags
@@ -113,7 +113,7 @@ requests = st.fixed_dictionaries({
 })
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(machines, requests, st.tuples(*[st.none() | st.integers(1, 9)] * 2))
 def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given_sizes):
     size, count = given_sizes
@@ -146,7 +146,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
     assert len({(policy_flags(choice.run), batches(choice)) for choice in choices}) == len(choices)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
        st.sampled_from([1.05, 1.5, 4]))
 def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor):
@@ -186,7 +186,7 @@ def brute_force(hardware: Hardware, request: PlanRequest) -> float:
     return most
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(machines, st.sampled_from([(1, 1), (3, 4), (8, 2), (32, 1)]), st.sampled_from([8, 128]),
        st.none() | st.just(7), st.booleans(), st.sampled_from([None, H2OConfig(heavy_ratio=0.1)]))
 def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap, h2o):
@@ -199,9 +199,9 @@ def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap
     assert found >= 0.9 * most
 
 
-@pytest.mark.parametrize("lengths", [(128, 512), (512, 128)])
-@pytest.mark.parametrize("memory", [1.6, 2.0, 2.4])
-def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory, lengths):
+@pytest.mark.parametrize("lengths", [(128, 512), *full((512, 128))])
+@pytest.mark.parametrize("memory", [2.0, *full(1.6, 2.4)])
+def test_weights_and_cache_share_little_memory_optimally(memory, lengths):
     """Buffers of a cache come whole or not at all: no straight line leads to the best placement."""
     small = replace(CPU, cpu_bytes=int(memory * GB), interference=0.05, read_interference=0.6)
     request = PlanRequest(model=published("opt-1.3b"), prompt_len=lengths[0], gen_len=lengths[1],
@@ -216,7 +216,7 @@ def test_a_small_memory_is_shared_by_weights_and_cache_as_well_as_can_be(memory,
     assert found >= 0.99 * max(rates)
 
 
-@pytest.mark.parametrize("memory", [1.6, 2.0, 2.4])
+@pytest.mark.parametrize("memory", [2.0, *full(1.6, 2.4)])
 def test_few_prompts_are_split_as_well_as_can_be(memory):
     """In one batch, whose weights come in chunks, or in several, which share whole layers."""
     small = replace(CPU, cpu_bytes=int(memory * GB), interference=0.05, read_interference=0.6)
@@ -226,6 +226,7 @@ def test_few_prompts_are_split_as_well_as_can_be(memory):
     assert find(small, **request)[0].tokens_per_second >= TIE_RATIO * most
 
 
+@pytest.mark.full
 def test_batch_sizes_are_as_good_as_trying_them_all():
     small = replace(GPU, gpu_bytes=2 * GB, cpu_bytes=5 * GB)
     for hardware in (small, replace(CPU, cpu_bytes=3 * GB)):
@@ -314,14 +315,14 @@ def test_the_goal_latency_is_a_single_sequence():
 
 def test_compression_is_chosen_where_it_gains_and_only_there():
     tight = replace(GPU, gpu_bytes=3 * GB, links={link: GB for link in GPU.links})
-    options = {"model": published("opt-6.7b"), "prompt_len": 300}
+    options = {"model": published("opt-6.7b"), "prompt_len": 300, "gpu_batch_size": 16}
     plain, packed = find(tight, **options)[0], find(tight, **options, **ANYTHING)[0]
     assert packed.run.weights.bits == 4
     assert packed.tokens_per_second > 2 * plain.tokens_per_second
     same = roofline(1, 100)
     same = replace(same, linear=dict.fromkeys(BITS, same.linear[16]),
                    decode_attention=dict.fromkeys(BITS, same.decode_attention[16] * 100))
-    choices = find(replace(CPU, compute=same), **ANYTHING)
+    choices = find(replace(CPU, compute=same), gpu_batch_size=4, **ANYTHING)
     assert (choices[0].run.weights.bits, choices[0].run.cache.bits) == (16, 16)
     assert said_why(CPU, choices) == {"keeps more bits"}
 
@@ -343,7 +344,7 @@ def test_a_little_disk_is_not_used_for_next_to_nothing():
 # The plan as text
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.tuples(*[st.integers(0, 20).flatmap(
     lambda gpu: st.tuples(st.just(5 * gpu), st.integers(0, 20 - gpu).map(lambda c: 5 * c)))] * 3),
     st.tuples(*[st.integers(1, 64)] * 2), st.tuples(*[st.sampled_from(BITS)] * 2),
@@ -390,7 +391,7 @@ def plan_of(tmp_path: Path, hardware: Hardware, **flags) -> planner.Plan:
     return planner.plan(config, workload(config, ()), config.num_prompts)
 
 
-def test_recall_is_proposed_for_a_cache_that_is_not_in_the_fastest_memory(tmp_path):
+def test_recall_is_proposed_for_an_offloaded_cache(tmp_path):
     slow = replace(GPU, host_attention=replace(GPU.host_attention, decode_attention={
         16: 1e9, 8: 1e9, 4: 1e9}))
     plan = plan_of(tmp_path, slow, **HOST_BOUND)
@@ -422,12 +423,6 @@ def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
         plan = plan_of(tmp_path, CPU, **disk, **options)
         assert plan.recall.flags == "--hh-ratio 0.1 --recall --fetch-chosen"
         assert plan.recall.choice.run.recalls_from_disk
-
-
-def test_the_quality_that_is_told_is_that_of_the_docs():
-    page = (Path(flexgen_h2o.__file__).parents[1] / "docs" / "h2o.md").read_text(encoding="utf-8")
-    share = 200 * planner.RECALL_RATIO
-    assert f"| {share:g} % | {planner.RECALL_PERPLEXITY} |" in page
 
 
 def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):
@@ -591,7 +586,7 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     assert not any("auto" in name for name in names)
 
 
-def test_slots_that_the_plan_gives_to_experts_are_those_of_the_run(here, capsys):
+def test_planned_expert_slots_reach_the_run(here, capsys):
     argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
     assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
     line = re.search(r"^policy +(--percent .*)$", capsys.readouterr().out, re.MULTILINE)[1]
@@ -615,7 +610,7 @@ def test_prompts_bound_the_block(here, capsys):
 
 def test_given_bits_of_keys_and_values_are_kept(here):
     argv = ["--key-bits", "8", "--value-bits", "4", "--no-log", "--allow-compression",
-            "--memory-limit", "2GB"]
+            "--memory-limit", "2GB", "--gpu-batch-size", "4", "--num-gpu-batches", "2"]
     assert generate.main([*RUN, *argv]) == 0
     (llm,) = FakeLLM.made
     assert (llm.options["key_bits"], llm.options["value_bits"]) == (8, 4)
@@ -680,26 +675,29 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
                       done.stdout)
     assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
-    texts = tmp_path / "p.txt"
-    texts.write_text("word " * 100_000)  # 500 KB, of which no run takes more than the positions
-    done = elsewhere(*plan, "--model", "opt-30b", "--prompts", str(texts))
-    assert "opt-30b on a GPU, 2048 + 32 tokens" in done.stdout
-    done = elsewhere(*plan, "--model", "opt-30b", "--device-memory-limit", "5GB")
-    assert "of 5.0 GB, host memory" in done.stdout
     (tmp_path / "config.json").write_text('{"model_type": "opt", "hidden_size": 64, '
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
-    done = elsewhere(*plan, "--model", str(tmp_path), "--prompt-len", "9")
+    done = elsewhere(*plan[:3], "--model", str(tmp_path), "--prompt-len", "9")
     assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
     _, source = make("llama", tmp_path, random={"attn_q": "Q8_0", "ffn_up": "Q4_1"})
-    done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", "--weight-bits", "8")
+    done = elsewhere(*plan[:3], "--model", str(source), "--prompt-len", "9")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout
-    for more, shown in (([], False), (["--weight-bits", "16"], True)):
-        done = elsewhere(*plan, "--model", str(source), "--prompt-len", "9", *more)
-        assert (done.returncode, done.stderr) == (0, ""), done.stderr
-        assert ("--weight-bits" in done.stdout) == shown  # what is printed runs the same
-    done = elsewhere(*plan, "--device-memory-limit", "5GB", machine=CPU)
-    assert (done.returncode, done.stdout) == (2, "") and "a CPU has no GPU" in done.stderr
     done = elsewhere(*plan, "--model", "someone/unknown")
     assert done.returncode == 2 and done.stdout == ""
     assert "'someone/unknown' is none of them" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_memory_limit_of_a_planned_machine(tmp_path):
+    plan = plan_of(tmp_path, GPU, percent=(0, 100, 100, 0), model="opt-125m",
+                   device_memory_limit="5GB")
+    assert "of 5.0 GB, host memory" in plan.text
+    with pytest.raises(UserError, match="has no GPU"):
+        plan_of(tmp_path, CPU, model="opt-125m", device_memory_limit="5GB")
+
+
+def test_a_planned_gguf_prints_the_bits_that_were_given(tmp_path):
+    _, source = make("llama", tmp_path, random={"attn_q": "Q8_0", "ffn_up": "Q4_1"})
+    for bits, shown in (({}, False), ({"weight_bits": 16}, True), ({"weight_bits": 8}, True)):
+        plan = plan_of(tmp_path, GPU, path=None, model=str(source), prompt_len=9, **bits)
+        assert ("--weight-bits" in plan.text) == shown, "what is printed runs the same"

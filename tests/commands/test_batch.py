@@ -201,7 +201,7 @@ def test_a_request_without_a_length_ends_with_the_positions(runs):
     assert "at most 46, 32 of one sequence" in "".join(runs.capsys.readouterr())
 
 
-def test_a_job_of_which_all_requests_fail_has_a_status_of_its_own(runs):
+def test_a_job_with_only_failures_has_its_own_exit_status(runs):
     runs.input(["{broken\n", {"id": "t", "prompt": "w3", "tools": [1]}])
     for _ in range(2):  # going on, too
         assert "2 of 2 requests answered, 2 of them failed" in runs(status=ALL_FAILED)
@@ -261,7 +261,7 @@ def test_a_strict_job_runs_all_or_nothing(runs):
 @pytest.mark.parametrize("flags", [
     ["--gpu-batch-size", "3", "--num-gpu-batches", "2"], ["--window", "1"],
     ["--percent", "0", "50", "0", "50", "--window", "5"]])
-def test_texts_depend_neither_on_policy_nor_on_grouping_nor_on_order(runs, flags, tmp_path):
+def test_texts_do_not_depend_on_policy_grouping_or_order(runs, flags, tmp_path):
     runs()
     first = runs.texts()
     runs.input(some()[::-1])
@@ -593,7 +593,7 @@ def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     (results_are_removed, "removed while the job runs"),
     (progress_cannot_be_written, "cannot write --progress-file"),
 ])
-def test_a_fault_ends_a_job_in_a_line_and_the_same_command_goes_on(
+def test_a_fault_is_one_line_and_the_job_resumes(
         runs, after_blocks, monkeypatch, fault, message):
     runs()
     whole = runs.texts()
@@ -706,7 +706,7 @@ def test_bad_flags_are_told_in_a_line(refuses_flags, flags, words):
     refuses_flags(batch.main, flags, words)
 
 
-def test_a_config_file_gives_flags_and_none_that_would_do_nothing(tmp_path, capsys):
+def test_a_config_file_gives_flags_that_have_an_effect(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text("input: a.jsonl\noutput: b.jsonl\nwindow: 5\nhh_ratio: 0.2\n")
     options = batch.parse_args(["--config", str(path), "--window", "6"])

@@ -146,7 +146,7 @@ def test_a_file_that_is_no_results_stays_as_it_is(tmp_path):
             assert file.read() == text
 
 
-def test_results_of_other_requests_are_refused_and_mended_failures_are_not(tmp_path):
+def test_other_results_are_refused_but_not_fixed_failures(tmp_path):
     path = str(tmp_path / "out.jsonl")
     with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
         file.add([line_of(found, place) for place in range(4)])
@@ -211,7 +211,7 @@ def test_results_that_are_removed_under_the_job_are_told(tmp_path):
         refused(lambda: file.add([b"{}"]), "removed while the job runs")
 
 
-def test_a_job_whose_results_were_removed_leaves_those_of_another(tmp_path):
+def test_a_job_leaves_the_results_of_another_alone(tmp_path):
     path = str(tmp_path / "out")
     with ResultsFile("--output", path):
         os.unlink(path)

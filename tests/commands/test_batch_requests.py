@@ -100,7 +100,7 @@ def test_fields_of_vllm_become_sampling_parameters():
     assert chat.special and not chat.clamps and not read(chat_line()).special
 
 
-def test_fields_of_the_whole_job_are_those_that_a_request_does_not_give():
+def test_job_defaults_fill_fields_missing_in_a_request():
     given = requests.check_defaults("--request-defaults", {
         "top_k": 5, "stop_token_ids": [9], "echo": True, "reasoning_effort": "low",
         "chat_template_kwargs": {"a": 1, "b": 2}, "stop": "x"})
@@ -270,7 +270,7 @@ NAMES = st.sampled_from(sorted(
 @given(st.sampled_from([chat_line, completion]), st.dictionaries(NAMES, VALUES, max_size=3),
        st.dictionaries(st.sampled_from(["custom_id", "method", "url", "body", "id"]), VALUES,
                        max_size=1), st.booleans())
-def test_whatever_a_field_holds_is_a_request_or_a_line_of_failure(make, body, envelope, plain):
+def test_any_field_value_parses_or_fails_with_a_line(make, body, envelope, plain):
     line = make(**body)
     line = {**line["body"], **envelope} if plain else line | envelope
     raw = json.dumps(line).encode()

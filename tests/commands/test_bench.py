@@ -91,7 +91,7 @@ def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeyp
     assert row["predicted_decode_seconds"] and row["projected"] == "true"
 
 
-def test_the_median_of_what_was_measured_and_why_there_is_no_roofline(monkeypatch):
+def test_median_of_repeats_and_missing_roofline(monkeypatch):
     out = bench.text([stats(1.0, 8.0), stats(3.0, 4.0), stats(2.0, 4.0)], "not known: why")
     assert figures(out, "median") == pytest.approx([2, 20, 4, 4, 20 / 7, 1, 1], rel=1e-3)
     assert "prefill            3.000 s" in out  # of the repeat whose total is the median's

@@ -71,7 +71,7 @@ class Clock:
 
 
 @given(st.lists(st.sampled_from(["free", "done", "held", "left", "slow"]), max_size=12))
-def test_each_window_is_done_once_and_again_where_its_replica_is_gone(states):
+def test_each_window_is_done_once_or_retried_if_lost(states):
     store, clock = DictStore(), Clock()
     holders = {"held": b"1", "left": b"2", "slow": b"3", "done": b"done"}
     for window, state in enumerate(states):
@@ -120,7 +120,7 @@ def test_a_store_that_is_gone_ends_the_queue_in_a_line():
         pass  # nobody is there to be told
 
 
-def test_replica_0_is_waited_for_as_long_as_it_gives_signs_of_life():
+def test_replica_0_is_waited_for_while_it_sends_heartbeats():
     store, clock = DictStore(), Clock()
     first, second = clock.queue(store, 0), clock.queue(store, 1)
 

@@ -105,7 +105,7 @@ def replicas() -> list[psutil.Process]:
     return found
 
 
-def test_a_job_of_replicas_is_that_of_one_process_though_one_is_killed(
+def test_replicas_answer_as_one_process_though_one_is_killed(
         cluster, words, tmp_path, monkeypatch, capsys):
     write(tmp_path, [*requests(), "{broken\n", {"id": "r0", "prompt": "w3"},
                      {"id": "long", "prompt": " ".join(["w4"] * 400)},
@@ -141,7 +141,7 @@ def test_a_job_of_replicas_is_that_of_one_process_though_one_is_killed(
 
 
 @pytest.mark.full
-def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(words, tmp_path,
+def test_a_killed_command_leaves_no_process_and_resumes(words, tmp_path,
                                                                             capsys):
     write(tmp_path, requests())
     argv = flags(tmp_path, words, "out.jsonl", "--window", "1")
@@ -170,7 +170,7 @@ def test_a_command_that_is_killed_leaves_no_process_and_can_be_gone_on_with(word
 
 
 @pytest.mark.full
-def test_a_processor_answers_each_row_and_tells_of_those_that_cannot(cluster, words, tmp_path):
+def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path):
     from flexgen_h2o.integrations.ray import ProcessorConfig, build_processor
 
     rows = [{"id": number, "question": text, "sampling_params": {
@@ -250,7 +250,7 @@ def test_a_configuration_that_cannot_run_is_refused(given, words):
     refused(lambda: ProcessorConfig(model_source="m", **given), words)
 
 
-def test_a_replica_gets_the_cpus_that_all_of_them_leave_each_other():
+def test_replicas_share_the_cpus_of_a_host():
     host = {"CPU": 16.0, "memory": 40e9, "GPU": 2.0}
     asked = ReplicaResources(10_000_000_000)
     assert [asked.fitted([host] * 3, n).num_cpus for n in (1, 3, 4, 6, 7, 12)] == [

@@ -125,7 +125,7 @@ def test_the_tokens_of_llm(tiny_model, key):
 @pytest.mark.parametrize("name", [
     "ratio", "decay", "caote", "sinks and window", "one layer full", "in chunks",
     *full("mean", "sinks and heavy", "prompt only", "crossed mid-run", "prompt only, in chunks")])
-def test_every_variant_gives_the_tokens_of_llm_and_of_its_simulation(tiny_model, name, positions):
+def test_variants_give_the_tokens_of_llm_and_simulation(tiny_model, name, positions):
     tiny = tiny_model("llama")
     prompts, h2o = prompts_of(tiny), H2OConfig(**VARIANTS[name], positions=positions)
     expected = llm_tokens(tiny, prompts, h2o)

@@ -151,7 +151,7 @@ def test_a_prefill_goes_through_a_layer_in_chunks(batch, prompt, gpu, chunks):
     assert (prefill, step) == (pytest.approx(2 * 12 * chunks), pytest.approx(2 * 12))
 
 
-def test_attention_of_the_prefill_is_causal_and_dearer_with_scores():
+def test_prefill_attention_is_causal_and_slower_with_scores():
     compute = replace(FREE, prefill_attention={"plain": 1000.0, "scored": 250.0})
     flops = 12 * 4 * 64 * 12 * 64 * 65 / 2  # layers, sequences' own: 4 x 64 for each head and pair
     for h2o, rate in ((None, 1000), (H2OConfig(heavy_ratio=0.1), 250),
@@ -229,7 +229,7 @@ def test_decode_steps_spare_what_is_bound(options, itemsize, layer):
     assert prefill == pytest.approx(12 * 2 * 3.0)
 
 
-def test_the_host_attends_beside_the_gpu_if_there_are_two_batches():
+def test_host_attention_overlaps_the_gpu_with_two_batches():
     compute = replace(FREE, layer_seconds=3.0)
     host = HostAttentionRates({16: SLOT * 68.5 / 2}, head_seconds=1 / 24)  # 2.5 s a sequence
     hardware = machine(compute, host=host, up=1e30, down=1e30)
@@ -257,7 +257,7 @@ def test_rates_between_the_measured_rows(rows, expected):
 # Cache and activations
 
 
-def test_a_cache_on_disk_is_read_whole_and_written_every_sixteen_tokens():
+def test_a_disk_cache_is_read_whole_and_written_in_batches():
     found = estimate(machine(gpu=False), planned(cache=ON_DISK, gpu=False, batch=(4, 2)))
     whole = 12 * 8 * 72 * SLOT
     assert found.step.resources["disk->cpu"] == pytest.approx(whole)
@@ -301,7 +301,7 @@ def test_recall_reads_what_is_missing_and_writes_each_token_once():
 
 
 @pytest.mark.parametrize(("sequences", "share"), [(1, 1.0), (4, 0.5)])
-def test_one_half_of_a_batch_attends_while_what_the_other_has_chosen_comes(sequences, share):
+def test_recall_reads_overlap_attention_of_half_a_batch(sequences, share):
     """As long as that takes longer than attention; one sequence waits for all of it."""
     compute = replace(FREE, head_seconds=1e5)
     hardware = replace(machine(compute, gpu=False, read=1.0, write=1e30),
@@ -317,7 +317,7 @@ def test_one_half_of_a_batch_attends_while_what_the_other_has_chosen_comes(seque
             attention + max(0.0, reading - (1 - share) * attention), rel=1e-6)
 
 
-def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
+def test_recall_on_a_cpu_scans_the_index():
     """64 numbers of 4 bits, two scales and zero points of each of 12 heads; chosen records take 4
     times as long."""
     compute = replace(FREE, decode_attention={16: 1000.0, 8: 1.0, 4: 1.0}, head_seconds=0.125)
@@ -336,7 +336,7 @@ def test_recall_scans_the_index_and_attends_to_what_is_chosen_on_a_cpu_alone():
         assert step.seconds == pytest.approx(seconds)
 
 
-def test_a_gpu_waits_for_what_it_chooses_of_host_memory_and_for_no_more():
+def test_a_gpu_waits_only_for_recalled_host_tokens():
     hardware = machine(replace(FREE, layer_seconds=1e3), up=1.0, down=1e30)
     whole, some = (estimate(hardware, planned(cache=ON_HOST, batch=(4, 2), h2o=h2o)).step
                    for h2o in (None, RECALL))
@@ -397,15 +397,17 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("placed", "options"), [
     ((ON_HOST, ALL_HERE, ALL_HERE), {}),
     ((ON_DISK, ALL_HERE, ALL_HERE), {"overlap": False}),
-    ((ON_DISK, ALL_HERE, ALL_HERE), {"prefill_chunk": 16}),
-    ((ALL_HERE, ON_HOST, ON_DISK), {"lengths": (64, 2)}),  # a new token's rows are less than a page
     ((ALL_HERE, ON_DISK, ON_HOST), {}),
-    ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY}),
-    ((ALL_HERE, ON_HOST, ALL_HERE), {"bits": (16, 4)}),
     ((ALL_HERE, ON_DISK, ALL_HERE), {"bits": (16, 4), "prefill_chunk": 16}),
     ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY, "prefill_chunk": 16}),
-    ((ALL_HERE, (25, 25), ALL_HERE), {"prefill_chunk": 16}),
     ((ALL_HERE, (0, 50), ALL_HERE), {"h2o": HEAVY, "cpu_cache_compute": True}),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ((ON_DISK, ALL_HERE, ALL_HERE), {"prefill_chunk": 16}),
+        # A new token's rows are less than a page.
+        ((ALL_HERE, ON_HOST, ON_DISK), {"lengths": (64, 2)}),
+        ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY}),
+        ((ALL_HERE, ON_HOST, ALL_HERE), {"bits": (16, 4)}),
+        ((ALL_HERE, (25, 25), ALL_HERE), {"prefill_chunk": 16}))),
 ])
 def test_the_engine_moves_the_bytes_that_the_model_counts(folder, tmp_path, monkeypatch, kind,
                                                           placed, options):

@@ -51,7 +51,7 @@ def test_frequencies_are_of_tokens_that_choose_so_many(pair):
 
 
 @given(made(), st.floats(0.5, 40), st.integers(1, 60), st.floats(0, 1), st.floats(0, 14))
-def test_nothing_comes_that_is_not_touched_and_less_where_more_is_kept(pair, sequences, tokens,
+def test_untouched_experts_are_not_fetched(pair, sequences, tokens,
                                                                        first, kept):
     _, found = pair
     touched = found.touched(sequences * found.independent(tokens), first)

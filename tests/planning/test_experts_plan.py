@@ -90,7 +90,7 @@ def test_layers_without_experts_are_planned_by_their_own_sizes():
     assert read[1] == pytest.approx(read[0] * 36 / 48, rel=0.01)
 
 
-def test_experts_that_compute_in_host_memory_neither_travel_nor_have_slots():
+def test_experts_computed_on_the_host_are_not_transferred():
     machines = {True: GPU, False: CPU}
     options = {"weights": (100, 0), "experts": Placement(0, 100, 0), "model": QWEN,
                "batch": (1, 1)}
@@ -226,7 +226,7 @@ def test_counts_of_equals_place_as_no_counts(hardware):
     assert max(on_disk) > 0
 
 
-def test_a_choice_of_an_expert_takes_what_a_row_takes_beside_products():
+def test_each_routed_row_has_a_fixed_cost():
     """Of 32 tokens in the layers alone; each has gone through 8 experts besides."""
     run = planned(model=QWEN, batch=(8, 4), gpu=False, experts=Placement(100, 0, 0))
     compute = replace(FREE, elementwise=2e9)
@@ -245,7 +245,7 @@ def test_slots_keep_what_is_not_on_its_way():
 
 @pytest.mark.parametrize(("hardware", "gpu", "cpu"), [
     (GPU, 10, 70), (GPU, 16, 60), (CPU, 0, 30), (CPU, 0, 20)])
-def test_few_sequences_get_slots_for_half_of_the_experts_that_there_is_room_for(
+def test_few_sequences_get_slots_for_half_of_the_experts(
         hardware, gpu, cpu):
     tight = MemoryLimits(gpu * 10**9 or None, cpu * 10**9, 10**12)
     ample = MemoryLimits(gpu and 10**12, 10**12, 10**12)
@@ -269,7 +269,7 @@ def test_few_sequences_get_slots_for_half_of_the_experts_that_there_is_room_for(
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU])
-def test_a_block_goes_with_fewer_slots_where_there_is_no_room_for_the_usual(hardware):
+def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     """So that an expert comes once for all sequences, and not once for each small block."""
     memory = MemoryLimits(3 * 10**9 if hardware.has_gpu else None, 3 * 10**9, 10**12)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.selection import full
 from helpers.subprocesses import environment
 
 from flexgen_h2o.models import family
@@ -118,6 +119,7 @@ print(json.dumps({"peak": status("VmHWM"), "loaded": before, "cache": cache,
 """
 
 
+@pytest.mark.full
 def test_weights_on_disk_are_never_all_in_memory(large, tmp_path):
     cfg = from_transformers(LARGE, "large")
     layer = 2 * cfg.layer_parameters()
@@ -149,6 +151,7 @@ with LLM(folder, policy=Policy(weights=Placement(0, 0, 100)), device="cpu", dtyp
 """
 
 
+@pytest.mark.full
 def test_weights_are_quantized_a_few_tensors_at_a_time(large, tmp_path):
     cfg = from_transformers(LARGE, "large")
     layer, model = 2 * cfg.layer_parameters(), 2 * cfg.num_parameters()
@@ -220,7 +223,7 @@ with LLM(folder, policy=policy, h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dt
 """
 
 
-@pytest.mark.parametrize("chunk", [0, 500])
+@pytest.mark.parametrize("chunk", [0, *full(500)])
 def test_a_long_prompt_takes_linear_memory(tmp_path, chunk):
     """6,000 tokens, whose caches are far less than one matrix of scores."""
     write_model(tmp_path / "long", TINY | {"max_position_embeddings": 8192})

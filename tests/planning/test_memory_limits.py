@@ -77,7 +77,7 @@ def test_a_run_over_its_limit_is_refused_before_loading(options, monkeypatch):
         LLM(**options, workload=LOAD, memory_limit=10**8)
 
 
-def test_the_limit_holds_at_each_call_and_counts_the_weights_once(options):
+def test_each_call_keeps_the_limit_and_counts_weights_once(options):
     total = needed("cpu", options)
     with LLM(**options, memory_limit=total) as llm:
         assert len(llm.generate(PROMPTS, max_new_tokens=3)) == 4
@@ -140,7 +140,7 @@ def test_the_gpu_that_computes_page_locks(monkeypatch):
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_weights_in_host_memory_are_page_locked_unless_told_not_to(options, gpu, pin):
+def test_host_weights_are_pinned_unless_disabled(options, gpu, pin):
     policy = Policy(weights=Placement(0, 100, 0), pin_weight=pin)
     with LLM(**options, policy=policy) as llm:
         weights = 4 * llm.model_config.num_parameters()

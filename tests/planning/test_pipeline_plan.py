@@ -139,7 +139,7 @@ def test_a_search_leaves_room_for_messages():
     assert found[0].choice.run.workload.num_gpu_batches >= 4
 
 
-def test_bounds_fall_back_to_the_layers_number_where_the_times_do_not_fit():
+def test_stages_fall_back_to_equal_layer_counts():
     run = run_of(TIED)
     times = predict_pipeline(HARDWARE, run, 3, ROOM, None).bounds
     parts = [max(MemoryPlan(part).total("cpu") for part in rank_runs(run, bounds))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.planning_cases import FREE
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,7 +84,7 @@ def test_attention_takes_as_long_as_was_measured(path, bound):
 @pytest.mark.parametrize("path", [EARLIER, *(
     RESULTS / machine / "kernels_attention.csv"
     for machine in ("epyc-avx2", "xeon-avx512", "epyc-avx512bf16", "epyc-zen4"))])
-def test_rates_that_are_fitted_to_three_cases_hold_for_the_others(path):
+def test_rates_fitted_to_three_cases_predict_the_others(path):
     rates, times = attention(path)
     by_size = {(tokens.cached, round(tokens.selected / tokens.cached, 2)): tokens
                for tokens, bits in times if bits == 4}
@@ -134,9 +135,9 @@ def test_a_disk_reads_as_much_as_was_measured(path, prompt_len, bound):
     assert found >= 4
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.floats(0.02, 6), st.sampled_from([1, 125, 400]), st.integers(0, 2**32))
-def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, length, seed):
+def test_scattered_groups_are_read_as_the_engine_does(groups, length, seed):
     """Groups of one record or of several, 1,000 of which are read across."""
     gap, count = 1000, 4_000_000
     there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
@@ -148,7 +149,7 @@ def test_groups_that_lie_anywhere_are_read_as_the_engine_reads_them(groups, leng
 
 
 @given(st.floats(0.01, 1), st.integers(64, 10**6), st.sampled_from([128, 256, 512]))
-def test_more_that_is_chosen_costs_more_and_reads_no_more_than_everything(share, cached, token):
+def test_selecting_more_costs_more_up_to_everything(share, cached, token):
     few, many = (RecalledTokens(each * cached, cached, 8, 8 * token, share * cached / 2)
                  for each in (share / 2, share))
     less, more = (disk_read_ratio(RECALL, each) for each in (few, many))
