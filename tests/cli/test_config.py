@@ -207,17 +207,13 @@ def test_h2o_layers_of_the_model():
     ({"temperature": 0}, "greater than 0"),
     ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
     ({"top_k": -1}, "at least 0"),
-    ({"top_p": 1.5}, "at most 1"),
     ({"min_p": -0.1}, "at least 0"),
-    ({"repetition_penalty": 0.0}, "greater than 0"),
     ({"no_repeat_ngram_size": -1}, "at least 0"),
-    ({"eos_token_id": -2}, "at least -1"),
     ({"eos_token_id": [1, -1]}, "at least 0"),
     ({"eos_token_id": []}, "integer"),
     ({"eos_token_id": "2"}, "integer"),
     ({"seed": -1}, "at least 0"),
     ({"seed": 1.0}, "integer"),
-    ({"do_sample": 1}, "true or false"),
 ])
 def test_sampling_refusals(values, match):
     refused(lambda: SamplingParams(**values), match=match)
@@ -341,8 +337,11 @@ def test_quantization_flags_need_quantized_weights(plain, values):
 
 
 @pytest.mark.parametrize("values", [
-    {}, {"hh_ratio": 1}, {"hh_ratio": [1, 1.0]}, {"eviction": "full"}, {"hh_all": True},
-    {"sink_tokens": 0}, {"score": "sum"}, {"cache_bits": 4}, {"compress_cache": True},
+    {},
+    {"hh_ratio": [1, 1.0]},
+    {"eviction": "full"},
+    {"hh_all": True},
+    {"score": "sum"},
     {"key_bits": 8, "value_bits": 4},
 ])
 def test_the_cache_is_full_unless_asked_for_less(values):

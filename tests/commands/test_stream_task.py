@@ -165,14 +165,10 @@ def test_the_command_of_the_h2o_repository_in_both_spellings():
 
 @pytest.mark.parametrize(("flags", "h2o"), [
     ((), None),
-    (("--eviction", "full"), None),
-    (("--enable-h2o-generation",), H2OConfig(heavy_tokens=256, recent_tokens=256)),
     (("--enable-h2o-generation", "--num-heavy-hitter-tokens", "8"),
      H2OConfig(heavy_tokens=8, recent_tokens=8)),
     ((*EVICT, "--eviction", "sink-window", "--num-window-length", "64"),
      H2OConfig(heavy_tokens=0, recent_tokens=60, sink_tokens=4, positions="rolling")),
-    ((*EVICT, "--eviction", "window", "--num-window-length", "64"),
-     H2OConfig(heavy_tokens=0, recent_tokens=64, positions="rolling")),
     ((*EVICT, "--num-window-length", "64", "--sink-tokens", "2", "--score", "mean"),
      H2OConfig(heavy_tokens=32, recent_tokens=30, sink_tokens=2, score="mean",
                positions="rolling")),

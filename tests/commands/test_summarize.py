@@ -433,11 +433,8 @@ def test_every_flag_has_both_spellings_and_its_help(capsys):
 
 @pytest.mark.parametrize(("flags", "sizes"), [
     ([], None),
-    (["--enable-h2o-generation"], (128, 128, 0)),
     (["--enable_h2o_generation", "--num_window_length", "100"], (50, 50, 0)),
     (["--enable-h2o-generation", "--num-heavy-hitter-tokens", "10"], (10, 10, 0)),
-    (["--enable-h2o-generation", "--num_heavy_hitter_tokens", "10", "--num-window-length", "64"],
-     (10, 54, 0)),
     (["--enable-h2o-generation", "--eviction", "window"], (0, 256, 0)),
     (["--enable-h2o-generation", "--eviction", "sink-window", "--num-window-length", "64"],
      (0, 60, 4)),

@@ -135,7 +135,7 @@ def log_probs(model, context: list[int], continuation: list[int]) -> tuple[float
 # Through the harness
 
 
-@pytest.mark.parametrize("shots", [0, 2])
+@pytest.mark.parametrize("shots", [2, *full(0)])
 def test_accuracy_is_that_of_the_likeliest_choice(tiny_model, folder, task, shots):
     model = tiny_model("llama").model
     result, found = evaluate(folder, task("multiple_choice"), shots=shots)
@@ -159,7 +159,7 @@ def test_accuracy_is_that_of_the_likeliest_choice(tiny_model, folder, task, shot
 
 
 @pytest.mark.parametrize("arguments", [
-    {"hh_ratio": 0.1}, *full({"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1}),
+    *full({"hh_ratio": 0.1}, {"hh_ratio": 0.1, "evict_prompt": True, "prompt_chunk": 1}),
     {"num_window_length": 6, "eviction": "window", "evict_prompt": True, "prompt_chunk": 5},
 ])
 def test_dropping_gives_what_the_masked_simulation_gives(folder, task, arguments):
@@ -446,7 +446,7 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
         assert llm.policy.gpu_batch_size == 4
         llm.generate([[5, 6]], max_new_tokens=1)
         assert llm.stats.gpu_batch_size == 4
-        with pytest.raises(UserError, match="most must be at least 1"):
+        with pytest.raises(UserError, match="max_batch_size must be at least 1"):
             llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=0)
 
 

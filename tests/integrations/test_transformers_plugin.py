@@ -88,7 +88,7 @@ def prompts_of(tiny, lengths=LENGTHS, seed=0):
     return make_prompts(tiny.model.config.vocab_size, lengths, seed)
 
 
-@pytest.fixture(scope="session", params=["qwen2", "qwen3"])
+@pytest.fixture(scope="session", params=["qwen3", *full("qwen2")])
 def qwen(request):
     """Families that LLM does not know, with random weights."""
     from transformers import Qwen2Config, Qwen3Config
@@ -109,9 +109,10 @@ def qwen(request):
 
 
 @pytest.mark.parametrize("key", [
-    "opt", "neox_partial", "phi3_longrope", "gemma3", "gpt_oss",
-    *full("opt_350m_style", "llama", "mistral", "neox", "qwen3", "seed_oss", "granite", "olmo2",
-          "stablelm", "mixtral", "qwen3_moe_dense", "gemma2", "mistral_window")])
+    "opt", "neox_partial", "gpt_oss",
+    *full("opt_350m_style", "llama", "mistral", "neox", "qwen3", "seed_oss", "phi3_longrope",
+          "granite", "olmo2", "stablelm", "mixtral", "qwen3_moe_dense", "gemma2", "gemma3",
+          "mistral_window")])
 def test_the_tokens_of_llm(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
@@ -165,7 +166,7 @@ def test_any_budget_any_batch(tiny_model, data):
     assert tokens(model, prompts, h2o, new=15) == expected
 
 
-@pytest.mark.parametrize("key", ["mistral_window", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("key", ["gemma3", *full("mistral_window", "gpt_oss")])
 def test_windows_are_the_models_own(tiny_model, key):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny, [30, 7, 19])
@@ -497,7 +498,8 @@ def test_disabling_leaves_the_model_as_it_was(tiny_model):
     assert vars(model).pop("generate") is mine
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("again", [lambda x: pickle.loads(pickle.dumps(x)),
+                                   *full(copy.deepcopy)])
 def test_copies_of_an_enabled_model_are_their_own(tiny_model, again):
     prompts, h2o = prompts_of(tiny_model("llama")), H2OConfig(heavy_ratio=0.1)
     model = copy.deepcopy(tiny_model("llama").model)
@@ -667,6 +669,7 @@ def example():
     return program("examples/transformers_h2o.py")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(transformers.__version__ < "5",
                     reason="transformers 4 cannot read the tokenizer that 5 has written")
 @pytest.mark.filterwarnings("error:.past_key_values:FutureWarning")
