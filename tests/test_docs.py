@@ -1,4 +1,4 @@
-"""README.md and docs/ say what is so: pages, flags, links, commands and names that they show."""
+"""README.md and docs/: links, flags, commands and names that they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports between the subpackages: their direction, no cycles, and what loads without torch."""
+"""Imports between the subpackages: direction, no cycles, and modules without torch."""
 
 from __future__ import annotations
 

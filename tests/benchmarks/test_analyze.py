@@ -1,4 +1,4 @@
-"""The analyze task: its command, its files, and the real engine under it."""
+"""benchmarks/studies/analyze.py: the command, its files, and figures against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention that eviction loses, and attention without some keys; the memory of it all."""
+"""Attention lost to eviction, and attention without some keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistics of attention: each against the whole matrix in float64, and where it is known."""
+"""Attention statistics against the whole matrix in float64."""
 
 from __future__ import annotations
 

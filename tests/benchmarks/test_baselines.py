@@ -1,4 +1,4 @@
-"""The systems of benchmarks/compare.py, their rooflines, and the processes that they run in."""
+"""Rooflines and baselines of benchmarks/compare.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/studies/cache.py: what a step reads and writes, on a tiny model."""
+"""benchmarks/studies/cache.py: bytes that a step reads and writes."""
 
 from __future__ import annotations
 

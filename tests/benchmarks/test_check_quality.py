@@ -1,4 +1,4 @@
-"""benchmarks/check_quality.py: its rows, its bounds, and files that are read out of wheels."""
+"""benchmarks/check_quality.py: rows and bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/studies/choices.py: items as they are cut into tokens, what counts as right, rows."""
+"""benchmarks/studies/choices.py: items and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/compare.py: what is measured, in which order, resumed and compared; equal tokens."""
+"""benchmarks/compare.py: order of runs, rows, ratios, resumption."""
 
 from __future__ import annotations
 

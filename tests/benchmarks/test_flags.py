@@ -1,4 +1,4 @@
-"""Flags of benchmarks of which no figures would come: told in a line, before anything is run."""
+"""Flags of benchmarks that could give no figures are refused before a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py without a GPU: what it leaves out, what it compares, where it writes."""
+"""benchmarks/gpu_check.py without a GPU: deadlines and the order of checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPU kernels without a GPU: every variant is in the file of what they compile to, and fits."""
+"""Compiled GPU kernels, without a GPU: every variant is listed and fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmark of kernels says of its goals, and what its rows are made of."""
+"""Goals and timings of benchmarks/kernels.py."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""benchmarks/links.py: what is read, how rates come about, and that nothing stays behind."""
+"""benchmarks/links.py: rates, ratios, rows and cleanup."""
 
 import csv
 import os

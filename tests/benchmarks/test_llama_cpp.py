@@ -1,4 +1,4 @@
-"""llama.cpp as a baseline: its GGUF files, what it is asked for, its tokens where it is there."""
+"""The llama.cpp baseline: GGUF files and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/studies/machines.py: its simulation, what it makes of rates, its file."""
+"""benchmarks/studies/machines.py: simulated and measured rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/studies/needles.py: its texts hide what they ask for, its rows are made once."""
+"""benchmarks/studies/needles.py: texts with needles, and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/plots.py: what stands in each figure, and what is refused."""
+"""benchmarks/plots.py: figures and errors."""
 
 from __future__ import annotations
 

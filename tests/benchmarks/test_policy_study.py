@@ -1,4 +1,4 @@
-"""benchmarks/studies/policies.py: its masks are the engine's evictions, its file grows."""
+"""benchmarks/studies/policies.py: masks against the engine's evictions, and rows."""
 
 from __future__ import annotations
 

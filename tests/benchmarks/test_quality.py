@@ -1,4 +1,4 @@
-"""The quality task: its articles, its list of caches, its arithmetic, its files, its command."""
+"""benchmarks/studies/quality.py: articles, figures and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies of quality and memory: rows stay when a run is stopped, and errors are one line."""
+"""Quality and memory studies: rows survive a stop, and errors are one line."""
 
 from __future__ import annotations
 

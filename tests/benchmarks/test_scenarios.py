@@ -1,4 +1,4 @@
-"""benchmarks/scenarios.py: rooflines from few layers, what a trace says, limits of memory."""
+"""benchmarks/scenarios.py: rooflines from few layers, and memory groups."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""A stream by position: when a cache has failed, its rows, its table, its plot, its command."""
+"""benchmarks/studies/stream_quality.py: rows by position, and when a cache has failed."""
 
 from __future__ import annotations
 

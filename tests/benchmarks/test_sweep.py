@@ -1,4 +1,4 @@
-"""benchmarks/sweep.py: which runs a grid comes to, what becomes of each, resumed and read back."""
+"""benchmarks/sweep.py: the grid, failed cells, resumption."""
 
 from __future__ import annotations
 

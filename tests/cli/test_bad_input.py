@@ -1,4 +1,4 @@
-"""Bad input through the real command line: one line, status 2, nothing left; and one good run.
+"""Bad input on the command line: one error line, status 2, no files left; and one good run.
 
 What the flags and prompt files alone refuse, before any model is looked for, is in test_flex_opt.
 """

@@ -1,4 +1,4 @@
-"""The commands of the program: how each is called, found, told apart and completed in a shell."""
+"""The program's commands: help, version, dispatch, errors and shell completion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every value of the configuration is checked, and every refusal is one line."""
+"""Validation of the configuration: each error is one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of experts from run to plan: written by one command, read by the next, or refused."""
+"""Expert counts: written by a run, read by a plan, validated."""
 
 from __future__ import annotations
 

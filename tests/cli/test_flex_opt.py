@@ -1,4 +1,4 @@
-"""The command line, with a pretend engine: flags, prompts, files, exit statuses."""
+"""The command line with a fake engine: flags, prompts, files, exit statuses."""
 
 from __future__ import annotations
 

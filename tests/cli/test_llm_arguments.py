@@ -1,4 +1,4 @@
-"""A run's configuration and the `LLM` that it describes, through every command that opens one."""
+"""Each command passes the run's configuration to `LLM`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch command: jobs through a tiny model, whole, stopped, killed, gone on with, refused."""
+"""The batch command on a tiny model: whole jobs, stops, kills, resumption, errors."""
 
 from __future__ import annotations
 

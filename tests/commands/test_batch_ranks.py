@@ -1,4 +1,4 @@
-"""Batch jobs over two real ranks: whole, with a rank that dies, stops or hangs, and resumed."""
+"""Batch jobs over two pipeline ranks: ranks that die, stop or hang, and resumption."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line of a job as a request: what is taken, what is refused and how, and whatever else comes."""
+"""Lines of a batch job: parsed requests, errors and answers."""
 
 from __future__ import annotations
 

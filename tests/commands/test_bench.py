@@ -1,4 +1,4 @@
-"""The command bench: what it runs, its table against its rows, and the roofline beside them."""
+"""The bench command: its rows, its table and the roofline."""
 
 from __future__ import annotations
 

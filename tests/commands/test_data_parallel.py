@@ -1,4 +1,4 @@
-"""A job on several processes: the queue, a process that is killed, files that are left, resume."""
+"""Data-parallel batch jobs: the queue, killed processes, leftover files, resumption."""
 
 from __future__ import annotations
 

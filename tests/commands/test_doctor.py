@@ -1,4 +1,4 @@
-"""The command doctor: what it finds, how it says it, and machines on which much is missing."""
+"""The doctor command: facts, warnings, and machines where much is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The streaming task: its conversations, its flags, its figures, its files, its command."""
+"""The stream command: conversations, flags, figures and files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summarisation task: its input, ROUGE, figures, files, command, and the engine beneath it."""
+"""The summarize command: input, ROUGE, files, flags, and the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refusal is: one line, and for a command status 2 and nothing on stdout."""
+"""Checks of errors: one line, and for a command status 2 and an empty stdout."""
 
 from __future__ import annotations
 

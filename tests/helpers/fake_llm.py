@@ -1,4 +1,4 @@
-"""A pretend LLM for tests of commands: it notes what it is opened with, and answers as they say."""
+"""A fake LLM for tests of commands."""
 
 from __future__ import annotations
 

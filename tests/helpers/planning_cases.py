@@ -1,4 +1,4 @@
-"""Machines and models made by hand for the tests of the planner."""
+"""Machines and models for tests of the planner."""
 
 from __future__ import annotations
 

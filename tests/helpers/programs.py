@@ -1,4 +1,4 @@
-"""Programs beside the package, as modules: benchmarks, examples and tools."""
+"""Programs outside the package loaded as modules: benchmarks, examples and tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs have written, read back."""
+"""Readers of the files that runs write."""
 
 from __future__ import annotations
 

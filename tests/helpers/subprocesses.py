@@ -1,4 +1,4 @@
-"""The environment of processes that tests start."""
+"""The environment of subprocesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness itself, on a local task: our model within it, and its arguments."""
+"""The lm-evaluation-harness model on a local task, and its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Data, for real on this machine: replicas, killed ones, rows that cannot run, resume."""
+"""Ray Data on this machine: replicas, kills, rows that fail, resumption."""
 
 from __future__ import annotations
 

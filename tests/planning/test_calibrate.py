@@ -1,4 +1,4 @@
-"""Calibration: every figure is there, nothing is left behind, and what was measured is kept."""
+"""Calibration: every rate is measured, kept, and no file is left."""
 
 import logging
 import math

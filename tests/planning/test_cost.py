@@ -1,4 +1,4 @@
-"""The cost model: cases by hand, and its bytes against those that the engine moves."""
+"""The cost model: cases by hand, and its bytes against the engine's transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many experts are chosen: expectations over any share of them, by counts of other texts."""
+"""Expected numbers of routed experts, from counts of other texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner and mixtures of experts: what they take, what they cost, where they are put."""
+"""Planning of mixtures of experts: memory, cost and placement."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Machines as YAML: what is written comes back; every mistake is named with its file and key."""
+"""Hardware files in YAML: round trip, and errors that name file and key."""
 
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from helpers.selection import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.weight_layout import WEIGHT_BITS
@@ -70,6 +71,7 @@ def machines(draw) -> Hardware:
             "fetch_seconds", "fetch_head_seconds")}))
 
 
+@settings(max_examples=examples(100))
 @given(hardware=machines())
 def test_what_is_written_comes_back(tmp_path_factory, hardware):
     path = tmp_path_factory.mktemp("machines") / "machine.yaml"

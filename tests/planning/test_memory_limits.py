@@ -1,4 +1,4 @@
-"""What a run may take: bounds on host memory and on the GPU's, and what is page-locked."""
+"""Limits on host and GPU memory, and pinned memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory plan: sums by hand, a suggestion that fits itself, and what counts as free."""
+"""The memory plan: sums by hand, suggestions that fit, and free memory."""
 
 from __future__ import annotations
 

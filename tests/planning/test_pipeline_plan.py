@@ -1,4 +1,4 @@
-"""Plans for a pipeline over ranks: layers by their times, the memory of each, and its block."""
+"""Plans for pipeline ranks: layers by time, memory of each rank, and the block."""
 
 from __future__ import annotations
 

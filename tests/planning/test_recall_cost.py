@@ -1,4 +1,4 @@
-"""What recall costs by the planner's model, beside what was measured."""
+"""The cost of recall by the planner's model against measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rooflines: below what the cost model says of any run, and bytes or FLOPs by hand."""
+"""Rooflines: never above the cost model, and bytes or FLOPs by hand."""
 
 from __future__ import annotations
 
