@@ -45,7 +45,7 @@ test: $(VENV)/.have-test $(VENV)/.have-model
 	$(PYTEST)
 
 # Every case, with every instruction set, and the package as users get it.
-test-all: $(VENV)/.have-test $(VENV)/.have-model $(VENV)/.have-wheel
+test-all: $(VENV)/.have-test $(VENV)/.have-all-sets $(VENV)/.have-model $(VENV)/.have-wheel
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(PYTEST) --all
