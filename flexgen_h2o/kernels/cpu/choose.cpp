@@ -109,10 +109,10 @@ void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Sp
     const float scale = logit_scale(a.form, a.head_dim);
     const T* q = static_cast<const T*>(a.q) + s * a.q_row + head * group * a.q_head;
     const T* key = static_cast<const T*>(a.k) + s * a.k_row + head * a.k_head;
-    for (int64_t i = 0; i < a.head_dim; i++) space.key[i] = one(key + i);
+    to_floats(key, a.head_dim, space.key);
     for (int64_t g = 0; g < group; g++) {
         float* to = space.q + g * a.head_dim;
-        for (int64_t i = 0; i < a.head_dim; i++) to[i] = one(q + g * a.q_head + i);
+        to_floats(q + g * a.q_head, a.head_dim, to);
         space.offsets[g] = a.form.offsets ? a.form.offsets[s * a.heads + head * group + g] * scale : 0;
         space.own[g] = own_logit(a, to, space.key, scale, space.offsets[g]);
         round_query(to, scale, shape, g, space.rounded);

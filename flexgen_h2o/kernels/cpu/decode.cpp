@@ -50,7 +50,7 @@ struct Head {
 template <class T>
 void unpack(const Head& h, const T* from, float* to, bool rolls) {
     const Decode& a = h.a;
-    for (int64_t i = 0; i < a.head_dim; i++) to[i] = one(from + i);
+    to_floats(from, a.head_dim, to);
     for (int64_t i = a.head_dim; i < h.width; i++) to[i] = 0;
     if (!rolls) return;
     const float *c = a.cos + h.cached * a.half_rotary, *s = a.sin + h.cached * a.half_rotary;
@@ -67,8 +67,9 @@ void queries(const Head& h, float* q) {
     const T* from = static_cast<const T*>(h.a.q) + h.sequence * h.a.q_row +
                     h.kv_head * h.group * h.a.q_head;
     for (int64_t g = 0; g < h.group; g++) {
-        unpack(h, from + g * h.a.q_head, q + g * h.width, h.a.ranks != nullptr);
-        for (int64_t i = 0; i < h.width; i++) q[g * h.width + i] *= scale;
+        float* to = q + g * h.width;
+        unpack(h, from + g * h.a.q_head, to, h.a.ranks != nullptr);
+        for (int64_t i = 0; i < h.width; i += WIDTH) store(to + i, load(to + i) * scale);
     }
 }
 
@@ -160,6 +161,52 @@ void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t en
         if (positions[t] <= hidden) row[t] = NONE;
 }
 
+// Replace the logits of slots `begin` to `end` for query `g` by weights exp(logit - top). Initialize
+// the partial attention: top, total and output.
+void weigh(const Head& h, int64_t g, float* row, int64_t begin, int64_t end, float* to) {
+    const int64_t stop = begin + padded(end - begin);
+    form_logits(h, g, row, begin, end);
+    for (int64_t t = end; t < stop; t++) row[t] = NONE;
+    Floats most = broadcast(NONE), total{};
+    for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
+    to[0] = widest(most);
+    const float top = to[0] > NONE ? to[0] : 0;  // all slots may be masked by the window
+    for (int64_t t = begin; t < stop; t += WIDTH) {
+        const Floats e = exp(load(row + t) - top);
+        store(row + t, e);
+        total += e;
+    }
+    to[1] = sum(total);
+    for (int64_t i = 0; i < h.width; i += WIDTH) store(to + 2 + i, Floats{});
+}
+
+// Compute the logits of slots `begin` to `end` for all queries of a head.
+template <class Rows>
+void multiply_keys(const Head& h, const Rows& rows, const Queries& to, int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t += SLOT_TILE) {
+        const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
+        const auto tile = rows.tile(t, count);
+        by_queries(h.group, [&](auto G, int64_t g) {
+            key_products<G()>(tile, {to.q + g * to.width, to.width, to.row + g * to.stride + t,
+                                     to.stride}, count);
+        });
+    }
+}
+
+// out [queries, apart] += weights of slots `begin` to `end` @ their values.
+template <class Rows>
+void multiply_values(const Head& h, const Rows& rows, const Queries& weights, int64_t begin,
+                     int64_t end, float* out, int64_t apart) {
+    for (int64_t t = begin; t < end; t += SLOT_TILE) {
+        const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
+        const auto tile = rows.tile(t, count);
+        by_queries(h.group, [&](auto G, int64_t g) {
+            value_products<G()>(tile, {nullptr, weights.width, weights.row + g * weights.stride + t,
+                                       weights.stride}, count, out + g * apart, apart);
+        });
+    }
+}
+
 template <class T>
 void attend_part(const Head& h, const Space& space, int64_t index, int64_t part, float* scratch,
                  float* logits) {
@@ -176,48 +223,18 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     });
     if (!tiled)
         with_rows<T>(h, 0, space_of_tile, [&](const auto& rows) {
-            for (int64_t t = begin; t < end; t += SLOT_TILE) {
-                const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
-                const auto tile = rows.tile(t, count);
-                by_queries(h.group, [&](auto G, int64_t g) {
-                    key_products<G()>(tile, Queries{q + g * h.width, h.width,
-                                                    logits + g * space.stride + t, space.stride},
-                                      count);
-                });
-            }
+            multiply_keys(h, rows, {q, h.width, logits, space.stride}, begin, end);
         });
-    const int64_t stop = begin + padded(end - begin);
-    for (int64_t g = 0; g < h.group; g++) {
-        float *row = logits + g * space.stride, *at = partial(h, space, index, part, g).out - 2;
-        form_logits(h, g, row, begin, end);
-        for (int64_t t = end; t < stop; t++) row[t] = NONE;
-        Floats most = broadcast(NONE), total{};
-        for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
-        at[0] = widest(most);
-        const float top = at[0] > NONE ? at[0] : 0;  // all slots may be masked by the window
-        for (int64_t t = begin; t < stop; t += WIDTH) {
-            const Floats e = exp(load(row + t) - top);
-            store(row + t, e);
-            total += e;
-        }
-        at[1] = sum(total);
-        for (int64_t i = 0; i < h.width; i++) at[2 + i] = 0;
-    }
+    for (int64_t g = 0; g < h.group; g++)
+        weigh(h, g, logits + g * space.stride, begin, end, partial(h, space, index, part, g).out - 2);
     float* out = partial(h, space, index, part, 0).out;
     const auto add_values = [&](const auto& records) {
         records.values(logits, space.stride, begin, end, out, space.size);
     };
     if (with_tiles(h, 1, space_of_tile, add_values)) return;
     with_rows<T>(h, 1, space_of_tile, [&](const auto& rows) {
-        for (int64_t t = begin; t < end; t += SLOT_TILE) {
-            const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
-            const auto tile = rows.tile(t, count);
-            by_queries(h.group, [&](auto G, int64_t g) {
-                value_products<G()>(tile, Queries{nullptr, h.width,
-                                                  logits + g * space.stride + t, space.stride},
-                                    count, out + g * space.size, space.size);
-            });
-        }
+        multiply_values(h, rows, {nullptr, h.width, logits, space.stride}, begin, end, out,
+                        space.size);
     });
 }
 
@@ -287,6 +304,46 @@ INLINE void add_received(float* scores, const float* weights, int64_t begin, int
     for (; t < end; t++) scores[t] = scores[t] * keep + weights[t] * factor;
 }
 
+// Combine the partial attentions of a query with the new token to an output [width]. Update the scores
+// of the slots. Return the new token's own attention weight.
+float combine(const Head& h, const Space& space, int64_t index, int64_t g, const float* q,
+              const float* key, const float* value, const float* logits, float* out) {
+    const Decode& a = h.a;
+    Floats products{};
+    for (int64_t i = 0; i < h.width; i += WIDTH)
+        products = fma(load(q + g * h.width + i), load(key + i), products);
+    float own = sum(products) + h.offset(g);
+    if (a.form.softcap > 0) {
+        const float cap = static_cast<float>(a.form.softcap);
+        own = cap * tanhf(own / cap);
+    }
+    const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : NONE;
+    float top = fmaxf(own, sink);
+    for (int64_t p = 0; p < space.parts; p++)
+        top = fmaxf(top, partial(h, space, index, p, g).top);
+    const float own_weight = expf(own - top);
+    float total = own_weight;
+    if (a.form.sinks) total += expf(sink - top);
+    for (int64_t p = 0; p < space.parts; p++) {
+        const Partial some = partial(h, space, index, p, g);
+        total += some.total * expf(some.top - top);
+    }
+    for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(value + i) * own_weight);
+    for (int64_t p = 0; p < space.parts; p++) {
+        const Partial some = partial(h, space, index, p, g);
+        const float factor = expf(some.top - top);
+        for (int64_t i = 0; i < h.width; i += WIDTH)
+            store(out + i, load(out + i) + load(some.out + i) * factor);
+        if (!a.scores) continue;
+        int64_t begin, end;
+        span(h, space, p, begin, end);
+        add_received(a.scores + h.first(), logits + g * space.stride, begin, end,
+                     g == 0 ? static_cast<float>(a.decay) : 1.0f, factor / total);
+    }
+    for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(out + i) / total);
+    return own_weight / total;
+}
+
 template <class T>
 void finish(const Head& h, const Space& space, int64_t index, float* scratch,
             const float* logits) {
@@ -300,51 +357,20 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     unpack(h, new_value, value, false);
     float own_received = 0;
     for (int64_t g = 0; g < h.group; g++) {
-        Floats products{};
-        for (int64_t i = 0; i < h.width; i += WIDTH)
-            products = fma(load(q + g * h.width + i), load(key + i), products);
-        float own = sum(products) + h.offset(g);
-        if (a.form.softcap > 0) {
-            const float cap = static_cast<float>(a.form.softcap);
-            own = cap * tanhf(own / cap);
-        }
-        const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : NONE;
-        float top = fmaxf(own, sink);
-        for (int64_t p = 0; p < space.parts; p++)
-            top = fmaxf(top, partial(h, space, index, p, g).top);
-        const float own_weight = expf(own - top);
-        float total = own_weight;
-        if (a.form.sinks) total += expf(sink - top);
-        for (int64_t p = 0; p < space.parts; p++) {
-            const Partial some = partial(h, space, index, p, g);
-            total += some.total * expf(some.top - top);
-        }
-        own_received += own_weight / total;
-        for (int64_t i = 0; i < h.width; i++) sums[i] = value[i] * own_weight;
-        for (int64_t p = 0; p < space.parts; p++) {
-            const Partial some = partial(h, space, index, p, g);
-            const float factor = expf(some.top - top);
-            for (int64_t i = 0; i < h.width; i++) sums[i] += some.out[i] * factor;
-        }
+        own_received += combine(h, space, index, g, q, key, value, logits, sums);
         T* out = static_cast<T*>(a.out) +
                  (h.sequence * a.heads + h.kv_head * h.group + g) * a.head_dim;
-        for (int64_t i = 0; i < a.head_dim; i++) put(out + i, sums[i] / total);
-        for (int64_t p = 0; a.scores && p < space.parts; p++) {
-            int64_t begin, end;
-            span(h, space, p, begin, end);
-            add_received(a.scores + h.first(), logits + g * space.stride, begin, end,
-                         g == 0 ? static_cast<float>(a.decay) : 1.0f,
-                         expf(partial(h, space, index, p, g).top - top) / total);
-        }
+        from_floats(sums, a.head_dim, out);
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
     uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
-    T* smoothed = reinterpret_cast<T*>(key);
-    if (a.factor) {  // reuses the scratch memory of the key
+    T* smoothed = reinterpret_cast<T*>(value);
+    if (a.factor) {
         const float *factor = h.of_keys(a.factor), *shift = h.of_keys(a.shift);
-        for (int64_t i = 0; i < a.head_dim; i++) key[i] = one(new_key + i) * factor[i] + shift[i];
+        to_floats(new_key, a.head_dim, key);
+        for (int64_t i = 0; i < a.head_dim; i++) key[i] = key[i] * factor[i] + shift[i];
         hadamard(key, a.head_dim);
-        for (int64_t i = 0; i < a.head_dim; i++) put(smoothed + i, key[i]);  // T fits in a float
+        from_floats(key, a.head_dim, smoothed);
     }
     write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
                a.factor ? smoothed : new_key, codes);
@@ -412,6 +438,8 @@ int decode(const Decode& a) {
 }
 
 }  // namespace
+
+FLOAT_PRODUCTS()
 
 int decode_attention(const Decode& a) { BY_DTYPE(decode) }
 

@@ -98,14 +98,11 @@ void strip_of_outputs(const Weights& weights, Extent part, int64_t inputs, const
 // Convert rows of x from `row` on to floats [blocks of inputs, rows, DEPTH], padded with zeros.
 template <class T>
 void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to) {
-    const T* from = x;
     for (int64_t begin = 0; begin < inputs; begin += DEPTH) {
         float* mine = to + begin * rows + row * DEPTH;
         const int64_t left = inputs - begin, count = left < DEPTH ? left : DEPTH;
-        int64_t i = 0;
-        for (; i + WIDTH <= count; i += WIDTH) store(mine + i, load(from + begin + i));
-        for (; i < count; i++) mine[i] = one(from + begin + i);
-        for (; i < DEPTH; i++) mine[i] = 0;
+        to_floats(x + begin, count, mine);
+        for (int64_t i = count; i < DEPTH; i++) mine[i] = 0;
     }
 }
 

@@ -37,12 +37,10 @@ INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* co
 template <class T>
 void index_one(const IndexKeys& a, const TileShape& shape, const void* keys, int64_t row,
                uint8_t* index, int64_t token, float* x, uint8_t* codes) {
-    if (a.layout.bits == 16) {
-        const T* from = static_cast<const T*>(keys) + row * a.keys_slot;
-        for (int64_t i = 0; i < a.head_dim; i++) x[i] = one(from + i);
-    } else {
+    if (a.layout.bits == 16)
+        to_floats(static_cast<const T*>(keys) + row * a.keys_slot, a.head_dim, x);
+    else
         dequantize_row(static_cast<const uint8_t*>(keys) + row * a.keys_slot, x, a.layout);
-    }
     const int64_t lane = token % INDEX_TILE;
     uint8_t* tile = index + token / INDEX_TILE * shape.bytes + lane;
     uint8_t* scales = tile - lane + INDEX_TILE * shape.code_rows + 2 * lane;

@@ -85,13 +85,7 @@ struct AsFloats {
     static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,
                                Element* tile) {
         if constexpr (sizeof(T) == sizeof(float)) return x;
-        for (int64_t t = 0; t < count; t++) {
-            const T* from = x + t * stride;
-            Element* to = tile + t * dim;
-            int64_t i = 0;
-            for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
-            for (; i < dim; i++) to[i] = one(from + i);
-        }
+        for (int64_t t = 0; t < count; t++) to_floats(x + t * stride, dim, tile + t * dim);
         stride = dim;
         return tile;
     }

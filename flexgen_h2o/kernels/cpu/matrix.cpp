@@ -7,7 +7,7 @@ namespace {
 
 // Dequantize row `row` of the matrix to floats.
 template <class C>
-INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
+NOINLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float* to) {
     const int64_t lane = row % MATRIX_TILE;
     for (int64_t g = 0; g < m.groups; g++) {
         const uint8_t* block = m.at(row / MATRIX_TILE, g);
@@ -27,7 +27,7 @@ INLINE void unpack_row(const Matrix& matrix, const Blocks& m, int64_t row, float
 
 // Dequantize a block to floats [group, TILE].
 template <class C>
-INLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
+NOINLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
     constexpr int STEPS = C::unit_inputs;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(block, i), zero = C::zeros(block, i);

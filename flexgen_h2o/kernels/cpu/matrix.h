@@ -205,7 +205,7 @@ struct Float12 : Unit<3, 8> {
 
 // Call f(format) with the format of the matrix.
 template <class F>
-INLINE int by_codes(const Matrix& m, const F& f) {
+INLINE auto by_codes(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});
     if (m.group < 0) return f(Compact<4>{});
     if (m.bits == 12) return f(Float12{});

@@ -135,7 +135,7 @@ void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, 
 
 // Store totals [rows, columns] to the outputs from `begin` on, for rows from `first` on.
 template <class T>
-void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
+NOINLINE void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
                  const float* totals) {
     const int64_t left = a.matrix.outputs - begin, count = left < columns ? left : columns;
     const T* bias = a.bias ? static_cast<const T*>(a.bias) + begin : nullptr;

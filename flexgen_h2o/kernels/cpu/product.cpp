@@ -126,7 +126,7 @@ INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_
 
 // The same with quantized values from the buffer.
 template <class A, int R>
-INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, const Workspace& w) {
+NOINLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, const Workspace& w) {
     constexpr int CHAINS = chains(R, 2);
     const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
@@ -146,11 +146,14 @@ INLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, con
     }
 }
 
-// Compute the outputs of up to two tiles for a panel with `rows` valid rows.
-template <class A, class T, class C>
-void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t first, int64_t rows,
-                      const Panel& p, const Workspace& w) {
-    const int64_t all = tiles_of(a.matrix), steps = m.group / A::inputs;
+using AddGroups = void (*)(const Matrix&, const Blocks&, int64_t tile, int64_t rows, const Panel&,
+                           const Workspace&);
+
+// Compute the totals of up to two tiles for a panel with `rows` valid rows.
+template <class A, class C>
+void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t rows, const Panel& p,
+                const Workspace& w) {
+    const int64_t all = tiles_of(matrix), steps = m.group / A::inputs;
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
     const CacheLevel to = cache_of_weights(rows <= ROWS);
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
@@ -167,33 +170,47 @@ void chunk_of_outputs(const Product& a, const Blocks& m, int64_t tile, int64_t f
             add_codes<A, decltype(count)::value>(p, steps, g, row, w);
         });
     }
-    put_columns<T>(a, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
 }
 
-// Dequantized floats of a matrix: scale times quantized value plus zero point.
+// Dequantize a part to floats [register blocks, DEPTH, SLIVER], including the padding of the last
+// group.
 template <class C>
-struct CodedWeights {
-    const Product& a;
-    Blocks blocks;
+void dequantize(const Blocks& blocks, const Extent& part, float* to) {
+    const int64_t first = part.input / blocks.group, end = part.input + part.inputs;
+    for (int64_t o = 0; o < part.outputs; o += MATRIX_TILE)
+        for (int64_t g = first; g * blocks.group < end; g++) {
+            const uint8_t* block = blocks.at((part.output + o) / MATRIX_TILE, g);
+            for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
+                const int64_t column = o + i;
+                float* const mine = to + column / SLIVER * DEPTH * SLIVER +
+                                    (g - first) * blocks.group * SLIVER + column % SLIVER;
+                const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
+                for (int64_t n = 0; n < blocks.words / C::unit_words; n++) {
+                    const Coded<C> unit = load_coded<C>(block, n, i);
+#pragma GCC unroll 8
+                    for (int s = 0; s < C::unit_inputs; s++)
+                        store(mine + (n * C::unit_inputs + s) * SLIVER,
+                              fma(scale, bits_of<Floats>(Single::codes<C>(unit, s)), zero));
+                }
+            }
+        }
+}
 
-    explicit CodedWeights(const Product& a) : a(a), blocks(a.matrix) {}
+// Dequantized floats of a matrix.
+struct CodedWeights {
+    using Dequantize = void (*)(const Blocks&, const Extent&, float*);
+    const Product& a;
+    const Blocks blocks;
+    const Dequantize dequantize_part;
+
+    explicit CodedWeights(const Product& a)
+        : a(a), blocks(a.matrix), dequantize_part(by_codes(a.matrix, [](auto codes) -> Dequantize {
+              return dequantize<decltype(codes)>;
+          })) {}
     bool suits() const { return DEPTH % blocks.group == 0; }
     int64_t outputs() const { return a.matrix.outputs; }
 
-    // Dequantize to floats [register blocks, DEPTH, SLIVER], including the padding of the last group.
-    void unpack(const Extent& part, float* to) const {
-        const int64_t first = part.input / blocks.group, end = part.input + part.inputs;
-        for (int64_t o = 0; o < part.outputs; o += MATRIX_TILE)
-            for (int64_t g = first; g * blocks.group < end; g++) {
-                const uint8_t* block = blocks.at((part.output + o) / MATRIX_TILE, g);
-                for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-                    const int64_t column = o + i;
-                    unpack_vector(block, i, to + column / SLIVER * DEPTH * SLIVER +
-                                                (g - first) * blocks.group * SLIVER +
-                                                column % SLIVER);
-                }
-            }
-    }
+    void unpack(const Extent& part, float* to) const { dequantize_part(blocks, part, to); }
 
     // Prefetch a share of the next part. The hardware prefetcher cannot predict the first blocks of the
     // next outputs.
@@ -207,25 +224,15 @@ struct CodedWeights {
             for (int64_t byte = 0; byte < bytes; byte += 64)
                 ISA::prefetch(blocks.at(tile + t, more ? next : 0) + byte, SECOND);
     }
-
-private:
-    INLINE void unpack_vector(const uint8_t* block, int64_t i, float* to) const {
-        constexpr int STEPS = C::unit_inputs;
-        const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
-        for (int64_t n = 0; n < blocks.words / C::unit_words; n++) {
-            const Coded<C> unit = load_coded<C>(block, n, i);
-#pragma GCC unroll 8
-            for (int s = 0; s < STEPS; s++)
-                store(to + (n * STEPS + s) * SLIVER,
-                      fma(scale, bits_of<Floats>(Single::codes<C>(unit, s)), zero));
-        }
-    }
 };
 
 // Compute all matmuls of a chain that share x.
-template <class A, class T, class C>
+template <class A, class T>
 int product(const Product& a) {
     const Blocks m(a.matrix);
+    const AddGroups add = by_codes(a.matrix, [](auto codes) -> AddGroups {
+        return add_groups<A, decltype(codes)>;
+    });
     const int64_t most = a.rows < PANEL ? a.rows : PANEL;
     Panel p{nullptr, nullptr, most, m.group / A::inputs};
     const int64_t size = most * COLUMNS + p.steps * COLUMNS + 2 * COLUMNS;
@@ -248,8 +255,10 @@ int product(const Product& a) {
                 const Blocks blocks(each->matrix);
                 const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
-                for (int64_t chunk = 0; chunk < chunks; chunk++)
-                    chunk_of_outputs<A, T, C>(*each, blocks, 2 * chunk, first, rows, p, w);
+                for (int64_t tile = 0; tile < 2 * chunks; tile += 2) {
+                    add(each->matrix, blocks, tile, rows, p, w);
+                    put_columns<T>(*each, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
+                }
             }
         }
     }
@@ -264,17 +273,15 @@ using Arithmetic = Single;
 
 template <class T>
 int product_of(const Product& a) {
-    return by_codes(a.matrix, [&](auto codes) {
-        using A = Arithmetic;
-        using C = decltype(codes);
 #if defined(TILES)
-        if (a.rows > VECTOR_ROWS) return tiled_product<C>(a);
+    if (a.rows > VECTOR_ROWS)
+        return by_codes(a.matrix, [&](auto codes) { return tiled_product<decltype(codes)>(a); });
 #endif
-        // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
-        if (A::inputs == 1 && a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights<C>(a).suits())
-            return float_product<T, CodedWeights<C>>(a, a.matrix.inputs);
-        return product<A, T, C>(a);
-    });
+    // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
+    if constexpr (Arithmetic::inputs == 1)
+        if (a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights(a).suits())
+            return float_product<T, CodedWeights>(a, a.matrix.inputs);
+    return product<Arithmetic, T>(a);
 }
 
 }  // namespace

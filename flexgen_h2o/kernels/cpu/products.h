@@ -146,19 +146,19 @@ INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_
         int64_t row = 0;
         if constexpr (G == 1) {
             for (; row + R <= count; row += R) key_rows_of_one<R, bits, BYTES>(tile, to, row);
-            for (; row < count; row++) key_rows_of_one<1, bits, BYTES>(tile, to, row);
+            for (; row < count; row++) key_rows_of_one<1, bits, 0>(tile, to, row);
         } else {
             for (; row + R <= count; row += R) key_rows<R, G>(tile, to, row);
             for (; row < count; row++) key_rows<1, G>(tile, to, row);
         }
     };
-    const int64_t bytes = bits == 8 ? to.width : to.width / 2;
-    switch (G == 1 && tile.layout.group == usual_group(bits, to.width) ? bytes : 0) {
-        case 32: return rows(std::integral_constant<int, 32>{});
-        case 64: return rows(std::integral_constant<int, 64>{});
-        case 128: return rows(std::integral_constant<int, 128>{});
-        default: rows(std::integral_constant<int, 0>{});
-    }
+    if constexpr (G == 1)  // the usual vector sizes as constants
+        if (tile.layout.group == usual_group(bits, to.width)) {
+            if (to.width == 64) return rows(std::integral_constant<int, 64 * bits / 8>{});
+            if (to.width == 128) return rows(std::integral_constant<int, 128 * bits / 8>{});
+            if (bits == 4 && to.width == 256) return rows(std::integral_constant<int, 128>{});
+        }
+    rows(std::integral_constant<int, 0>{});
 }
 
 template <class Tile>
@@ -177,9 +177,11 @@ INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g
     }
 }
 
-// Compute the logits of the first `count` rows of a tile.
+// Compute the logits of the first `count` rows of a tile. The callers of this function and of
+// `value_products` are compiled for several dtypes, so these are not inlined. They take the tile by
+// value: its members stay in registers.
 template <int G, class Tile>
-INLINE void key_products(const Tile& tile, const Queries& to, int64_t count) {
+NOINLINE void key_products(Tile tile, Queries to, int64_t count) {
     all_key_rows<G>(tile, to, count);
     for (int g = 0; g < G; g++) add_zeros(tile, to, g, count);
 }
@@ -206,8 +208,7 @@ INLINE void value_block(const Tile& tile, const Queries& weights, int64_t first,
 // Process all columns of some rows before the next rows, so that cache lines shared by two column
 // blocks are still in the cache.
 template <int G, class Tile>
-INLINE void value_products(const Tile& tile, const Queries& weights, int64_t count, float* out,
-                           int64_t apart) {
+NOINLINE void value_products(Tile tile, Queries weights, int64_t count, float* out, int64_t apart) {
     constexpr int N = G == 1 ? 8 : at_once(G);
     for (int64_t first = 0; first < count; first += VALUE_ROWS) {
         const int64_t end = first + VALUE_ROWS < count ? first + VALUE_ROWS : count;
@@ -264,8 +265,8 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
 }
 
 template <int G, int bits>
-INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights, int64_t count,
-                           float* out, int64_t apart) {
+NOINLINE void value_products(RecordTile<bits> tile, Queries weights, int64_t count, float* out,
+                             int64_t apart) {
     const int64_t groups = tile.layout.groups, group = tile.layout.group;
     for (int g = 0; g < G; g++)
         for (int64_t k = 0; k < groups; k++) {
@@ -300,5 +301,14 @@ INLINE void value_products(const RecordTile<bits>& tile, const Queries& weights,
         if (blocks(std::integral_constant<int, 2>{})) return;
     blocks(std::integral_constant<int, 1>{});
 }
+
+// Declare (`extern`) or instantiate the matmuls of rows that were converted to floats. recall.cpp uses
+// the instances of decode.cpp.
+#define FLOAT_PRODUCTS(declare)                                                             \
+    FLOAT_PRODUCTS_OF(declare, 1) FLOAT_PRODUCTS_OF(declare, 2) FLOAT_PRODUCTS_OF(declare, 3) \
+    FLOAT_PRODUCTS_OF(declare, 4)
+#define FLOAT_PRODUCTS_OF(declare, G)                                             \
+    declare template void key_products<G>(PlainTile<float>, Queries, int64_t);    \
+    declare template void value_products<G>(PlainTile<float>, Queries, int64_t, float*, int64_t);
 
 }  // namespace ISA

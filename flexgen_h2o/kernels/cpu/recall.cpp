@@ -9,6 +9,9 @@
 #include "products.h"
 
 namespace ISA {
+
+FLOAT_PRODUCTS(extern)
+
 namespace {
 
 int64_t padded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -21,9 +24,21 @@ void queries(const Recalled& a, int64_t sequence, int64_t head, int64_t width, f
     const T* from = static_cast<const T*>(a.q) + sequence * a.q_row + head * group * a.q_head;
     for (int64_t g = 0; g < group; g++) {
         float* to = q + g * width;
-        for (int64_t i = 0; i < a.head_dim; i++) to[i] = one(from + g * a.q_head + i) * scale;
+        to_floats(from + g * a.q_head, a.head_dim, to);
         for (int64_t i = a.head_dim; i < width; i++) to[i] = 0;
+        for (int64_t i = 0; i < width; i += WIDTH) store(to + i, load(to + i) * scale);
     }
+}
+
+// Convert the vector of the slot at `start` to floats [width], padded with zeros.
+template <class T>
+NOINLINE void convert_slot(const Recalled& a, const Layout& layout, int64_t start, int64_t width,
+                           float* to) {
+    if (layout.bits == 16)
+        to_floats(static_cast<const T*>(a.slots) + start, a.head_dim, to);
+    else
+        dequantize_row(static_cast<const uint8_t*>(a.slots) + start, to, layout);
+    for (int64_t i = a.head_dim; i < width; i++) to[i] = 0;
 }
 
 // Call f(first, count, tile) for the selected rows of a head's keys (kind 0) or values (kind 1), up to
@@ -47,17 +62,9 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
             f(t, some, tile);
             continue;
         }
-        for (int64_t i = 0; i < some; i++) {
-            float* row = scratch + i * width;
-            const int64_t at = start + chosen[t + i] * a.slots_slot;
-            if (layout.bits == 16) {
-                const T* from = static_cast<const T*>(a.slots) + at;
-                for (int64_t n = 0; n < a.head_dim; n++) row[n] = one(from + n);
-            } else {
-                dequantize_row(static_cast<const uint8_t*>(a.slots) + at, row, layout);
-            }
-            for (int64_t n = a.head_dim; n < width; n++) row[n] = 0;
-        }
+        for (int64_t i = 0; i < some; i++)
+            convert_slot<T>(a, layout, start + chosen[t + i] * a.slots_slot, width,
+                            scratch + i * width);
         f(t, some, PlainTile<float>{scratch, width});
     }
 }
@@ -79,6 +86,25 @@ void normalize(float* row, int64_t count, float sink) {
     for (int64_t t = 0; t < stop; t += WIDTH) store(row + t, load(row + t) * factor);
 }
 
+// Compute the new token's own logit for query `head` of a sequence, after its `count` logits of selected
+// slots. Replace all of them by weights.
+void weigh(const Recalled& a, int64_t sequence, int64_t head, const float* q, const float* key,
+           float* row, int64_t count) {
+    float own = 0;
+    for (int64_t i = 0; i < a.head_dim; i++) own += q[i] * key[i];
+    row[count] = own;
+    if (a.form.offsets) {
+        const float offset =
+            a.form.offsets[sequence * a.heads + head] * logit_scale(a.form, a.head_dim);
+        for (int64_t t = 0; t <= count; t++) row[t] += offset;
+    }
+    const float cap = static_cast<float>(a.form.softcap);
+    if (cap > 0)
+        for (int64_t t = 0; t <= count; t += WIDTH)
+            store(row + t, soft_capped(load(row + t), cap));
+    normalize(row, count + 1, a.form.sinks ? a.form.sinks[head] : NONE);
+}
+
 template <class T>
 void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width, int64_t stride) {
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads, group = a.heads / a.kv_heads;
@@ -88,37 +114,28 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
     const T* key = static_cast<const T*>(a.k) + s * a.k_row + head * a.k_head;
     const T* value = static_cast<const T*>(a.v) + s * a.v_row + head * a.v_head;
     queries<T>(a, s, head, width, q);
+    to_floats(key, a.head_dim, own);
     each_tile<T>(a, task, 0, width, tile, [&](int64_t t, int64_t some, const auto& keys) {
         by_queries(group, [&](auto G, int64_t g) {
             key_products<G()>(keys, {q + g * width, width, logits + g * stride + t, stride}, some);
         });
     });
-    for (int64_t g = 0; g < group; g++) {
-        float *row = logits + g * stride, last = 0;
-        for (int64_t i = 0; i < a.head_dim; i++) last += q[g * width + i] * one(key + i);
-        row[count] = last;
-        if (a.form.offsets) {
-            const float offset = a.form.offsets[s * a.heads + head * group + g] *
-                                 logit_scale(a.form, a.head_dim);
-            for (int64_t t = 0; t <= count; t++) row[t] += offset;
-        }
-        const float cap = static_cast<float>(a.form.softcap);
-        if (cap > 0)
-            for (int64_t t = 0; t <= count; t += WIDTH)
-                store(row + t, soft_capped(load(row + t), cap));
-        normalize(row, count + 1, a.form.sinks ? a.form.sinks[head * group + g] : NONE);
-        for (int64_t i = 0; i < width; i++) out[g * width + i] = 0;
-    }
+    for (int64_t g = 0; g < group; g++)
+        weigh(a, s, head * group + g, q + g * width, own, logits + g * stride, count);
+    std::memset(out, 0, static_cast<size_t>(group * width) * sizeof *out);
     each_tile<T>(a, task, 1, width, tile, [&](int64_t t, int64_t some, const auto& values) {
         by_queries(group, [&](auto G, int64_t g) {
             value_products<G()>(values, {nullptr, width, logits + g * stride + t, stride}, some,
                                 out + g * width, width);
         });
     });
+    to_floats(value, a.head_dim, own);
     for (int64_t g = 0; g < group; g++) {
-        T* to = static_cast<T*>(a.out) + (s * a.heads + head * group + g) * a.head_dim;
-        for (int64_t i = 0; i < a.head_dim; i++)
-            put(to + i, out[g * width + i] + logits[g * stride + count] * one(value + i));
+        float* row = out + g * width;
+        const float weight = logits[g * stride + count];
+        for (int64_t i = 0; i < a.head_dim; i++) row[i] += weight * own[i];
+        from_floats(row, a.head_dim,
+                    static_cast<T*>(a.out) + (s * a.heads + head * group + g) * a.head_dim);
     }
     uint8_t* codes = reinterpret_cast<uint8_t*>(own);
     write_slot(a, a.key_layout, slot_start(a, 0, s, head, place), key, codes);

@@ -65,10 +65,9 @@ struct RoundedRows {
     }
 };
 
-// Reorder 16 quantized inputs to match a matrix with BITS bits.
-template <int BITS>
-INLINE Sixteen ordered(Sixteen codes) {
-    if (BITS == 4)
+// Reorder 16 quantized inputs to match a matrix with `bits` bits.
+INLINE Sixteen ordered(Sixteen codes, int64_t bits) {
+    if (bits == 4)
         return __builtin_shuffle(codes, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
     return __builtin_shuffle(codes, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
 }
@@ -85,9 +84,9 @@ INLINE float largest_of(const T* x, int64_t count) {
 
 // Quantize `count` inputs of a group of `group` elements to words `apart` apart. Return the sum of the
 // quantized values.
-template <int BITS, class T>
-INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step, uint32_t* to,
-                            int64_t apart) {
+template <class T>
+INLINE int32_t round_group(const T* x, int64_t count, int64_t group, int64_t bits, float step,
+                           uint32_t* to, int64_t apart) {
     const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
     Ints all{};
     for (int64_t i = 0; i < group; i += 16) {
@@ -101,7 +100,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step,
             narrow(codes + k, whole);
         }
         uint32_t words[4];
-        const Sixteen bytes = ordered<BITS>(load_raw<Sixteen>(codes));
+        const Sixteen bytes = ordered(load_raw<Sixteen>(codes), bits);
         std::memcpy(words, &bytes, sizeof words);
         for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * apart] = words[n];
     }
@@ -110,7 +109,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, float step,
 
 // Quantize the rows of x from `first` on with all threads of a parallel region. The rows of a block
 // share cache lines. So few rows are split by groups, and no two threads write to one line.
-template <class T, int BITS>
+template <class T>
 void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedRows& p) {
     const auto round_one = [&](int64_t row, int64_t g) {
         const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
@@ -126,8 +125,8 @@ void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedR
             return;
         }
         p.steps[at] = largest / INPUT_LEVELS;
-        p.sums[at] = p.steps[at] * static_cast<float>(round_group<BITS>(x, count, m.group,
-                                                                        p.steps[at], codes, apart));
+        p.sums[at] = p.steps[at] * static_cast<float>(round_group(x, count, m.group, m.bits,
+                                                                  p.steps[at], codes, apart));
     };
     if (p.rows <= 4 * ROWS) {
 #pragma omp for schedule(static) collapse(2)
@@ -288,6 +287,9 @@ INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t la
     }
 }
 
+using RoundedTiles = void (*)(const Blocks&, int64_t tile, int64_t tiles, const RoundedRows&,
+                              float* totals);
+
 // Compute tiles of outputs from `tile` on, to totals [rows, TOGETHER]. Positions past the last tile
 // repeat it.
 template <class C>
@@ -309,8 +311,15 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
 }
 
 // Compute all matmuls of a chain that share x.
-template <class T, class C>
-int rounded_product_of(const Product& a) {
+template <class T>
+int rounded_product(const Product& a) {
+    const RoundedTiles multiply = by_codes(a.matrix, [](auto codes) -> RoundedTiles {
+        if constexpr (std::is_same_v<decltype(codes), Float12>)
+            return nullptr;  // its codes are not integers
+        else
+            return rounded_tiles<decltype(codes)>;
+    });
+    if (!multiply) return INVALID;
     const Blocks m(a.matrix);
     const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
     RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
@@ -323,31 +332,20 @@ int rounded_product_of(const Product& a) {
         p.rows = left < most ? left : most;
 #pragma omp parallel num_threads(a.threads)
         {
-            round_rows<T, C::bits>(a, m, first, p);
+            round_rows<T>(a, m, first, p);
             alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
             for (const Product* each = &a; each; each = each->next) {
                 const Blocks blocks(each->matrix);
                 const int64_t tiles = tiles_of(each->matrix);
 #pragma omp for schedule(static) nowait
                 for (int64_t tile = 0; tile < tiles; tile += ABREAST) {
-                    rounded_tiles<C>(blocks, tile, tiles, p, totals);
+                    multiply(blocks, tile, tiles, p, totals);
                     put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
                 }
             }
         }
     }
     return DONE;
-}
-
-template <class T>
-int rounded_product(const Product& a) {
-    return by_codes(a.matrix, [&](auto kind) -> int {
-        using C = decltype(kind);
-        if constexpr (std::is_same_v<C, Float12>)
-            return INVALID;  // its codes are not integers
-        else
-            return rounded_product_of<T, C>(a);
-    });
 }
 
 }  // namespace

@@ -9,12 +9,21 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
 // GCC 12 warns about deliberately undefined vectors in its own header (GCC bug 105593).
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__AVX2__)
+// The parts of <immintrin.h> up to AVX2. GCC takes a second per source for the whole header.
+#define _IMMINTRIN_H_INCLUDED
+#include <smmintrin.h>
+#include <avxintrin.h>
+#include <avx2intrin.h>
+#include <avxvnniintrin.h>
+#include <f16cintrin.h>
+#include <fmaintrin.h>
 #endif
 
 namespace ISA {
@@ -31,6 +40,7 @@ constexpr float NONE = -std::numeric_limits<float>::infinity();  // logit of a m
 
 #define ALWAYS_INLINE __attribute__((always_inline))  // for lambdas, after the parameter list
 #define INLINE inline ALWAYS_INLINE
+#define NOINLINE __attribute__((noinline))
 
 typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
@@ -339,6 +349,22 @@ INLINE void put_all(fp16* to, Floats x) {
 #else
     for (int i = 0; i < WIDTH; i++) put(to + i, x[i]);
 #endif
+}
+
+// Convert `count` elements to floats.
+template <class T>
+void to_floats(const T* from, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
+    for (; i < count; i++) to[i] = one(from + i);
+}
+
+// Convert `count` floats to elements.
+template <class T>
+void from_floats(const float* from, int64_t count, T* to) {
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH) put_all(to + i, load(from + i));
+    for (; i < count; i++) put(to + i, from[i]);
 }
 
 #if defined(__AVX512F__)

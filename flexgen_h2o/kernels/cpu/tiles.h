@@ -117,7 +117,7 @@ struct RecordRows {
     int64_t stride;
     const Layout& layout;
     float* scratch;
-    INLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
+    NOINLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
         uint32_t raw[SLOT_TILE];  // two scales or zero points each
         for (int64_t i = 0; i < layout.groups; i++) {
             const uint8_t* from = base + first * stride + layout.code_bytes + 4 * i;
@@ -146,17 +146,14 @@ struct ExpandedRows {
     int64_t half_rotary;
     const float *factor, *shift;  // inverse smoothing of the keys of this head, or null
     float* scratch;  // [SLOT_TILE, width]
-    INLINE PlainTile<float> tile(int64_t first, int64_t count) const {
+    NOINLINE PlainTile<float> tile(int64_t first, int64_t count) const {
         for (int64_t t = 0; t < count; t++) {
             float* to = scratch + t * width;
             const T* from = base + (first + t) * stride;
-            if constexpr (sizeof(T) == 1) {
+            if constexpr (sizeof(T) == 1)
                 dequantize_row(from, to, layout);
-            } else {
-                int64_t i = 0;
-                for (; i + WIDTH <= dim; i += WIDTH) store(to + i, load(from + i));
-                for (; i < dim; i++) to[i] = one(from + i);
-            }
+            else
+                to_floats(from, dim, to);
             for (int64_t i = dim; i < width; i++) to[i] = 0;
             if (factor) restore(to);
             if (ranks) rotate(to, ranks[first + t]);
