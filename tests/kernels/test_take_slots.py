@@ -16,7 +16,7 @@ def state(heads: int, slots: int, tokens: int) -> dict[str, torch.Tensor]:
             "log_weights": torch.zeros((heads, tokens), dtype=torch.int32)}
 
 
-@pytest.mark.source("fast_set")
+@pytest.mark.source("hot_set")
 @BUILT
 def test_taken_slots_equal_the_reference(isa):
     sequences, kv_heads, slots, tokens, most = 2, 3, 300, 1000, 200

@@ -69,7 +69,7 @@ public:
 #else
 
 // TDPBF16PS treats denormal inputs as zero and flushes denormal results to zero.
-inline float flushed(float x) { return x < 0x1p-126f && x > -0x1p-126f ? 0.0f * x : x; }
+inline float flush_to_zero(float x) { return x < 0x1p-126f && x > -0x1p-126f ? 0.0f * x : x; }
 
 // The semantics follow Intel's Software Developer's Manual, volume 2.
 class Tiles {
@@ -112,13 +112,14 @@ public:
             for (int64_t k = 0; k < shapes.rows[B]; k++) {
                 const float first = half<0>(data[A][m][k]), second = half<1>(data[A][m][k]);
                 for (int64_t n = 0; n < TILE_ROWS; n++) {
-                    even[n] = flushed(__builtin_fmaf(first, right[0][k][n], even[n]));
-                    odd[n] = flushed(__builtin_fmaf(second, right[1][k][n], odd[n]));
+                    even[n] = flush_to_zero(__builtin_fmaf(first, right[0][k][n], even[n]));
+                    odd[n] = flush_to_zero(__builtin_fmaf(second, right[1][k][n], odd[n]));
                 }
             }
             for (int64_t n = 0; n < shapes.bytes[C] / 4; n++) {
-                const float before = flushed(bits_of<float>(data[C][m][n]));
-                data[C][m][n] = bits_of<uint32_t>(flushed(before + flushed(even[n] + odd[n])));
+                const float before = flush_to_zero(bits_of<float>(data[C][m][n]));
+                const float added = flush_to_zero(even[n] + odd[n]);
+                data[C][m][n] = bits_of<uint32_t>(flush_to_zero(before + added));
             }
         }
     }
@@ -126,7 +127,7 @@ public:
 private:
     template <int side>
     static float half(uint32_t pair) {
-        return flushed(bits_of<float>(side ? pair & 0xffff0000 : pair << 16));
+        return flush_to_zero(bits_of<float>(side ? pair & 0xffff0000 : pair << 16));
     }
 
     const TileShapes shapes;

@@ -20,10 +20,10 @@ float exponentials(float* row, int64_t count, int64_t stride, float offset, floa
         for (int64_t t = 0; t < stride; t += WIDTH) store(row + t, load(row + t) + offset);
     if (cap > 0)
         for (int64_t t = 0; t < stride; t += WIDTH) store(row + t, soft_capped(load(row + t), cap));
-    for (int64_t t = count; t < stride; t++) row[t] = NONE;
+    for (int64_t t = count; t < stride; t++) row[t] = MASKED;
     Floats most = broadcast(own > sink ? own : sink);
-    for (int64_t t = 0; t < stride; t += WIDTH) most = larger(load(row + t), most);
-    const float top = widest(most);
+    for (int64_t t = 0; t < stride; t += WIDTH) most = max(load(row + t), most);
+    const float top = reduce_max(most);
     Floats total{};
     for (int64_t t = 0; t < stride; t += WIDTH) {
         const Floats e = exp(load(row + t) - top);
@@ -41,7 +41,7 @@ void add_up(const float* rows, const float* factors, int64_t group, int64_t coun
         Floats total{};
         for (int64_t g = 0; g < group; g++)
             total = fma(load(rows + g * stride + t), broadcast(factors[g]), total);
-        store(weights + t, larger(total, Floats{}));
+        store(weights + t, max(total, Floats{}));
     }
     for (int64_t t = count; t < stride; t++) weights[t] = 0;
 }
@@ -125,7 +125,7 @@ void choose_head(const Choose& a, const TileShape& shape, int64_t task, const Sp
         space.factors[g] = exponentials(
             space.logits + g * stride, cached, stride, space.offsets[g],
             static_cast<float>(a.form.softcap), space.own[g],
-            a.form.sinks ? a.form.sinks[head * group + g] : NONE);
+            a.form.sinks ? a.form.sinks[head * group + g] : MASKED);
     add_up(space.logits, space.factors, group, cached, stride, space.weights);
     select(space.weights, cached, stride, count, space.chosen);
     if (a.log_weights) note_weights(space.weights, cached, a.log_weights + task * a.tokens);
@@ -146,9 +146,9 @@ int choose(const Choose& a) {
     const int64_t group = a.heads / a.kv_heads, tokens = a.num_tiles * INDEX_TILE;
     const auto lines = [](int64_t floats) { return (floats + 15) / 16 * 16; };
     const int64_t small = lines((group + 1) * a.head_dim + group * (3 + 2 * a.groups));
-    const int64_t each = small + (group + 1) * tokens, codes = group * query_codes(shape);
+    const int64_t each = small + (group + 1) * tokens, quantized = group * query_size(shape);
     const Memory<float> floats = memory<float>(a.threads * each);
-    const Memory<QueryCode> queries = memory<QueryCode>(a.threads * codes);
+    const Memory<QueryValue> queries = memory<QueryValue>(a.threads * quantized);
     const Memory<int32_t> numbers = memory<int32_t>(a.threads * lines(a.most + 1));
     if (!floats || !queries || !numbers) return NO_MEMORY;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
@@ -160,7 +160,7 @@ int choose(const Choose& a) {
         float* logits = q + small;
         choose_head<T>(a, shape, task,
                        {q, key, own, factors, offsets, logits, logits + group * tokens,
-                        {queries.get() + thread * codes, steps, steps + group * a.groups},
+                        {queries.get() + thread * quantized, steps, steps + group * a.groups},
                         numbers.get() + thread * lines(a.most + 1)});
     }
     return DONE;

@@ -84,22 +84,22 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
         if (!ranks && a.head_dim == h.width) {
             f(PlainRows<T>{base, a.slots_slot});
         } else {
-            f(ExpandedRows<T>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                              a.sin, a.half_rotary, nullptr, nullptr, scratch});
+            f(ConvertedRows<T>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
+                               a.sin, a.half_rotary, nullptr, nullptr, scratch});
         }
         return;
     }
     const uint8_t* base = h.slots<uint8_t>(kind);
     const bool suits =
-        layout.bits == 8 ? RecordTile<8>::suits(layout) : RecordTile<4>::suits(layout);
+        layout.bits == 8 ? QuantizedTile<8>::suits(layout) : QuantizedTile<4>::suits(layout);
     if (ranks || !suits)
-        f(ExpandedRows<uint8_t>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
-                                a.sin, a.half_rotary, ranks ? h.of_keys(a.factor) : nullptr,
-                                h.of_keys(a.shift), scratch});
+        f(ConvertedRows<uint8_t>{base, a.slots_slot, a.head_dim, h.width, layout, ranks, a.cos,
+                                 a.sin, a.half_rotary, ranks ? h.of_keys(a.factor) : nullptr,
+                                 h.of_keys(a.shift), scratch});
     else if (layout.bits == 8)
-        f(RecordRows<8>{base, a.slots_slot, layout, scratch});
+        f(QuantizedRows<8>{base, a.slots_slot, layout, scratch});
     else
-        f(RecordRows<4>{base, a.slots_slot, layout, scratch});
+        f(QuantizedRows<4>{base, a.slots_slot, layout, scratch});
 }
 
 // If a head's keys or values can use tiles, call f with their reader and return true.
@@ -108,13 +108,13 @@ bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
     const Decode& a = h.a;
     const Layout& layout = layout_of(a, kind);
-    if (layout.bits != 4 || layout.group != usual_group(4, a.head_dim) || a.ranks ||
-        h.group < FEWEST_QUERIES || h.group > MOST_QUERIES || h.cached < FEWEST_SLOTS)
+    if (layout.bits != 4 || layout.group != default_group(4, a.head_dim) || a.ranks ||
+        h.group < MIN_TILED_QUERIES || h.group > MAX_TILED_QUERIES || h.cached < MIN_TILED_SLOTS)
         return false;
     const uint8_t* base = h.slots<uint8_t>(kind);
     switch (a.head_dim) {
-        case 64: f(TiledRecords<64>(base, a.slots_slot, layout, h.group, scratch)); return true;
-        case 128: f(TiledRecords<128>(base, a.slots_slot, layout, h.group, scratch)); return true;
+        case 64: f(TiledKVHead<64>(base, a.slots_slot, layout, h.group, scratch)); return true;
+        case 128: f(TiledKVHead<128>(base, a.slots_slot, layout, h.group, scratch)); return true;
     }
 #else
     (void)h, (void)kind, (void)scratch, (void)f;
@@ -158,7 +158,7 @@ void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t en
     const int32_t* positions = h.a.positions + h.first();
     const int64_t hidden = h.metadata(1) - 1 - h.a.window;  // this position and older ones are masked
     for (int64_t t = begin; t < end; t++)
-        if (positions[t] <= hidden) row[t] = NONE;
+        if (positions[t] <= hidden) row[t] = MASKED;
 }
 
 // Replace the logits of slots `begin` to `end` for query `g` by weights exp(logit - top). Initialize
@@ -166,11 +166,11 @@ void form_logits(const Head& h, int64_t g, float* row, int64_t begin, int64_t en
 void weigh(const Head& h, int64_t g, float* row, int64_t begin, int64_t end, float* to) {
     const int64_t stop = begin + padded(end - begin);
     form_logits(h, g, row, begin, end);
-    for (int64_t t = end; t < stop; t++) row[t] = NONE;
-    Floats most = broadcast(NONE), total{};
-    for (int64_t t = begin; t < stop; t += WIDTH) most = larger(load(row + t), most);
-    to[0] = widest(most);
-    const float top = to[0] > NONE ? to[0] : 0;  // all slots may be masked by the window
+    for (int64_t t = end; t < stop; t++) row[t] = MASKED;
+    Floats most = broadcast(MASKED), total{};
+    for (int64_t t = begin; t < stop; t += WIDTH) most = max(load(row + t), most);
+    to[0] = reduce_max(most);
+    const float top = to[0] > MASKED ? to[0] : 0;  // all slots may be masked by the window
     for (int64_t t = begin; t < stop; t += WIDTH) {
         const Floats e = exp(load(row + t) - top);
         store(row + t, e);
@@ -215,11 +215,11 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     int64_t begin, end;
     span(h, space, part, begin, end);
     queries<T>(h, q);
-    const bool tiled = with_tiles(h, 0, space_of_tile, [&](const auto& records) {
+    const bool tiled = with_tiles(h, 0, space_of_tile, [&](const auto& head_tiles) {
         const auto* raw = static_cast<const bf16*>(h.a.q) + h.sequence * h.a.q_row +
                           h.kv_head * h.group * h.a.q_head;
-        records.keys(raw, h.a.q_head, q, logit_scale(h.a.form, h.a.head_dim), begin, end, logits,
-                     space.stride);
+        head_tiles.keys(raw, h.a.q_head, q, logit_scale(h.a.form, h.a.head_dim), begin, end, logits,
+                        space.stride);
     });
     if (!tiled)
         with_rows<T>(h, 0, space_of_tile, [&](const auto& rows) {
@@ -228,8 +228,8 @@ void attend_part(const Head& h, const Space& space, int64_t index, int64_t part,
     for (int64_t g = 0; g < h.group; g++)
         weigh(h, g, logits + g * space.stride, begin, end, partial(h, space, index, part, g).out - 2);
     float* out = partial(h, space, index, part, 0).out;
-    const auto add_values = [&](const auto& records) {
-        records.values(logits, space.stride, begin, end, out, space.size);
+    const auto add_values = [&](const auto& head_tiles) {
+        head_tiles.values(logits, space.stride, begin, end, out, space.size);
     };
     if (with_tiles(h, 1, space_of_tile, add_values)) return;
     with_rows<T>(h, 1, space_of_tile, [&](const auto& rows) {
@@ -248,7 +248,7 @@ int64_t victim(const Head& h) {
     const int32_t window = static_cast<int32_t>(h.a.window);
     const float* scores = h.a.scores + first;
     const int32_t* positions = h.a.positions + first;
-    Floats lowest = broadcast(-NONE);
+    Floats lowest = broadcast(-MASKED);
     Ints oldest = Ints{} + EMPTY, found{}, slot{};
     for (int i = 0; i < WIDTH; i++) slot[i] = i;
     for (int64_t t = 0; t < h.cached; t += WIDTH, slot += WIDTH) {
@@ -263,7 +263,7 @@ int64_t victim(const Head& h) {
             std::memcpy(&position, positions + t, some * sizeof *positions);
         }
         if (h.a.mean) score /= __builtin_convertvector(tokens - position, Floats);
-        if (window) score = position <= tokens - window ? broadcast(NONE) : score;
+        if (window) score = position <= tokens - window ? broadcast(MASKED) : score;
         const Ints better = (position >= sinks) & (position < safe) &
                             ((score < lowest) | ((score == lowest) & (position < oldest)));
         lowest = better ? score : lowest;
@@ -277,7 +277,7 @@ int64_t victim(const Head& h) {
     return found[best];
 }
 
-// Record the new token with its own attention weight `own`, and assign its slot.
+// Assign a slot to the new token, and set its score to its own attention weight `own`.
 int64_t take_slot(const Head& h, float own) {
     const Decode& a = h.a;
     const bool full = h.metadata(3);
@@ -317,7 +317,7 @@ float combine(const Head& h, const Space& space, int64_t index, int64_t g, const
         const float cap = static_cast<float>(a.form.softcap);
         own = cap * tanhf(own / cap);
     }
-    const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : NONE;
+    const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : MASKED;
     float top = fmaxf(own, sink);
     for (int64_t p = 0; p < space.parts; p++)
         top = fmaxf(top, partial(h, space, index, p, g).top);
@@ -363,7 +363,7 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         from_floats(sums, a.head_dim, out);
     }
     const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
-    uint8_t* codes = reinterpret_cast<uint8_t*>(scratch);
+    uint8_t* quantized = reinterpret_cast<uint8_t*>(scratch);
     T* smoothed = reinterpret_cast<T*>(value);
     if (a.factor) {
         const float *factor = h.of_keys(a.factor), *shift = h.of_keys(a.shift);
@@ -373,8 +373,8 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
         from_floats(key, a.head_dim, smoothed);
     }
     write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
-               a.factor ? smoothed : new_key, codes);
-    write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, codes);
+               a.factor ? smoothed : new_key, quantized);
+    write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, quantized);
     a.taken[index] = slot;
 }
 
@@ -408,10 +408,10 @@ int decode(const Decode& a) {
     space.stride = slots;
     space.size = width + WIDTH;
     const bool split = space.parts > 1;
-    int64_t each = (SLOT_TILE + 3) * width;
-    if (each < TILED_RECORDS_SPACE) each = TILED_RECORDS_SPACE;
-    each += group * width;
-    space.scratch = memory<float>(a.threads * each);
+    int64_t scratch_size = (SLOT_TILE + 3) * width;
+    if (scratch_size < TILED_KV_SCRATCH) scratch_size = TILED_KV_SCRATCH;
+    scratch_size += group * width;
+    space.scratch = memory<float>(a.threads * scratch_size);
     space.logits = memory<float>((split ? heads : a.threads) * group * slots);
     space.partials = memory<float>(heads * space.parts * group * space.size);
     if (!space.scratch || !space.logits || !space.partials) return NO_MEMORY;
@@ -425,7 +425,7 @@ int decode(const Decode& a) {
         const int64_t index = task / space.parts;
         const int thread = thread_number();
         const Head head(a, index);
-        float* scratch = space.scratch.get() + thread * each;
+        float* scratch = space.scratch.get() + thread * scratch_size;
         attend_part<T>(head, space, index, task % space.parts, scratch, logits(index, thread));
         if (!split) finish<T>(head, space, index, scratch, logits(index, thread));
     }
@@ -433,7 +433,7 @@ int decode(const Decode& a) {
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t index = 0; index < heads; index++)
         finish<T>(Head(a, index), space, index,
-                  space.scratch.get() + thread_number() * each, logits(index, 0));
+                  space.scratch.get() + thread_number() * scratch_size, logits(index, 0));
     return DONE;
 }
 

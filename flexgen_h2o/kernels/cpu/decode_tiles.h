@@ -8,7 +8,7 @@
 // iteration later, because a tile load waits until the stores to its lines have left the store buffer.
 #pragma once
 
-#include "code_operands.h"
+#include "int4_operands.h"
 #include "products.h"
 
 #if defined(TILES)
@@ -17,16 +17,16 @@ namespace ISA {
 
 // With fewer queries the vector kernels are faster. With more, a tile has too few rows for both parts
 // of the attention weights.
-constexpr int64_t FEWEST_QUERIES = 4, MOST_QUERIES = TILE_ROWS / 2;
-constexpr int64_t FEWEST_SLOTS = 3 * SLOT_TILE;  // minimum that pays for the setup of tiles
+constexpr int64_t MIN_TILED_QUERIES = 4, MAX_TILED_QUERIES = TILE_ROWS / 2;
+constexpr int64_t MIN_TILED_SLOTS = 3 * SLOT_TILE;  // minimum that pays for the setup of tiles
 constexpr int64_t CHUNK_SLOTS = 4 * SLOT_TILE;   // slots whose values are accumulated in tiles together
 static_assert(SLOT_TILE == 4 * TILE_ROWS, "four tiles of keys");
 
 // The cached keys or values of a KV head with DIM elements in the default groups, and scratch memory of
 // the thread.
 template <int DIM>
-class TiledRecords {
-    static constexpr int64_t GROUP = usual_group(4, DIM);
+class TiledKVHead {
+    static constexpr int64_t GROUP = default_group(4, DIM);
     static_assert(GROUP == STEP || GROUP == 2 * STEP, "one or two products of tiles sum over a group");
     static constexpr int64_t GROUPS = DIM / GROUP, HALF = DIM / 2, BLOCKS = HALF / STEP;
     static constexpr int64_t SCALES = 2 * GROUPS * SLOT_TILE;  // per tile
@@ -34,32 +34,32 @@ class TiledRecords {
 
 public:
     // Return the size of the scratch memory in floats.
-    static constexpr int64_t space() {
-        const int64_t keys = SLOT_TILE * DIM + (GROUPS * SLOT_TILE + HALF) * MOST_QUERIES;
-        const int64_t values = GROUPS * MOST_QUERIES * CHUNK_SLOTS + 2 * VALUE_TILES * TILE_WORDS +
+    static constexpr int64_t scratch_size() {
+        const int64_t keys = SLOT_TILE * DIM + (GROUPS * SLOT_TILE + HALF) * MAX_TILED_QUERIES;
+        const int64_t values = GROUPS * MAX_TILED_QUERIES * CHUNK_SLOTS + 2 * VALUE_TILES * TILE_WORDS +
                                DIM * TILE_ROWS;
         return TILES_AT_ONCE * SCALES + (keys > values ? keys : values);
     }
 
     // The slots are `stride` bytes apart.
-    TiledRecords(const uint8_t* base, int64_t stride, const Layout& layout, int64_t queries,
-                 float* scratch)
+    TiledKVHead(const uint8_t* base, int64_t stride, const Layout& layout, int64_t queries,
+                float* scratch)
         : base(base), stride(stride), layout(layout), queries(queries), columns(queries > 4 ? 8 : 4),
-          scales(scratch), room(scratch + TILES_AT_ONCE * SCALES) {}
+          scales(scratch), workspace(scratch + TILES_AT_ONCE * SCALES) {}
 
     // Compute logits [queries, row] of slots `begin` to `end`, padded to a whole tile. The bfloat16
     // queries are `q_head` elements apart and are multiplied by `scale`. `scaled` holds the scaled
     // queries in float32 [queries, DIM].
     void keys(const bf16* q, int64_t q_head, const float* scaled, float scale, int64_t begin,
               int64_t end, float* logits, int64_t row) const {
-        auto* const rooms = reinterpret_cast<uint16_t*>(room);  // [2, SLOT_TILE, DIM]
-        float* const products = room + SLOT_TILE * DIM;         // [GROUPS, SLOT_TILE, columns]
+        auto* const buffers = reinterpret_cast<uint16_t*>(workspace);  // [2, SLOT_TILE, DIM]
+        float* const products = workspace + SLOT_TILE * DIM;         // [GROUPS, SLOT_TILE, columns]
         auto* const right = reinterpret_cast<uint32_t*>(products + GROUPS * SLOT_TILE * columns);
         for (int64_t i = 0; i < HALF; i++)
             for (int64_t g = 0; g < columns; g++)
                 std::memcpy(right + i * columns + g, q + (g < queries ? g : 0) * q_head + 2 * i,
                             sizeof *right);
-        float zero_sums[MOST_QUERIES * GROUPS];  // factors of the zero points
+        float zero_sums[MAX_TILED_QUERIES * GROUPS];  // factors of the zero points
         for (int64_t n = 0; n < queries * GROUPS; n++)
             zero_sums[n] = sum_of(scaled + n * GROUP, GROUP);
         TileShapes shapes;
@@ -75,19 +75,19 @@ public:
         KeyTile last, before;
         for (int64_t t = begin, turn = 0; t < end; t += SLOT_TILE, turn++) {
             const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
-            const KeyTile mine{rooms + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
+            const KeyTile mine{buffers + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
             const auto unpack = [&](int64_t first) ALWAYS_INLINE { unpack_keys(mine, count, first); };
-            if (last.codes)
+            if (last.quantized)
                 multiply(tiles, last, 0, right, unpack);
             else
                 for (int64_t first = 0; first < SLOT_TILE; first += TILE_ROWS) unpack(first);
-            if (before.codes) put(before);
-            if (last.codes) finish(tiles, last, right, products);
+            if (before.quantized) put(before);
+            if (last.quantized) finish(tiles, last, right, products);
             before = last, last = mine;
         }
-        if (!last.codes) return;
+        if (!last.quantized) return;
         multiply(tiles, last, 0, right, [](int64_t) {});
-        if (before.codes) put(before);
+        if (before.quantized) put(before);
         finish(tiles, last, right, products);
         put(last);
     }
@@ -96,10 +96,10 @@ public:
     void values(const float* weights, int64_t row, int64_t begin, int64_t end, float* out,
                 int64_t out_row) const {
         const int64_t rows = 2 * queries, size = rows * TILE_PAIRS;
-        auto* const left = reinterpret_cast<uint16_t*>(room);  // [GROUPS, rows, CHUNK_SLOTS]
-        auto* const rooms = reinterpret_cast<uint32_t*>(room + GROUPS * queries * CHUNK_SLOTS);
+        auto* const left = reinterpret_cast<uint16_t*>(workspace);  // [GROUPS, rows, CHUNK_SLOTS]
+        auto* const buffers = reinterpret_cast<uint32_t*>(workspace + GROUPS * queries * CHUNK_SLOTS);
         // [BLOCKS, VALUE_TILES, rows, columns]
-        float* const sums = reinterpret_cast<float*>(rooms) + 2 * VALUE_TILES * TILE_WORDS;
+        float* const sums = reinterpret_cast<float*>(buffers) + 2 * VALUE_TILES * TILE_WORDS;
         std::memset(sums, 0, static_cast<size_t>(BLOCKS * VALUE_TILES * size) * sizeof *sums);
         TileShapes shapes;
         for (int tile = 0; tile < 6; tile++) shapes.set(tile, rows, TILE_BYTES);
@@ -117,14 +117,14 @@ public:
                 tiles.load<1>(mine + size, TILE_BYTES);
                 tiles.load<2>(mine + 2 * size, TILE_BYTES);
                 tiles.load<3>(mine + 3 * size, TILE_BYTES);
-                unpack_values(from, count, rooms);
+                unpack_values(from, count, buffers);
                 for (int64_t first = 0, turn = 0; first < count; first += STEP, turn = !turn) {
                     const int64_t next = first + STEP;
                     if (next < count)
                         unpack_values(from + next * stride, count - next,
-                                      rooms + !turn * VALUE_TILES * TILE_WORDS);
+                                      buffers + !turn * VALUE_TILES * TILE_WORDS);
                     add_values(tiles, low + first, high + first,
-                               rooms + turn * VALUE_TILES * TILE_WORDS);
+                               buffers + turn * VALUE_TILES * TILE_WORDS);
                 }
                 tiles.store<0>(mine, TILE_BYTES);
                 tiles.store<1>(mine + size, TILE_BYTES);
@@ -143,9 +143,9 @@ public:
     }
 
 private:
-    // Keys of SLOT_TILE slots as bfloat16 integers [SLOT_TILE, DIM]. Null `codes` mean no tile.
+    // Keys of SLOT_TILE slots as bfloat16 integers [SLOT_TILE, DIM]. Null `quantized` mean no tile.
     struct KeyTile {
-        uint16_t* codes = nullptr;
+        uint16_t* quantized = nullptr;
         const float* scales = nullptr;
         int64_t first = 0;
     };
@@ -157,7 +157,7 @@ private:
 
     const float* load_scales(int64_t first, int64_t count) const {
         float* mine = scales + first / SLOT_TILE % TILES_AT_ONCE * SCALES;
-        RecordRows<4>{base, stride, layout, mine}.tile(first, count);
+        QuantizedRows<4>{base, stride, layout, mine}.tile(first, count);
         return mine;
     }
 
@@ -165,11 +165,11 @@ private:
     INLINE void unpack_keys(const KeyTile& tile, int64_t count, int64_t first) const {
         const int64_t end = first + TILE_ROWS < count ? first + TILE_ROWS : count;
         const uint8_t* from = base + (tile.first + first) * stride;
-        uint16_t* to = tile.codes + first * DIM;
+        uint16_t* to = tile.quantized + first * DIM;
         for (int64_t i = first; i < end; i++, from += stride, to += DIM) {
             for (int64_t n = 0; n < HALF; n += STEP) {
-                prefetch(from + SLOT_TILE * stride + AHEAD + n, SECOND);
-                codes_of(from + n, to + n, to + HALF + n);
+                prefetch(from + SLOT_TILE * stride + AHEAD + n, L2);
+                unpack_nibbles(from + n, to + n, to + HALF + n);
             }
         }
     }
@@ -182,23 +182,23 @@ private:
         const uint32_t* mine = right + group * GROUP / 2 * columns;
         tiles.load<6>(mine, 4 * columns);
         if constexpr (GROUP > STEP) tiles.load<7>(mine + TILE_PAIRS * columns, 4 * columns);
-        const uint16_t* codes = keys.codes + group * GROUP;
-        multiply_slots<0>(tiles, codes, unpack);
-        multiply_slots<1>(tiles, codes, unpack);
-        multiply_slots<2>(tiles, codes, unpack);
-        multiply_slots<3>(tiles, codes, unpack);
+        const uint16_t* quantized = keys.quantized + group * GROUP;
+        multiply_slots<0>(tiles, quantized, unpack);
+        multiply_slots<1>(tiles, quantized, unpack);
+        multiply_slots<2>(tiles, quantized, unpack);
+        multiply_slots<3>(tiles, quantized, unpack);
     }
     template <int C, class F>
-    INLINE void multiply_slots(Tiles& tiles, const uint16_t* codes, const F& unpack) const {
-        constexpr int64_t ROW = DIM * sizeof *codes;
+    INLINE void multiply_slots(Tiles& tiles, const uint16_t* quantized, const F& unpack) const {
+        constexpr int64_t ROW = DIM * sizeof *quantized;
         constexpr int LEFT = GROUP > STEP ? 4 : 4 + C % 2;  // alternates, so loads do not wait
         unpack(C * TILE_ROWS);
-        codes += C * TILE_ROWS * DIM;
+        quantized += C * TILE_ROWS * DIM;
         tiles.zero<C>();
-        tiles.load<LEFT>(codes, ROW);
+        tiles.load<LEFT>(quantized, ROW);
         tiles.add_product<C, LEFT, 6>();
         if constexpr (GROUP > STEP) {
-            tiles.load<5>(codes + STEP, ROW);
+            tiles.load<5>(quantized + STEP, ROW);
             tiles.add_product<C, 5, 7>();
         }
     }
@@ -286,12 +286,12 @@ private:
 
     // Unpack 32 bytes of up to 32 slots to right operands and prefetch the data ahead.
     INLINE void unpack_values(const uint8_t* from, int64_t count, uint32_t* to) const {
-        alignas(64) static constexpr uint8_t NONE_THERE[STEP] = {};
+        alignas(64) static constexpr uint8_t ZEROS[STEP] = {};
         const int64_t ahead = CHUNK_SLOTS * stride + AHEAD;
         for (int64_t i = 0; i < STEP; i += 2, from += 2 * stride, to += TILE_PAIRS) {
-            prefetch(from + ahead, SECOND);
-            prefetch(from + stride + ahead, SECOND);
-            pairs_of(i < count ? from : NONE_THERE, i + 1 < count ? from + stride : NONE_THERE, to);
+            prefetch(from + ahead, L2);
+            prefetch(from + stride + ahead, L2);
+            interleave_nibbles(i < count ? from : ZEROS, i + 1 < count ? from + stride : ZEROS, to);
         }
     }
 
@@ -314,17 +314,17 @@ private:
     const int64_t stride;
     const Layout& layout;
     const int64_t queries, columns;  // columns of the key matmuls: 4 or 8
-    float *const scales, *const room;
+    float *const scales, *const workspace;
 };
 
-constexpr int64_t TILED_RECORDS_SPACE = TiledRecords<128>::space();  // the maximum of all head sizes
+constexpr int64_t TILED_KV_SCRATCH = TiledKVHead<128>::scratch_size();  // the maximum of all head sizes
 
 }  // namespace ISA
 
 #else
 
 namespace ISA {
-constexpr int64_t TILED_RECORDS_SPACE = 0;
+constexpr int64_t TILED_KV_SCRATCH = 0;
 }
 
 #endif

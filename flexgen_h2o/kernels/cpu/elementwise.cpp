@@ -10,9 +10,9 @@
 namespace ISA {
 namespace {
 
-constexpr int64_t LEAST_WORK = 1 << 15;       // minimum elements that pay for waking other threads
-constexpr int64_t LEAST_ACTIVATED = 1 << 12;  // the same for an activation
-constexpr int64_t PIECE = 1024;               // elements of a row in one task
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 15;  // elements that pay for waking other threads
+constexpr int64_t MIN_PARALLEL_ACTIVATION = 1 << 12;  // the same for an activation
+constexpr int64_t PIECE = 1024;                       // elements of a row in one task
 
 template <class T>
 void norm_row(const Norm& a, int64_t row) {
@@ -104,7 +104,8 @@ void activate_piece(const Activate& a, int64_t row, int64_t begin, int64_t end) 
 
 template <class T>
 int normed(const Norm& a) {
-#pragma omp parallel for schedule(static) num_threads(a.threads) if (a.rows * a.width > LEAST_WORK)
+#pragma omp parallel for schedule(static) num_threads(a.threads) \
+    if (a.rows * a.width > MIN_PARALLEL_WORK)
     for (int64_t row = 0; row < a.rows; row++) norm_row<T>(a, row);
     return DONE;
 }
@@ -115,13 +116,13 @@ int rotated(const Rotate& a) {
         const Memory<float> scratch = memory<float>(a.threads * a.head_dim);
         if (!scratch) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if (a.rows * a.heads * a.head_dim > LEAST_WORK)
+    if (a.rows * a.heads * a.head_dim > MIN_PARALLEL_WORK)
         for (int64_t row = 0; row < a.rows; row++)
             smooth_row<T>(a, row, scratch.get() + thread_number() * a.head_dim);
         return DONE;
     }
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if (a.rows * a.heads * a.half > LEAST_WORK)
+    if (a.rows * a.heads * a.half > MIN_PARALLEL_WORK)
     for (int64_t row = 0; row < a.rows; row++) rotate_row<T>(a, row);
     return DONE;
 }
@@ -130,7 +131,7 @@ template <class T, class F>
 int activated(const Activate& a) {
     const int64_t pieces = (a.width + PIECE - 1) / PIECE;
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if (a.rows * a.width > LEAST_ACTIVATED)
+    if (a.rows * a.width > MIN_PARALLEL_ACTIVATION)
     for (int64_t task = 0; task < a.rows * pieces; task++) {
         const int64_t begin = task % pieces * PIECE, end = begin + PIECE;
         activate_piece<T, F>(a, task / pieces, begin, end < a.width ? end : a.width);

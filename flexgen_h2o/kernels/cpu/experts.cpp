@@ -12,7 +12,7 @@ namespace ISA {
 namespace {
 
 constexpr int64_t SPAN = 256;     // elements of an output in one task
-constexpr int64_t LEAST_WORK = 1 << 17;  // minimum multiplications that pay for waking other threads
+constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications that pay for waking other threads
 
 // The tokens routed to one expert: a range of the choices, which are sorted by expert.
 struct Chosen {
@@ -21,7 +21,7 @@ struct Chosen {
 };
 
 // Scratch memory of a round of experts, with one row per choice.
-struct Room {
+struct RoundBuffers {
     bf16 *x, *gate, *up, *out;
 };
 
@@ -77,7 +77,7 @@ void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count)
 // Compute out = down(act(gate(x)) * up(x)) for the choices of an expert, or use `clamp_and_gate` if
 // there is a limit. `first` is the first choice of the round.
 int compute(int isa, const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens,
-            const Room& all, int64_t threads) {
+            const RoundBuffers& all, int64_t threads) {
     const Expert& e = *c.expert;
     const int64_t at = c.begin - first, rows = c.end - c.begin, hidden = e.gate.inputs,
                   wide = e.gate.outputs;
@@ -101,7 +101,7 @@ void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const in
          const float* shares, const bf16* out) {
     const int64_t spans = (hidden + SPAN - 1) / SPAN;
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if ((last - first) * hidden > LEAST_WORK)
+    if ((last - first) * hidden > MIN_PARALLEL_WORK)
     for (int64_t span = 0; span < spans; span++) {
         const int64_t begin = span * SPAN, end = begin + SPAN < hidden ? begin + SPAN : hidden;
         for (int64_t i = first; i < last; i++) {
@@ -147,7 +147,8 @@ int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
 }  // namespace
 
 int experts(int isa, const Experts& a) {
-    const Memory<int64_t> starts = memory<int64_t>(a.count + 1), tokens = memory<int64_t>(a.rows * a.each);
+    const Memory<int64_t> starts = memory<int64_t>(a.count + 1);
+    const Memory<int64_t> tokens = memory<int64_t>(a.rows * a.each);
     const Memory<Chosen> chosen = memory<Chosen>(a.count);
     const Memory<float> shares = memory<float>(a.rows * a.each);
     if (!starts || !tokens || !chosen || !shares) return NO_MEMORY;
@@ -164,8 +165,8 @@ int experts(int isa, const Experts& a) {
     const Memory<bf16> memories = memory<bf16>(2 * most * (hidden + wide));
     if (!memories) return NO_MEMORY;
     bf16* const first = memories.get();
-    const Room room{first, first + 2 * most * hidden, first + most * (2 * hidden + wide),
-                    first + most * hidden};
+    const RoundBuffers buffers{first, first + 2 * most * hidden, first + most * (2 * hidden + wide),
+                               first + most * hidden};
     for (int64_t from = 0, to; from < count; from = to) {
         to = round_end(chosen.get(), count, from);
         const int64_t begin = chosen[from].begin, some_experts = to - from;
@@ -173,15 +174,15 @@ int experts(int isa, const Experts& a) {
         if (a.threads > 1 && (some_experts % a.threads == 0 || some_experts >= 3 * a.threads)) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) reduction(max : failed)
             for (int64_t e = from; e < to; e++) {
-                const int status = compute(isa, a, chosen[e], begin, tokens.get(), room, 1);
+                const int status = compute(isa, a, chosen[e], begin, tokens.get(), buffers, 1);
                 failed = status > failed ? status : failed;
             }
         } else {
             for (int64_t e = from; e < to && failed == DONE; e++)
-                failed = compute(isa, a, chosen[e], begin, tokens.get(), room, a.threads);
+                failed = compute(isa, a, chosen[e], begin, tokens.get(), buffers, a.threads);
         }
         if (failed != DONE) return failed;
-        add(a, hidden, begin, chosen[to - 1].end, tokens.get(), shares.get(), room.out);
+        add(a, hidden, begin, chosen[to - 1].end, tokens.get(), shares.get(), buffers.out);
     }
     return DONE;
 }
@@ -214,12 +215,12 @@ void choose(const Route& a, float* logits, int64_t* ids, float* shares) {
     for (int64_t i = 0; i < a.each; i++) {
         int64_t best = -1;
         for (int64_t e = 0; e < a.count; e++)
-            if (logits[e] != NONE && (best < 0 || logits[e] > logits[best])) best = e;
+            if (logits[e] != MASKED && (best < 0 || logits[e] > logits[best])) best = e;
         if (best < 0) best = i;  // all remaining logits are -inf
         ids[i] = best;
         shares[i] = exp(broadcast(logits[best] - largest))[0];
         if (a.normalise) total += shares[i];
-        logits[best] = NONE;
+        logits[best] = MASKED;
     }
     for (int64_t i = 0; i < a.each; i++) shares[i] /= total;
 }
@@ -230,7 +231,7 @@ int route(const Route& a) {
     const Memory<float> logits = memory<float>(a.rows * a.count);
     if (!logits) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
-    if (a.rows > 1 && a.rows * a.count * a.hidden > LEAST_WORK)
+    if (a.rows > 1 && a.rows * a.count * a.hidden > MIN_PARALLEL_WORK)
     for (int64_t row = 0; row < a.rows; row++) {
         float* mine = logits.get() + row * a.count;
         logits_of(a, static_cast<const bf16*>(a.x) + row * a.x_row, mine);

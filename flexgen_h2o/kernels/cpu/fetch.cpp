@@ -19,10 +19,10 @@
 namespace ISA {
 namespace {
 
-// A range of `records` file blocks from `record` on, read to `place` in the landing buffer, and the
+// A range of `blocks` file blocks from `block` on, read to `place` in the landing buffer, and the
 // missing tokens `first` to `end` that it contains.
 struct Run {
-    int64_t record, records, place, first, end;
+    int64_t block, blocks, place, first, end;
 };
 
 struct Token {
@@ -33,30 +33,30 @@ Token missing(const FetchTokens& a, int64_t i) {
     return {a.missing[i], a.missing[a.missing_row + i], a.missing[2 * a.missing_row + i]};
 }
 
-int64_t record_of(const FetchTokens& a, const Token& at) {
+int64_t block_of(const FetchTokens& a, const Token& at) {
     return at.head * a.rows + at.token / a.tokens;
 }
 
 // Plan runs of missing tokens from `first` on, as many as fit in the landing buffer.
 int64_t plan(const FetchTokens& a, int64_t first, Run* runs) {
-    const int64_t room = a.landing_bytes / a.record_bytes;
+    const int64_t capacity = a.landing_bytes / a.record_bytes;
     int64_t count = 0, filled = 0;
     for (int64_t i = first; i < a.count; i++) {
-        const int64_t record = record_of(a, missing(a, i));
+        const int64_t block = block_of(a, missing(a, i));
         if (count) {
             Run& last = runs[count - 1];
-            const int64_t records = record - last.record + 1, more = records - last.records;
-            if (records > 0 && more <= a.gap + 1 && records <= a.most && filled + more <= room) {
+            const int64_t blocks = block - last.block + 1, more = blocks - last.blocks;
+            if (blocks > 0 && more <= a.gap + 1 && blocks <= a.most && filled + more <= capacity) {
                 if (more > 0) {
-                    last.records = records;
+                    last.blocks = blocks;
                     filled += more;
                 }
                 last.end = i + 1;
                 continue;
             }
         }
-        if (filled == room) break;
-        runs[count++] = {record, 1, filled++ * a.record_bytes, i, i + 1};
+        if (filled == capacity) break;
+        runs[count++] = {block, 1, filled++ * a.record_bytes, i, i + 1};
     }
     return count;
 }
@@ -64,11 +64,11 @@ int64_t plan(const FetchTokens& a, int64_t first, Run* runs) {
 void put(const FetchTokens& a, const Run& run) {
     for (int64_t i = run.first; i < run.end; i++) {
         const Token at = missing(a, i);
-        const char* record = static_cast<const char*>(a.landing) + run.place +
-                             (record_of(a, at) - run.record) * a.record_bytes;
+        const char* block = static_cast<const char*>(a.landing) + run.place +
+                             (block_of(a, at) - run.block) * a.record_bytes;
         std::memcpy(static_cast<char*>(a.slots) +
                         (at.head * a.num_slots + at.slot) * a.token_bytes,
-                    record + at.token % a.tokens * a.token_bytes,
+                    block + at.token % a.tokens * a.token_bytes,
                     static_cast<size_t>(a.token_bytes));
     }
 }
@@ -78,10 +78,10 @@ char* target(const FetchTokens& a, const Run& run) {
 }
 
 int64_t offset(const FetchTokens& a, const Run& run) {
-    return a.offset + run.record * a.record_bytes;
+    return a.offset + run.block * a.record_bytes;
 }
 
-int64_t size(const FetchTokens& a, const Run& run) { return run.records * a.record_bytes; }
+int64_t size(const FetchTokens& a, const Run& run) { return run.blocks * a.record_bytes; }
 
 bool read_run(const FetchTokens& a, const Run& run) {
     for (int64_t done = 0; done < size(a, run);) {
@@ -148,9 +148,9 @@ bool read_at_once(const FetchTokens& a, const Run* runs, int64_t count) {
     int64_t submitted = 0, ended = 0, stop = count;
     bool whole = true;
     while (ended < submitted || submitted < stop) {
-        const int64_t room = DEPTH - (submitted - ended), left = stop - submitted;
-        if (room && left) {
-            const int64_t taken = syscall(SYS_io_submit, context(), room < left ? room : left,
+        const int64_t capacity = DEPTH - (submitted - ended), left = stop - submitted;
+        if (capacity && left) {
+            const int64_t taken = syscall(SYS_io_submit, context(), capacity < left ? capacity : left,
                                           pointers.get() + submitted);
             if (taken > 0) {
                 submitted += taken;
@@ -199,7 +199,8 @@ bool valid(const FetchTokens& a) {
 
 int fetch_tokens(const FetchTokens& a) {
     if (!valid(a)) return INVALID;
-    const int64_t room = a.landing_bytes / a.record_bytes, most = room < a.count ? room : a.count;
+    const int64_t capacity = a.landing_bytes / a.record_bytes;
+    const int64_t most = capacity < a.count ? capacity : a.count;
     const Memory<Run> runs = memory<Run>(most);
     if (!runs) return NO_MEMORY;
     const bool at_once = a.direct && context();

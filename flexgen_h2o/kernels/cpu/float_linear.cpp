@@ -22,10 +22,10 @@ struct PlainWeights {
         return static_cast<const T*>(a.weight) + output * a.weight_row + input;
     }
 
-    // Convert a part to floats [register blocks, DEPTH, SLIVER].
+    // Convert a part to floats [register blocks, DEPTH, BLOCK_OUTPUTS].
     void unpack(const Extent& part, float* to) const {
         for (int64_t o = 0; o < part.outputs; o += WIDTH) {
-            float* mine = to + o / SLIVER * DEPTH * SLIVER + o % SLIVER;
+            float* mine = to + o / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS + o % BLOCK_OUTPUTS;
             const int64_t left = part.outputs - o, count = left < WIDTH ? left : WIDTH;
             int64_t k = 0;
             for (; k + 2 * WIDTH <= part.inputs; k += 2 * WIDTH) {
@@ -37,13 +37,13 @@ struct PlainWeights {
 #pragma GCC unroll 16
                 for (int64_t i = 0; i < WIDTH; i++) {
                     const Words words = bits_of<Words>(pairs[i]);
-                    store(mine + (k + 2 * i) * SLIVER, first_of(words, T{}));
-                    store(mine + (k + 2 * i + 1) * SLIVER, second_of(words, T{}));
+                    store(mine + (k + 2 * i) * BLOCK_OUTPUTS, first_of(words, T{}));
+                    store(mine + (k + 2 * i + 1) * BLOCK_OUTPUTS, second_of(words, T{}));
                 }
             }
             for (; k < part.inputs; k++)
                 for (int64_t i = 0; i < count; i++)
-                    mine[k * SLIVER + i] = one(at(part.output + o + i, part.input + k));
+                    mine[k * BLOCK_OUTPUTS + i] = one(at(part.output + o + i, part.input + k));
         }
     }
 
@@ -56,7 +56,7 @@ struct PlainWeights {
         constexpr int64_t LINE = 64 / sizeof(T);
         for (int64_t o = part.outputs * share / shares; o < end; o++)
             for (int64_t k = 0; k < DEPTH; k += LINE)
-                ISA::prefetch(at(first + o, more ? next + k : k), SECOND);
+                ISA::prefetch(at(first + o, more ? next + k : k), L2);
     }
 };
 

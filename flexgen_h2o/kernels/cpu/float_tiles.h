@@ -3,7 +3,7 @@
 // Sums stay in registers for DEPTH inputs. Weights are converted to floats once per panel of rows, one
 // block of outputs at a time, and the operands stay in the L2 cache. Results are rounded once.
 //
-// A matmul is a struct that converts its weights to floats: PlainWeights or CodedWeights.
+// A matmul is a struct that converts its weights to floats: PlainWeights or QuantizedWeights.
 #pragma once
 
 #include "count.h"
@@ -20,29 +20,31 @@ constexpr int64_t TILE_HEIGHT = 6;
 #else
 constexpr int64_t TILE_HEIGHT = 4;
 #endif
-constexpr int64_t SLIVER = 2 * WIDTH;  // outputs of a register block, contiguous for each input
+constexpr int64_t BLOCK_OUTPUTS = 2 * WIDTH;  // of a register block, contiguous for each input
 constexpr int64_t DEPTH = PRODUCT_DEPTH;
-constexpr int64_t STRIP = 4 * PRODUCT_OUTPUTS;  // maximum outputs of a panel, converted together
-constexpr int64_t NARROWEST = SLIVER > MATRIX_TILE ? SLIVER : MATRIX_TILE;  // minimum of a panel
-static_assert(STRIP % NARROWEST == 0 && NARROWEST % SLIVER == 0 && DEPTH % WIDTH == 0,
-              "whole slivers and vectors");
+constexpr int64_t PANEL_OUTPUTS = 4 * PRODUCT_OUTPUTS;  // maximum of an L2 panel, converted together
+constexpr int64_t MIN_PANEL = BLOCK_OUTPUTS > MATRIX_TILE ? BLOCK_OUTPUTS : MATRIX_TILE;
+static_assert(PANEL_OUTPUTS % MIN_PANEL == 0 && MIN_PANEL % BLOCK_OUTPUTS == 0 && DEPTH % WIDTH == 0,
+              "whole register blocks and vectors");
 
 // A block of weights: the first output, the first input, and their counts.
 struct Extent {
     int64_t output, outputs, input, inputs;
 };
 
-// Multiply M rows of x [M, DEPTH] by a register block [depth, SLIVER] and add to totals [M, STRIP].
+// Multiply M rows of x [M, DEPTH] by a register block of weights [depth, BLOCK_OUTPUTS] and add to
+// totals [M, PANEL_OUTPUTS].
 template <int M>
-void add_tile(const float* x, const float* sliver, int64_t depth, float* totals) {
+void add_tile(const float* x, const float* weights, int64_t depth, float* totals) {
     Floats sums[M][2];
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
-        sums[m][0] = load(totals + m * STRIP);
-        sums[m][1] = load(totals + m * STRIP + WIDTH);
+        sums[m][0] = load(totals + m * PANEL_OUTPUTS);
+        sums[m][1] = load(totals + m * PANEL_OUTPUTS + WIDTH);
     }
     for (int64_t k = 0; k < depth; k++) {
-        const Floats first = load(sliver + k * SLIVER), second = load(sliver + k * SLIVER + WIDTH);
+        const Floats first = load(weights + k * BLOCK_OUTPUTS);
+        const Floats second = load(weights + k * BLOCK_OUTPUTS + WIDTH);
 #pragma GCC unroll 16
         for (int m = 0; m < M; m++) {
             const Floats element = broadcast(x[m * DEPTH + k]);
@@ -52,14 +54,14 @@ void add_tile(const float* x, const float* sliver, int64_t depth, float* totals)
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; m++) {
-        store(totals + m * STRIP, sums[m][0]);
-        store(totals + m * STRIP + WIDTH, sums[m][1]);
+        store(totals + m * PANEL_OUTPUTS, sums[m][0]);
+        store(totals + m * PANEL_OUTPUTS + WIDTH, sums[m][1]);
     }
 }
 
-inline void add_tile(int64_t rows, const float* x, const float* sliver, int64_t depth,
+inline void add_tile(int64_t rows, const float* x, const float* weights, int64_t depth,
                      float* totals) {
-#define ROWS_OF(count) case count: return add_tile<count>(x, sliver, depth, totals);
+#define ROWS_OF(count) case count: return add_tile<count>(x, weights, depth, totals);
     switch (rows) {
         ROWS_OF(1) ROWS_OF(2) ROWS_OF(3) ROWS_OF(4)
 #if defined(__AVX2__)
@@ -73,23 +75,23 @@ inline void add_tile(int64_t rows, const float* x, const float* sliver, int64_t 
 }
 
 // Compute an L2 panel of outputs for `rows` rows: x [blocks of inputs, rows, DEPTH] to totals [rows,
-// STRIP].
+// PANEL_OUTPUTS].
 template <class Weights>
-void strip_of_outputs(const Weights& weights, Extent part, int64_t inputs, const float* x,
-                      int64_t rows, float* floats, float* totals) {
+void multiply_panel(const Weights& weights, Extent part, int64_t inputs, const float* x,
+                    int64_t rows, float* floats, float* totals) {
     const int64_t tiles = (rows + TILE_HEIGHT - 1) / TILE_HEIGHT;
-    const int64_t slivers = (part.outputs + SLIVER - 1) / SLIVER;
-    std::memset(totals, 0, static_cast<size_t>(rows * STRIP) * sizeof *totals);
+    const int64_t blocks_per_panel = (part.outputs + BLOCK_OUTPUTS - 1) / BLOCK_OUTPUTS;
+    std::memset(totals, 0, static_cast<size_t>(rows * PANEL_OUTPUTS) * sizeof *totals);
     for (part.input = 0; part.input < inputs; part.input += DEPTH, x += rows * DEPTH) {
         const int64_t left = inputs - part.input, depth = left < DEPTH ? left : DEPTH;
         part.inputs = depth;
         weights.unpack(part, floats);
         for (int64_t tile = 0; tile < tiles; tile++) {
             const int64_t first = rows * tile / tiles, height = rows * (tile + 1) / tiles - first;
-            for (int64_t s = 0; s < slivers; s++) {
-                weights.prefetch(part, tile * slivers + s, tiles * slivers);
-                add_tile(height, x + first * DEPTH, floats + s * DEPTH * SLIVER, depth,
-                         totals + first * STRIP + s * SLIVER);
+            for (int64_t s = 0; s < blocks_per_panel; s++) {
+                weights.prefetch(part, tile * blocks_per_panel + s, tiles * blocks_per_panel);
+                add_tile(height, x + first * DEPTH, floats + s * DEPTH * BLOCK_OUTPUTS, depth,
+                         totals + first * PANEL_OUTPUTS + s * BLOCK_OUTPUTS);
             }
         }
     }
@@ -111,16 +113,16 @@ void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to
 template <class T, class Weights, class A>
 int float_product(const A& a, int64_t inputs) {
     const int64_t most = a.rows < PRODUCT_ROWS ? a.rows : PRODUCT_ROWS;
-    const int64_t blocks = (inputs + DEPTH - 1) / DEPTH, size = STRIP * (most + DEPTH);
+    const int64_t blocks = (inputs + DEPTH - 1) / DEPTH, size = PANEL_OUTPUTS * (most + DEPTH);
     const Memory<float> x = memory<float>(blocks * most * DEPTH);
-    const Memory<float> everyone = memory<float>(a.threads * size);
-    if (!x || !everyone) return NO_MEMORY;
+    const Memory<float> workspace = memory<float>(a.threads * size);
+    if (!x || !workspace) return NO_MEMORY;
 #pragma omp parallel num_threads(a.threads)
     {
-        float* const totals = everyone.get() + thread_number() * size;
-        float* const floats = totals + most * STRIP;
+        float* const totals = workspace.get() + thread_number() * size;
+        float* const floats = totals + most * PANEL_OUTPUTS;
         // Zeros pad outputs that fill no whole register block.
-        std::memset(floats, 0, static_cast<size_t>(STRIP * DEPTH) * sizeof *floats);
+        std::memset(floats, 0, static_cast<size_t>(PANEL_OUTPUTS * DEPTH) * sizeof *floats);
         for (int64_t first = 0; first < a.rows; first += PRODUCT_ROWS) {
             const int64_t left = a.rows - first, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
 #pragma omp for schedule(static)
@@ -129,21 +131,21 @@ int float_product(const A& a, int64_t inputs) {
                            x.get());
             for (const A* each = &a; each; each = each->next) {
                 const Weights weights(*each);
-                int64_t width = STRIP;  // smaller if there are too few panels for the threads
-                while (width > NARROWEST && weights.outputs() < 4 * width * a.threads) width /= 2;
-                const int64_t strips = (weights.outputs() + width - 1) / width;
+                int64_t width = PANEL_OUTPUTS;  // smaller if there are too few panels for the threads
+                while (width > MIN_PANEL && weights.outputs() < 4 * width * a.threads) width /= 2;
+                const int64_t panels = (weights.outputs() + width - 1) / width;
 #pragma omp for schedule(static) nowait
-                for (int64_t strip = 0; strip < strips; strip++) {
-                    const int64_t output = strip * width, rest = weights.outputs() - output;
+                for (int64_t panel = 0; panel < panels; panel++) {
+                    const int64_t output = panel * width, rest = weights.outputs() - output;
                     const int64_t count = rest < width ? rest : width;
-                    strip_of_outputs(weights, Extent{output, count, 0, 0}, inputs, x.get(), rows,
-                                     floats, totals);
+                    multiply_panel(weights, Extent{output, count, 0, 0}, inputs, x.get(), rows,
+                                   floats, totals);
                     const T* bias = each->bias ? static_cast<const T*>(each->bias) + output
                                                : nullptr;
                     for (int64_t row = 0; row < rows; row++)
-                        put_outputs(totals + row * STRIP, bias,
+                        put_outputs(totals + row * PANEL_OUTPUTS, bias,
                                     static_cast<T*>(each->out) + (first + row) * each->out_row +
-                                        output, count, each->add);
+                                    output, count, each->add);
                 }
             }
 #pragma omp barrier

@@ -6,13 +6,13 @@ namespace ISA {
 
 template <class T>
 static int quantize(const Groups& a) {
-    Memory<uint8_t> codes = memory<uint8_t>(a.threads * a.length);
-    if (!codes) return NO_MEMORY;
+    Memory<uint8_t> quantized = memory<uint8_t>(a.threads * a.length);
+    if (!quantized) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t row = 0; row < a.rows; row++)
         quantize_row(static_cast<const T*>(a.x) + row * a.x_row,
                      static_cast<uint8_t*>(a.records) + row * a.record_row, a.layout,
-                     codes.get() + thread_number() * a.length);
+                     quantized.get() + thread_number() * a.length);
     return DONE;
 }
 

@@ -55,9 +55,9 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
         for (; i + WIDTH <= count; i += WIDTH) {
             Floats some = clamped(load(x + i));
             lows = some < lows ? some : lows;
-            highs = larger(some, highs);
+            highs = max(some, highs);
         }
-        low = -widest(-lows), high = widest(highs);
+        low = -reduce_max(-lows), high = reduce_max(highs);
     }
     // fminf and fmaxf are avoided: GCC 12 fails to compile vectors of them for aarch64.
     for (; i < count; i++) {
@@ -67,12 +67,12 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
     }
 }
 
-// Quantize one vector to its KV entry. `codes` is scratch of layout.groups * layout.group bytes.
+// Quantize one vector to its KV entry. `quantized` is scratch of layout.groups * layout.group bytes.
 template <class T>
-inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint8_t* codes) {
+inline void quantize_row(const T* x, uint8_t* entry, const Layout& layout, uint8_t* quantized) {
     const float levels = layout.bits == 8 ? 255.0f : 15.0f;
     const int64_t length = layout.groups * layout.group;
-    uint8_t* to = layout.bits == 8 ? record : codes;
+    uint8_t* to = layout.bits == 8 ? entry : quantized;
     for (int64_t g = 0; g < layout.groups; g++) {
         const T* mine = x + g * layout.group;
         float low, high;
@@ -81,8 +81,8 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
         const float zero = from_half(zero_bits);
         const uint16_t scale_bits = half_below((zero - high) / levels) & 0x7fff;  // rounded up
         const float scale = from_half(scale_bits), step = scale < TINY ? TINY : scale;
-        std::memcpy(record + layout.code_bytes + 2 * g, &scale_bits, 2);
-        std::memcpy(record + layout.code_bytes + 2 * (layout.groups + g), &zero_bits, 2);
+        std::memcpy(entry + layout.code_bytes + 2 * g, &scale_bits, 2);
+        std::memcpy(entry + layout.code_bytes + 2 * (layout.groups + g), &zero_bits, 2);
         const Floats steps = broadcast(step), inverse = broadcast(1 / step);
         uint8_t* out = to + g * layout.group;
         int64_t i = 0;
@@ -97,9 +97,9 @@ inline void quantize_row(const T* x, uint8_t* record, const Layout& layout, uint
     if (layout.bits == 4) {
         used = length / 2;
         for (int64_t i = 0; i < used; i++)
-            record[i] = static_cast<uint8_t>(codes[i] | codes[used + i] << 4);
+            entry[i] = static_cast<uint8_t>(quantized[i] | quantized[used + i] << 4);
     }
-    if (used < layout.code_bytes) record[used] = 0;
+    if (used < layout.code_bytes) entry[used] = 0;
 }
 
 // Return the offset of a cache slot in elements of its keys (kind 0) or values (kind 1). A is the
@@ -116,16 +116,16 @@ INLINE const Layout& layout_of(const A& a, int64_t kind) {
     return kind == 0 ? a.key_layout : a.value_layout;
 }
 
-// Write one vector to the slot at `start`. `codes` is scratch as in `quantize_row`. It is not inlined,
-// because inlining slows down the loops of the callers.
+// Write one vector to the slot at `start`. `quantized` is scratch as in `quantize_row`. It is not
+// inlined, because inlining slows down the loops of the callers.
 template <class T, class A>
-__attribute__((noinline)) void write_slot(const A& a, const Layout& layout, int64_t start, const T* x,
-                                          uint8_t* codes) {
+NOINLINE void write_slot(const A& a, const Layout& layout, int64_t start, const T* x,
+                         uint8_t* quantized) {
     if (layout.bits == 16)
         std::memcpy(static_cast<T*>(a.slots) + start, x,
                     static_cast<size_t>(a.head_dim) * sizeof(T));
     else
-        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, layout, codes);
+        quantize_row(x, static_cast<uint8_t*>(a.slots) + start, layout, quantized);
 }
 
 INLINE float half_at(const uint8_t* from) {
@@ -162,20 +162,20 @@ INLINE void stretch(const uint8_t* bytes, float* x, int64_t count, float scale, 
 }
 
 // Dequantize one KV entry to a vector of floats.
-inline void dequantize_row(const uint8_t* record, float* x, const Layout& layout) {
+inline void dequantize_row(const uint8_t* entry, float* x, const Layout& layout) {
     const int64_t half = layout.groups * layout.group / 2;
     for (int64_t g = 0; g < layout.groups; g++) {
-        const uint8_t* scales = record + layout.code_bytes + 2 * g;
+        const uint8_t* scales = entry + layout.code_bytes + 2 * g;
         const float scale = half_at(scales), zero = half_at(scales + 2 * layout.groups);
         const int64_t start = g * layout.group, end = start + layout.group;
         if (layout.bits == 8) {
-            stretch<WHOLE>(record + start, x + start, layout.group, scale, zero);
+            stretch<WHOLE>(entry + start, x + start, layout.group, scale, zero);
             continue;
         }
         const int64_t low_end = end < half ? end : half, high_start = start > half ? start : half;
-        if (start < low_end) stretch<LOW>(record + start, x + start, low_end - start, scale, zero);
+        if (start < low_end) stretch<LOW>(entry + start, x + start, low_end - start, scale, zero);
         if (high_start < end)
-            stretch<HIGH>(record + high_start - half, x + high_start, end - high_start, scale,
+            stretch<HIGH>(entry + high_start - half, x + high_start, end - high_start, scale,
                           zero);
     }
 }

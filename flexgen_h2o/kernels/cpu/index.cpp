@@ -8,9 +8,9 @@
 namespace ISA {
 namespace {
 
-constexpr int FEW_ROWS = 256;  // maximum rows for one thread; more pay for waking others
+constexpr int SINGLE_THREAD_ROWS = 256;  // maximum rows for one thread; more pay for waking others
 
-INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* codes,
+INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* quantized,
                         uint16_t& scale_bits, uint16_t& zero_bits) {
     float low, high;
     bounds(x, count, low, high);
@@ -26,17 +26,17 @@ INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* co
     for (; i + WIDTH <= count; i += WIDTH) {
         Floats code = rounded((clamped(load(x + i)) - zero) / step);
         code = code < 0.0f ? Floats{} : code;
-        narrow(codes + i, __builtin_convertvector(code > most ? most : code, Ints));
+        narrow(quantized + i, __builtin_convertvector(code > most ? most : code, Ints));
     }
     for (; i < count; i++) {
         const float code = nearbyintf((clamped_one(x + i) - zero) / step);
-        codes[i] = static_cast<uint8_t>(code < 0 ? 0 : code > levels ? levels : code);
+        quantized[i] = static_cast<uint8_t>(code < 0 ? 0 : code > levels ? levels : code);
     }
 }
 
 template <class T>
 void index_one(const IndexKeys& a, const TileShape& shape, const void* keys, int64_t row,
-               uint8_t* index, int64_t token, float* x, uint8_t* codes) {
+               uint8_t* index, int64_t token, float* x, uint8_t* quantized) {
     if (a.layout.bits == 16)
         to_floats(static_cast<const T*>(keys) + row * a.keys_slot, a.head_dim, x);
     else
@@ -48,12 +48,12 @@ void index_one(const IndexKeys& a, const TileShape& shape, const void* keys, int
     const float levels = shape.bits == 4 ? 15.0f : 3.0f;
     for (int64_t k = 0; k < shape.groups; k++) {
         uint16_t scale, zero;
-        group_codes(x + k * shape.group, shape.group, levels, codes + k * shape.group, scale, zero);
+        group_codes(x + k * shape.group, shape.group, levels, quantized + k * shape.group, scale, zero);
         std::memcpy(scales + 2 * INDEX_TILE * k, &scale, 2);
         std::memcpy(zeros + 2 * INDEX_TILE * k, &zero, 2);
     }
     for (int64_t r = 0; r < shape.code_rows; r++) {
-        const uint8_t* some = codes + r * shape.per_byte;
+        const uint8_t* some = quantized + r * shape.per_byte;
         tile[r * INDEX_TILE] = static_cast<uint8_t>(
             shape.bits == 4 ? some[0] | some[1] << 4
                             : some[0] | some[1] << 2 | some[2] << 4 | some[3] << 6);
@@ -71,11 +71,11 @@ int index_all(const IndexKeys& a) {
             return INVALID;
     }
     const Memory<float> floats = memory<float>(a.threads * a.head_dim);
-    const Memory<uint8_t> codes = memory<uint8_t>(a.threads * a.head_dim);
-    if (!floats || !codes) return NO_MEMORY;
+    const Memory<uint8_t> quantized = memory<uint8_t>(a.threads * a.head_dim);
+    if (!floats || !quantized) return NO_MEMORY;
     int64_t rows = 0;
     for (int64_t s = 0; s < a.sequences; s++) rows += a.kv_heads * a.spans[2 * a.sequences + s];
-#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (rows > FEW_ROWS)
+#pragma omp parallel for schedule(dynamic) num_threads(a.threads) if (rows > SINGLE_THREAD_ROWS)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t s = task / a.kv_heads, head = task % a.kv_heads, thread = thread_number();
         const int64_t first = a.spans[s], token = a.spans[a.sequences + s],
@@ -88,7 +88,7 @@ int index_all(const IndexKeys& a) {
             static_cast<uint8_t*>(a.index) + s * a.index_sequence + head * a.index_head;
         for (int64_t i = 0; i < count; i++)
             index_one<T>(a, shape, keys, first + i, index, token + i,
-                         floats.get() + thread * a.head_dim, codes.get() + thread * a.head_dim);
+                         floats.get() + thread * a.head_dim, quantized.get() + thread * a.head_dim);
     }
     return DONE;
 }

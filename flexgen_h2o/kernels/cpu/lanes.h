@@ -63,7 +63,7 @@ INLINE void product_rows(const uint32_t* a, int64_t row, int64_t column, const u
 
 // Not inlined: next to the softmax, register pressure makes GCC reload b for each row.
 template <bool ADD, class E>
-__attribute__((noinline)) void product(const E* a, int64_t row, int64_t column, int64_t count,
+NOINLINE void product(const E* a, int64_t row, int64_t column, int64_t count,
                                        const E* b, int64_t depth, float* out) {
     int64_t m = 0;
     for (; m + ROWS <= count; m += ROWS)

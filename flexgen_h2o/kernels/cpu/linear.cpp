@@ -27,11 +27,11 @@ constexpr int64_t FEW_PASSES = 2;  // up to this many are memory-bound and not s
 
 #if defined(__AVX512BF16__)
 // Sums of pairs of bfloat16, which AVX512_BF16 multiplies directly. PAIRED rows of x are computed in
-// pairs. Up to BOUND_ROWS rows are memory-bound.
+// pairs. Up to MEMORY_BOUND_ROWS rows are memory-bound.
 struct Operands {
     using Element = bf16;
     using Vector = __m512bh;
-    static constexpr int64_t SIZE = 2 * WIDTH, PAIRED = QUADS, BOUND_ROWS = 2 * QUADS;
+    static constexpr int64_t SIZE = 2 * WIDTH, PAIRED = QUADS, MEMORY_BOUND_ROWS = 2 * QUADS;
     static INLINE Vector weights(const bf16* from) { return load_raw<Vector>(from); }
     static INLINE Vector inputs(const bf16* from) { return load_raw<Vector>(from); }
     static INLINE Floats add(Floats sum, Vector a, Vector b) {
@@ -46,7 +46,7 @@ INLINE void copy_row(const bf16* from, int64_t count, bf16* to) {
 struct Operands {
     using Element = float;
     using Vector = Floats;
-    static constexpr int64_t SIZE = WIDTH, PAIRED = 0, BOUND_ROWS = QUADS;
+    static constexpr int64_t SIZE = WIDTH, PAIRED = 0, MEMORY_BOUND_ROWS = QUADS;
     static INLINE Vector weights(const bf16* from) { return load(from); }
     static INLINE Vector inputs(const float* from) { return load(from); }
     static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
@@ -80,8 +80,8 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
     for (; k + SIZE <= inputs; k += SIZE) {
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
-            prefetch(later[m] + k, SECOND);
-            if (TWICE) prefetch(later[m] + k + SIZE / 2, SECOND);
+            prefetch(later[m] + k, L2);
+            if (TWICE) prefetch(later[m] + k + SIZE / 2, L2);
         }
         step(weights + k, weight_row, k);
     }
@@ -117,7 +117,7 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
                 later[m] = weights + (ahead + (pass + m * passes) % M) * a.weight_row + begin;
             const auto multiply = [&](auto count) {
                 constexpr int R = decltype(count)::value;
-                const auto function = a.rows > Operands::BOUND_ROWS ? products<M, R, false>
+                const auto function = a.rows > Operands::MEMORY_BOUND_ROWS ? products<M, R, false>
                                                                     : products<M, R, true>;
                 function(weights + begin, a.weight_row, x + row * x_row + begin, x_row, inputs,
                          later, all + row * M);
@@ -174,7 +174,7 @@ int linear_tiled(const Linear& a) {
 #if defined(TILES)
     for (const Linear* each = a.next; each; each = each->next)
         if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
-    return tile_matmul<PlainSlabs>(a, a.inputs, 1);
+    return tile_matmul<PlainPanels>(a, a.inputs, 1);
 #else
     (void)a;
     return INVALID;

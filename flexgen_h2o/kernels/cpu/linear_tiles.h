@@ -108,9 +108,9 @@ void multiply(Tiles& tiles, const Linear& a, const Panels& panels, const uint32_
     tiles.zero<C3>();
     for (int64_t k = 0; k < steps; k++, x += R * TILE) {
         if (pass == 0)
-            prefetch_weights(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps, NEAREST);
+            prefetch_weights(a, output, outputs, 0, O * SIDE, k + TILES_AHEAD, steps, L1);
         if (passes > 1)
-            prefetch_weights(a, output, outputs, begin, end, k + steps, steps, SECOND);
+            prefetch_weights(a, output, outputs, begin, end, k + steps, steps, L2);
         const LeftTile first = left_tile(a, output, k * STEP_INPUTS, copies[0]);
         tiles.load<A0>(first.from, first.bytes);
         tiles.load<B0>(x, TILE_BYTES);
@@ -213,23 +213,23 @@ inline int tiled_linear(const Linear& a) {
 }
 
 // Weights in place, for matmuls of many rows.
-struct PlainSlabs {
+struct PlainPanels {
     const Linear& a;
 
-    explicit PlainSlabs(const Linear& a) : a(a) {}
+    explicit PlainPanels(const Linear& a) : a(a) {}
     int64_t outputs() const { return a.outputs; }
 
-    void unpack(const Slab& slab, uint32_t* to) const {
+    void unpack(const WeightPanel& panel, uint32_t* to) const {
         const bf16* from =
-            static_cast<const bf16*>(a.weight) + slab.output * a.weight_row + slab.input;
-        for (int64_t first = 0; first < slab.pairs() * TILE_COLUMNS; first += TILE_COLUMNS)
-            for (int64_t step = 0; step < slab.steps(); step++, to += TILE_PAIRS * TILE_COLUMNS)
+            static_cast<const bf16*>(a.weight) + panel.output * a.weight_row + panel.input;
+        for (int64_t first = 0; first < panel.pairs() * TILE_COLUMNS; first += TILE_COLUMNS)
+            for (int64_t step = 0; step < panel.steps(); step++, to += TILE_PAIRS * TILE_COLUMNS)
                 for (int64_t side = 0; side < TILE_COLUMNS; side += SIDE) {
                     const int64_t output = first + side, input = step * STEP_INPUTS;
                     const bf16* mine = from + output * a.weight_row + input;
                     for (int64_t row = 0; row < SIDE; row++)
-                        prefetch(mine + row * a.weight_row + TILES_AHEAD * STEP_INPUTS, NEAREST);
-                    right_tile(mine, a.weight_row, slab.outputs - output, slab.inputs - input,
+                        prefetch(mine + row * a.weight_row + TILES_AHEAD * STEP_INPUTS, L1);
+                    right_tile(mine, a.weight_row, panel.outputs - output, panel.inputs - input,
                                to + side, TILE_COLUMNS);
                 }
     }

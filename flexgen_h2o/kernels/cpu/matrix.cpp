@@ -1,5 +1,5 @@
 // unpack_rows: dequantize rows of a matrix.
-#include "codes.h"
+#include "quantized_operands.h"
 #include "memory.h"
 
 namespace ISA {
@@ -32,9 +32,9 @@ NOINLINE void unpack_block(const Blocks& m, const uint8_t* block, float* to) {
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
         for (int64_t n = 0; n < m.words / C::unit_words; n++) {
-            const Coded<C> unit = load_coded<C>(block, n, i);
+            const PackedUnit<C> unit = load_unit<C>(block, n, i);
             for (int t = 0; t < STEPS; t++) {
-                const Floats x = bits_of<Floats>(Single::codes<C>(unit, t));
+                const Floats x = bits_of<Floats>(Single::values<C>(unit, t));
                 store(to + (n * STEPS + t) * MATRIX_TILE + i, zero + scale * x);
             }
         }
@@ -99,7 +99,7 @@ int rows_as(const Rows& a) {
 
 template <class T>
 int rows_of(const Rows& a) {
-    return by_codes(a.matrix, [&](auto codes) { return rows_as<T, decltype(codes)>(a); });
+    return by_format(a.matrix, [&](auto format) { return rows_as<T, decltype(format)>(a); });
 }
 
 }  // namespace

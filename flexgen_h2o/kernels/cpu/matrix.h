@@ -87,7 +87,7 @@ struct Codes<6> : Unit<3, 16> {
 
 // Affine quantization: scale times quantized value plus zero point.
 template <int BITS>
-struct Spaced : Codes<BITS> {
+struct Affine : Codes<BITS> {
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 4 * MATRIX_TILE; }
 
     // Return the scales of WIDTH outputs from `lane` on.
@@ -108,7 +108,7 @@ struct Spaced : Codes<BITS> {
 // Affine quantization with an 8-bit scale and an 8-bit zero point. A scale has four bits of exponent
 // and four of mantissa. A zero point counts sixteenths of the scale and is subtracted.
 template <int BITS>
-struct Compact : Codes<BITS> {
+struct CompactAffine : Codes<BITS> {
     static constexpr int MANTISSA = 19;  // bit position of the code in a float
     static constexpr int32_t LOWEST = (127 - 14) << (23 - MANTISSA);  // the exponent of code 0 is -14
     static constexpr float STEP = 1.0f / 16;
@@ -205,12 +205,12 @@ struct Float12 : Unit<3, 8> {
 
 // Call f(format) with the format of the matrix.
 template <class F>
-INLINE auto by_codes(const Matrix& m, const F& f) {
+INLINE auto by_format(const Matrix& m, const F& f) {
     if (m.group == 0) return f(Mxfp4{});
-    if (m.group < 0) return f(Compact<4>{});
+    if (m.group < 0) return f(CompactAffine<4>{});
     if (m.bits == 12) return f(Float12{});
-    if (m.bits == 6) return f(Spaced<6>{});
-    return m.bits == 4 ? f(Spaced<4>{}) : f(Spaced<8>{});
+    if (m.bits == 6) return f(Affine<6>{});
+    return m.bits == 4 ? f(Affine<4>{}) : f(Affine<8>{});
 }
 
 }  // namespace ISA

@@ -75,7 +75,7 @@ struct Block : Lanes {
             limits[lane] = static_cast<int32_t>(limit(mine));
             starts[lane] = static_cast<int32_t>(start(mine));
         }
-        for (int n = 0; n < VECTORS; n++) top[n] = broadcast(NONE);
+        for (int n = 0; n < VECTORS; n++) top[n] = broadcast(MASKED);
         const T* k = key<T>(0);
         const int64_t seen = this->seen(), open = limit(0), closed = start(count - 1);
         for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
@@ -93,17 +93,17 @@ struct Block : Lanes {
                     Floats x = load(mine + n * WIDTH);
                     if (t + i > open) {
                         x = load_raw<Ints>(limits + n * WIDTH) < static_cast<int32_t>(t + i)
-                                ? broadcast(NONE)
+                                ? broadcast(MASKED)
                                 : x;
                         store(mine + n * WIDTH, x);
                     }
                     if (t + i < closed) {
                         x = load_raw<Ints>(starts + n * WIDTH) > static_cast<int32_t>(t + i)
-                                ? broadcast(NONE)
+                                ? broadcast(MASKED)
                                 : x;
                         store(mine + n * WIDTH, x);
                     }
-                    top[n] = larger(x, top[n]);
+                    top[n] = max(x, top[n]);
                 }
             }
         }
@@ -124,7 +124,7 @@ struct Block : Lanes {
         for (int64_t lane = 0; lane < LANES; lane++)
             sinks[lane / WIDTH][lane % WIDTH] = a.form.sinks[head(lane)] * LOG2_E / scale;
         for (int n = 0; n < VECTORS; n++) {
-            top[n] = larger(sinks[n], top[n]);
+            top[n] = max(sinks[n], top[n]);
             total[n] = exp2((sinks[n] - top[n]) * scale);
         }
     }

@@ -11,7 +11,7 @@
 
 #include <float.h>
 
-#include "flushed.h"
+#include "flush_to_zero.h"
 #include "key_value_tiles.h"
 #include "prefetch.h"
 
@@ -24,8 +24,8 @@ constexpr int64_t LOGITS_ROW = KEY_CHUNK + SIDE;
 constexpr int64_t TOGETHER = 4;  // lanes whose weights are computed together
 // Maximum lanes of a block. Their queries and sums need less memory than the weights of QUERY_LANES
 // lanes, which the plan counts.
-constexpr int64_t MOST_LANES = 2 * QUERY_LANES;
-static_assert(MOST_LANES % PAIR == 0 && PAIR % TOGETHER == 0, "whole pairs of tiles");
+constexpr int64_t MAX_LANES = 2 * QUERY_LANES;
+static_assert(MAX_LANES % PAIR == 0 && PAIR % TOGETHER == 0, "whole pairs of tiles");
 
 // C0 to C3, 2 x 2 tiles, += A0, A1 by B0, B1. Rows of A are `a_row` words apart, and each is `steps`
 // tiles long. Tiles of B are contiguous.
@@ -66,9 +66,9 @@ struct TileSpace {
     // Per lane: the approximate running maximum of the logits; the shift of scaled logits relative to
     // it, and a bit if they are too large for a shift; partial sums of the weights; and the factor of
     // the weights in the attention score.
-    float tops[MOST_LANES], shifts[MOST_LANES], factors[MOST_LANES];
-    uint32_t far[MOST_LANES / PAIR];
-    Floats totals[MOST_LANES];
+    float tops[MAX_LANES], shifts[MAX_LANES], factors[MAX_LANES];
+    uint32_t far[MAX_LANES / PAIR];
+    Floats totals[MAX_LANES];
     TileShapes shapes;
 
     bool make(int64_t head_dim, int64_t longest, int64_t lanes) {
@@ -108,7 +108,7 @@ public:
 
 private:
     INLINE void ask(const bf16* from) const {
-        for (int64_t i = 0; i < next->a.head_dim; i += DEPTH) prefetch(from + i, SECOND);
+        for (int64_t i = 0; i < next->a.head_dim; i += DEPTH) prefetch(from + i, L2);
     }
 
     const Lanes* const next;
@@ -122,7 +122,7 @@ struct TileBlock : Lanes {
     static constexpr int64_t NEAR_BYTES = 5 << 18;
     static int64_t most_lanes(int64_t head_dim, int64_t longest) {
         const int64_t bytes = 2 * longest * up_to(PAIR, head_dim) * static_cast<int64_t>(sizeof(bf16));
-        return bytes > NEAR_BYTES ? MOST_LANES : PAIR;
+        return bytes > NEAR_BYTES ? MAX_LANES : PAIR;
     }
     // Weights are relative to a reference that the maximum exceeds by a factor of at most 2^8, without
     // loss of precision. So sums are rarely rescaled.
@@ -210,7 +210,7 @@ struct TileBlock : Lanes {
     }
 
     // Compute the logits of a pair of lane tiles by a chunk of keys, up to the last key that any lane
-    // attends to, padded to whole tiles. Return the number of keys. Masked keys get the logit NONE.
+    // attends to, padded to whole tiles. Return the number of keys. Masked keys get the logit MASKED.
     int64_t logits(int64_t t, int64_t pair) {
         const int64_t row = space.queries_row(), end = pair_end(pair);
         const int64_t some = limit(end - 1) + 1 - t;
@@ -248,7 +248,7 @@ struct TileBlock : Lanes {
             const Ints first = Ints{} + static_cast<int32_t>(start(lane) - t);
             for (int32_t j = 0; j < width; j += WIDTH) {
                 const Ints key = place + j;
-                store(x + j, (key <= last) & (key >= first) ? load(x + j) : broadcast(NONE));
+                store(x + j, (key <= last) & (key >= first) ? load(x + j) : broadcast(MASKED));
             }
         }
     }
@@ -267,14 +267,14 @@ struct TileBlock : Lanes {
 #pragma GCC unroll 4
         for (int n = 0; n < TOGETHER; n++) {
             const float* row = x + n * LOGITS_ROW;
-            most[n] = larger(load(row), load(row + WIDTH));
+            most[n] = max(load(row), load(row + WIDTH));
             for (int64_t j = 2 * WIDTH; j < width; j += 2 * WIDTH)
-                most[n] = larger(larger(load(row + j), load(row + j + WIDTH)), most[n]);
+                most[n] = max(max(load(row + j), load(row + j + WIDTH)), most[n]);
         }
-        float widest[TOGETHER];
-        ISA::widest(most, widest);
+        float tops[TOGETHER];
+        reduce_max(most, tops);
         for (int n = 0; n < TOGETHER; n++)
-            if ((widest[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, widest[n]);
+            if ((tops[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, tops[n]);
         if (space.far[lane / PAIR]) subtract_tops(lane, lane + TOGETHER, width);
         const Floats by = broadcast(scale);
 #pragma GCC unroll 4
@@ -285,8 +285,8 @@ struct TileBlock : Lanes {
             Floats total{};
 #pragma GCC unroll 4
             for (int64_t j = 0; j < width; j += 2 * WIDTH) {
-                const Floats low = exp2_flushed(fma(load(row + j), by, shift));
-                const Floats high = exp2_flushed(fma(load(row + j + WIDTH), by, shift));
+                const Floats low = exp2_flush_to_zero(fma(load(row + j), by, shift));
+                const Floats high = exp2_flush_to_zero(fma(load(row + j + WIDTH), by, shift));
                 total += low + high;
                 narrow(to + j, low, high);
             }
@@ -296,7 +296,7 @@ struct TileBlock : Lanes {
 
     // Set a larger maximum and rescale the accumulated sums.
     __attribute__((noinline)) void raise(int64_t lane, float top) const {
-        const Floats factor = exp2_flushed(broadcast((space.tops[lane] - top) * scale));
+        const Floats factor = exp2_flush_to_zero(broadcast((space.tops[lane] - top) * scale));
         float* sums = space.sums.get() + lane * space.sums_row();
         for (int64_t i = 0; i < space.cache.width(); i += WIDTH)
             store(sums + i, load(sums + i) * factor);
@@ -341,7 +341,7 @@ struct TileBlock : Lanes {
                 const Floats shift = broadcast(space.shifts[lane]);
                 const Floats factor = broadcast(space.factors[lane]);
                 for (int m = 0; m < 2; m++) {
-                    const Floats e = exp2_flushed(fma(load(x + m * WIDTH), by, shift));
+                    const Floats e = exp2_flush_to_zero(fma(load(x + m * WIDTH), by, shift));
                     received[m] = fma(e, factor, received[m]);
                 }
             }

@@ -6,7 +6,7 @@
 // once per panel of rows, into a buffer in L1.
 #include "float_tiles.h"
 #include "outputs.h"
-#include "panel.h"
+#include "packed_input.h"
 #include "product_tiles.h"
 
 namespace ISA {
@@ -19,8 +19,8 @@ static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "t
 // A group of two tiles. An odd last tile is paired with itself.
 template <class C>
 struct Pair {
-    CodedBlock<C> tiles[2];
-    INLINE CodedWords words(int64_t column, bool first) const {
+    PrefetchedBlock<C> tiles[2];
+    INLINE PrefetchedWords words(int64_t column, bool first) const {
         return tiles[column / MATRIX_TILE].words(column % MATRIX_TILE, first);
     }
 };
@@ -32,7 +32,7 @@ INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g,
     Pair<C> pair;
     for (int64_t t = 0; t < 2; t++) {
         const int64_t mine = t < tiles ? tile + t : tile;
-        pair.tiles[t] = CodedBlock<C>::of(m, mine, g, 2, to);
+        pair.tiles[t] = PrefetchedBlock<C>::of(m, mine, g, 2, to);
         const uint8_t* block = pair.tiles[t].block;
         for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
             const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
@@ -49,13 +49,13 @@ template <class A, class C>
 INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     constexpr int STEPS = C::unit_inputs / A::inputs;
     for (int64_t column = 0; column < COLUMNS; column += WIDTH) {
-        const CodedWords mine = pair.words(column, true);
+        const PrefetchedWords mine = pair.words(column, true);
         for (int64_t n = 0; n < words / C::unit_words; n++) {
-            const Coded<C> unit = mine.unit<C, false>(n);
+            const PackedUnit<C> unit = mine.unit<C, false>(n);
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
-                store_words(w.codes + (n * STEPS + s) * COLUMNS + column,
-                            A::template codes<C>(unit, s));
+                store_words(w.values + (n * STEPS + s) * COLUMNS + column,
+                            A::template values<C>(unit, s));
         }
     }
 }
@@ -63,7 +63,7 @@ INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
 // Maximum rows for which quantized values are unpacked in registers. More rows read them from the
 // buffer.
 template <class A, class C>
-constexpr int64_t few_rows() {
+constexpr int64_t max_register_rows() {
     if (A::inputs == 1) return ROWS;
     return shifted<C>() ? 8 * ROWS : 2 * ROWS;
 }
@@ -95,27 +95,27 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
 
 // Multiply R rows from `row` on of the panel by a group, unpacking in registers.
 template <class A, class C, int R>
-INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
+INLINE void add_words(const PackedInput& p, const Pair<C>& pair, int64_t words, int64_t g, int64_t row,
                       const Workspace& w) {
     constexpr int STEPS = C::unit_inputs / A::inputs, CHAINS = chains(R, STEPS);
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
-        CodedWords from[VECTORS];
+        PrefetchedWords from[VECTORS];
         for (int v = 0; v < VECTORS; v++) from[v] = pair.words(column + v * WIDTH, row == 0);
         Floats mine[CHAINS][R][VECTORS] = {};
         for (int64_t n = 0; n < words / C::unit_words; n++, x += STEPS * R) {
-            Coded<C> unit[VECTORS];
+            PackedUnit<C> unit[VECTORS];
             for (int v = 0; v < VECTORS; v++)
-                unit[v] = from[v].template unit<C, R <= BOUND_ROWS>(n);
+                unit[v] = from[v].template unit<C, R <= MEMORY_BOUND_ROWS>(n);
 #pragma GCC unroll 8  // shares the common work of a unit's steps
             for (int s = 0; s < STEPS; s++) {
-                Words codes[VECTORS];
-                for (int v = 0; v < VECTORS; v++) codes[v] = A::template codes<C>(unit[v], s);
+                Words values[VECTORS];
+                for (int v = 0; v < VECTORS; v++) values[v] = A::template values<C>(unit[v], s);
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[s * R + r]);
                     for (int v = 0; v < VECTORS; v++) {
                         Floats& to = mine[s % CHAINS][r][v];
-                        to = A::add_product(to, codes[v], element);
+                        to = A::add_product(to, values[v], element);
                     }
                 }
             }
@@ -126,32 +126,33 @@ INLINE void add_words(const Panel& p, const Pair<C>& pair, int64_t words, int64_
 
 // The same with quantized values from the buffer.
 template <class A, int R>
-NOINLINE void add_codes(const Panel& p, int64_t steps, int64_t g, int64_t row, const Workspace& w) {
+NOINLINE void add_values(const PackedInput& p, int64_t steps, int64_t g, int64_t row,
+                         const Workspace& w) {
     constexpr int CHAINS = chains(R, 2);
     const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
         Floats mine[CHAINS][R][VECTORS] = {};
         for (int64_t step = 0; step < steps; step += CHAINS)
             for (int c = 0; c < CHAINS; c++) {
-                Words codes[VECTORS];
+                Words values[VECTORS];
                 for (int v = 0; v < VECTORS; v++)
-                    codes[v] = load_words(w.codes + (step + c) * COLUMNS + column + v * WIDTH);
+                    values[v] = load_words(w.values + (step + c) * COLUMNS + column + v * WIDTH);
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[(step + c) * R + r]);
                     for (int v = 0; v < VECTORS; v++)
-                        mine[c][r][v] = A::add_product(mine[c][r][v], codes[v], element);
+                        mine[c][r][v] = A::add_product(mine[c][r][v], values[v], element);
                 }
             }
         add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
     }
 }
 
-using AddGroups = void (*)(const Matrix&, const Blocks&, int64_t tile, int64_t rows, const Panel&,
+using AddGroups = void (*)(const Matrix&, const Blocks&, int64_t tile, int64_t rows, const PackedInput&,
                            const Workspace&);
 
 // Compute the totals of up to two tiles for a panel with `rows` valid rows.
 template <class A, class C>
-void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t rows, const Panel& p,
+void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t rows, const PackedInput& p,
                 const Workspace& w) {
     const int64_t all = tiles_of(matrix), steps = m.group / A::inputs;
     const int64_t tiles = all - tile < 2 ? all - tile : 2;
@@ -159,7 +160,7 @@ void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t row
     std::memset(w.totals, 0, static_cast<size_t>(rows * COLUMNS) * sizeof(float));
     for (int64_t g = 0; g < m.groups; g++) {
         const Pair<C> pair = group_of<A, C>(m, tile, tiles, g, to, w);
-        if (rows <= few_rows<A, C>()) {
+        if (rows <= max_register_rows<A, C>()) {
             by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
                 add_words<A, C, decltype(count)::value>(p, pair, m.words, g, row, w);
             });
@@ -167,12 +168,12 @@ void add_groups(const Matrix& matrix, const Blocks& m, int64_t tile, int64_t row
         }
         unpack<A, C>(pair, m.words, w);
         by_rows(rows, [&](auto count, int64_t row) ALWAYS_INLINE {
-            add_codes<A, decltype(count)::value>(p, steps, g, row, w);
+            add_values<A, decltype(count)::value>(p, steps, g, row, w);
         });
     }
 }
 
-// Dequantize a part to floats [register blocks, DEPTH, SLIVER], including the padding of the last
+// Dequantize a part to floats [register blocks, DEPTH, BLOCK_OUTPUTS], including the padding of the last
 // group.
 template <class C>
 void dequantize(const Blocks& blocks, const Extent& part, float* to) {
@@ -182,30 +183,30 @@ void dequantize(const Blocks& blocks, const Extent& part, float* to) {
             const uint8_t* block = blocks.at((part.output + o) / MATRIX_TILE, g);
             for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
                 const int64_t column = o + i;
-                float* const mine = to + column / SLIVER * DEPTH * SLIVER +
-                                    (g - first) * blocks.group * SLIVER + column % SLIVER;
+                float* const mine = to + column / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS +
+                                    (g - first) * blocks.group * BLOCK_OUTPUTS + column % BLOCK_OUTPUTS;
                 const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
                 for (int64_t n = 0; n < blocks.words / C::unit_words; n++) {
-                    const Coded<C> unit = load_coded<C>(block, n, i);
+                    const PackedUnit<C> unit = load_unit<C>(block, n, i);
 #pragma GCC unroll 8
                     for (int s = 0; s < C::unit_inputs; s++)
-                        store(mine + (n * C::unit_inputs + s) * SLIVER,
-                              fma(scale, bits_of<Floats>(Single::codes<C>(unit, s)), zero));
+                        store(mine + (n * C::unit_inputs + s) * BLOCK_OUTPUTS,
+                              fma(scale, bits_of<Floats>(Single::values<C>(unit, s)), zero));
                 }
             }
         }
 }
 
 // Dequantized floats of a matrix.
-struct CodedWeights {
+struct QuantizedWeights {
     using Dequantize = void (*)(const Blocks&, const Extent&, float*);
     const Product& a;
     const Blocks blocks;
     const Dequantize dequantize_part;
 
-    explicit CodedWeights(const Product& a)
-        : a(a), blocks(a.matrix), dequantize_part(by_codes(a.matrix, [](auto codes) -> Dequantize {
-              return dequantize<decltype(codes)>;
+    explicit QuantizedWeights(const Product& a)
+        : a(a), blocks(a.matrix), dequantize_part(by_format(a.matrix, [](auto format) -> Dequantize {
+              return dequantize<decltype(format)>;
           })) {}
     bool suits() const { return DEPTH % blocks.group == 0; }
     int64_t outputs() const { return a.matrix.outputs; }
@@ -222,7 +223,7 @@ struct CodedWeights {
         const int64_t bytes = DEPTH / blocks.group * blocks.block_bytes;
         for (int64_t t = tiles * share / shares; t < tiles * (share + 1) / shares; t++)
             for (int64_t byte = 0; byte < bytes; byte += 64)
-                ISA::prefetch(blocks.at(tile + t, more ? next : 0) + byte, SECOND);
+                ISA::prefetch(blocks.at(tile + t, more ? next : 0) + byte, L2);
     }
 };
 
@@ -230,25 +231,25 @@ struct CodedWeights {
 template <class A, class T>
 int product(const Product& a) {
     const Blocks m(a.matrix);
-    const AddGroups add = by_codes(a.matrix, [](auto codes) -> AddGroups {
-        return add_groups<A, decltype(codes)>;
+    const AddGroups add = by_format(a.matrix, [](auto format) -> AddGroups {
+        return add_groups<A, decltype(format)>;
     });
-    const int64_t most = a.rows < PANEL ? a.rows : PANEL;
-    Panel p{nullptr, nullptr, most, m.group / A::inputs};
+    const int64_t most = a.rows < PANEL_ROWS ? a.rows : PANEL_ROWS;
+    PackedInput p{nullptr, nullptr, most, m.group / A::inputs};
     const int64_t size = most * COLUMNS + p.steps * COLUMNS + 2 * COLUMNS;
     const Memory<uint32_t> x = memory<uint32_t>(m.groups * most * (p.steps + 1));
-    const Memory<float> everyone = memory<float>(a.threads * size);
-    if (!x || !everyone) return NO_MEMORY;
+    const Memory<float> workspace = memory<float>(a.threads * size);
+    if (!x || !workspace) return NO_MEMORY;
     p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * most * p.steps);
-    for (int64_t first = 0; first < a.rows; first += PANEL) {
-        const int64_t rows = a.rows - first < PANEL ? a.rows - first : PANEL;
+    for (int64_t first = 0; first < a.rows; first += PANEL_ROWS) {
+        const int64_t rows = a.rows - first < PANEL_ROWS ? a.rows - first : PANEL_ROWS;
         p.rows = rows;
-        pack_panel<A, T, ROWS>(a, m, first, rows, p);
+        pack_input<A, T, ROWS>(a, m, first, rows, p);
 #pragma omp parallel num_threads(a.threads)
         {
             Workspace w{};
-            w.totals = everyone.get() + thread_number() * size;
-            w.codes = reinterpret_cast<uint32_t*>(w.totals + most * COLUMNS);
+            w.totals = workspace.get() + thread_number() * size;
+            w.values = reinterpret_cast<uint32_t*>(w.totals + most * COLUMNS);
             w.scales = w.totals + most * COLUMNS + p.steps * COLUMNS;
             w.zeros = w.scales + COLUMNS;
             for (const Product* each = &a; each; each = each->next) {
@@ -275,19 +276,19 @@ template <class T>
 int product_of(const Product& a) {
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS)
-        return by_codes(a.matrix, [&](auto codes) { return tiled_product<decltype(codes)>(a); });
+        return by_format(a.matrix, [&](auto format) { return tiled_product<decltype(format)>(a); });
 #endif
     // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
     if constexpr (Arithmetic::inputs == 1)
-        if (a.rows >= FLOAT_PRODUCT_ROWS && CodedWeights(a).suits())
-            return float_product<T, CodedWeights>(a, a.matrix.inputs);
+        if (a.rows >= FLOAT_PRODUCT_ROWS && QuantizedWeights(a).suits())
+            return float_product<T, QuantizedWeights>(a, a.matrix.inputs);
     return product<Arithmetic, T>(a);
 }
 
 }  // namespace
 
 int linear_quantized(const Product& a) {
-    if (!alike(a)) return INVALID;
+    if (!same_format(a)) return INVALID;
     BY_DTYPE(product_of)
 }
 

@@ -68,7 +68,7 @@ INLINE void key_rows(const Tile& tile, const Queries& to, int64_t row) {
 // The same for quantized groups, without their zero points: scaled quantized values by queries. With 4
 // bits the high nibbles hold elements `half` elements further.
 template <int R, int G, int bits>
-INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
+INLINE void key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
     const int64_t half = to.width / 2, bytes = bits == 8 ? to.width : half;
     const int64_t group = tile.group_bytes(bytes);
     const int64_t apart = tile.layout.groups == 1 ? 0 : half / group;  // in groups, low to high nibbles
@@ -97,9 +97,9 @@ INLINE void key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t ro
 // size of the quantized values if their groups are the default ones; otherwise the size is read at run
 // time.
 template <int R, int bits, int BYTES>
-INLINE void key_rows_of_one(const RecordTile<bits>& tile, const Queries& to, int64_t row) {
+INLINE void key_rows_of_one(const QuantizedTile<bits>& tile, const Queries& to, int64_t row) {
     constexpr int SIDES = bits == 4 ? 2 : 1;
-    constexpr int64_t USUAL = usual_group(bits, SIDES * BYTES);
+    constexpr int64_t USUAL = default_group(bits, SIDES * BYTES);
     constexpr int64_t GROUP = BYTES < USUAL ? BYTES : USUAL;
     const int64_t bytes = BYTES ? BYTES : to.width / SIDES;
     const int64_t group = BYTES ? GROUP : tile.group_bytes(bytes);
@@ -139,8 +139,8 @@ INLINE void all_key_rows(const Tile& tile, const Queries& to, int64_t count) {
 }
 
 template <int G, int bits>
-INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_t count) {
-    constexpr int R = RecordTile<bits>::rows_at_once(G);
+INLINE void all_key_rows(const QuantizedTile<bits>& tile, const Queries& to, int64_t count) {
+    constexpr int R = QuantizedTile<bits>::rows_at_once(G);
     const auto rows = [&](auto known) ALWAYS_INLINE {
         constexpr int BYTES = decltype(known)::value;
         int64_t row = 0;
@@ -153,7 +153,7 @@ INLINE void all_key_rows(const RecordTile<bits>& tile, const Queries& to, int64_
         }
     };
     if constexpr (G == 1)  // the usual vector sizes as constants
-        if (tile.layout.group == usual_group(bits, to.width)) {
+        if (tile.layout.group == default_group(bits, to.width)) {
             if (to.width == 64) return rows(std::integral_constant<int, 64 * bits / 8>{});
             if (to.width == 128) return rows(std::integral_constant<int, 128 * bits / 8>{});
             if (bits == 4 && to.width == 256) return rows(std::integral_constant<int, 128>{});
@@ -166,7 +166,7 @@ INLINE void add_zeros(const Tile&, const Queries&, int64_t, int64_t) {}
 
 // Add the contribution of the zero points of the keys to the logits of query `g`.
 template <int bits>
-INLINE void add_zeros(const RecordTile<bits>& tile, const Queries& to, int64_t g, int64_t count) {
+INLINE void add_zeros(const QuantizedTile<bits>& tile, const Queries& to, int64_t g, int64_t count) {
     const int64_t group = tile.layout.group;
     for (int64_t k = 0; k < tile.layout.groups; k++) {
         const float part = sum_of(to.q + g * to.width + k * group, group);
@@ -225,7 +225,7 @@ NOINLINE void value_products(Tile tile, Queries weights, int64_t count, float* o
 // The same for N vectors of quantized values of one group. With 4 bits it includes N vectors of high
 // nibbles.
 template <int G, int N, int bits>
-INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t column, float* out,
+INLINE void value_block(const QuantizedTile<bits>& tile, int64_t count, int64_t column, float* out,
                         int64_t apart) {
     const int64_t groups = tile.layout.groups, group = tile.layout.group;
     const int64_t half = groups * group / 2;
@@ -265,7 +265,7 @@ INLINE void value_block(const RecordTile<bits>& tile, int64_t count, int64_t col
 }
 
 template <int G, int bits>
-NOINLINE void value_products(RecordTile<bits> tile, Queries weights, int64_t count, float* out,
+NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t count, float* out,
                              int64_t apart) {
     const int64_t groups = tile.layout.groups, group = tile.layout.group;
     for (int g = 0; g < G; g++)

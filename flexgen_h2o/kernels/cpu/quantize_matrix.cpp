@@ -26,9 +26,9 @@ struct Fit {
     Floats scale, zero;
 };
 
-using Small = Compact<4>;
+using Small = CompactAffine<4>;
 
-INLINE Floats smaller(Floats a, Floats b) { return a < b ? a : b; }
+INLINE Floats min(Floats a, Floats b) { return a < b ? a : b; }
 
 // Round to the nearest float16.
 INLINE Floats as_half(Floats x) {
@@ -50,7 +50,7 @@ INLINE Ints scale_code(Floats scale, bool up) {
 }
 INLINE Floats zero_code(const Fit& fit) {
     const Floats steps = rounded(-fit.zero / fit.scale * (1.0f / Small::STEP));
-    return smaller(larger(steps, Floats{}), broadcast(255.0f));
+    return min(max(steps, Floats{}), broadcast(255.0f));
 }
 // Return a compact scale, rounded up or down, and the nearest zero point for it.
 INLINE Fit as_compact(const Fit& fit, bool up) {
@@ -60,10 +60,10 @@ INLINE Fit as_compact(const Fit& fit, bool up) {
 }
 
 INLINE Floats code_of(Floats x, float levels) {
-    return smaller(larger(rounded(x), Floats{}), broadcast(levels));
+    return min(max(rounded(x), Floats{}), broadcast(levels));
 }
 
-INLINE Floats step_of(const Fit& fit) { return larger(fit.scale, broadcast(TINY)); }
+INLINE Floats step_of(const Fit& fit) { return max(fit.scale, broadcast(TINY)); }
 
 INLINE Floats error_of(const Group& g, const Fit& fit) {
     const Floats inverse = 1.0f / step_of(fit);
@@ -81,8 +81,8 @@ INLINE Floats error_of(const Group& g, const Fit& fit) {
 INLINE Fit spanning(Floats low, Floats high, const Group& g) {
     Fit fit;
     if (g.compact) {
-        fit.zero = smaller(low, Floats{});
-        fit.scale = (larger(high, Floats{}) - fit.zero) / g.levels;
+        fit.zero = min(low, Floats{});
+        fit.scale = (max(high, Floats{}) - fit.zero) / g.levels;
         return as_compact(fit, true);
     }
     for (int i = 0; i < WIDTH; i++) {
@@ -120,17 +120,17 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
     }
     const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(LEAST_VARIANCE);
     const Floats apart = count * squares - codes * codes;
-    const Floats scale = (count * products - codes * values) / larger(apart, least);
+    const Floats scale = (count * products - codes * values) / max(apart, least);
     const auto keep = [&](Floats rounded_scale) ALWAYS_INLINE {
         Fit fit{rounded_scale, (values - rounded_scale * codes) / count};
         fit.zero = g.compact ? fit.scale * (zero_code(fit) * -Small::STEP) : as_half(clamped(fit.zero));
         best.keep(g, fit, apart > least);
     };
     if (g.compact) {
-        keep(Small::scale_of(scale_code(larger(scale, Floats{}), false)));
-        keep(Small::scale_of(scale_code(larger(scale, Floats{}), true)));
+        keep(Small::scale_of(scale_code(max(scale, Floats{}), false)));
+        keep(Small::scale_of(scale_code(max(scale, Floats{}), true)));
     } else {
-        keep(as_half(smaller(larger(scale, Floats{}), broadcast(HALF_MAX))));
+        keep(as_half(min(max(scale, Floats{}), broadcast(HALF_MAX))));
     }
 }
 
@@ -142,20 +142,20 @@ INLINE void weigh(const Group& g, const float* shares, float* to) {
     Floats least{};
     for (int i = 0; i < WIDTH; i++) least[i] = __builtin_sqrtf(squares[i] / static_cast<float>(g.size));
     for (int64_t i = 0; i < g.size; i++) {
-        const Floats weight = broadcast(shares[i]) * (least + larger(g.at(i), -g.at(i)));
+        const Floats weight = broadcast(shares[i]) * (least + max(g.at(i), -g.at(i)));
         store(to + i * WIDTH, weight);
         all += weight;
     }
     const Floats mean = all / static_cast<float>(g.size);
     for (int64_t i = 0; i < g.size; i++) {
-        const Floats weight = load(to + i * WIDTH) / larger(mean, broadcast(TINY));
+        const Floats weight = load(to + i * WIDTH) / max(mean, broadcast(TINY));
         store(to + i * WIDTH, mean > TINY ? weight : broadcast(1.0f));
     }
 }
 
 INLINE Fit searched(const Group& g, Floats low, Floats high, const Fit& spanned) {
     Best best{spanned, error_of(g, spanned)};
-    const Floats width = larger(high - low, broadcast(TINY));
+    const Floats width = max(high - low, broadcast(TINY));
     for (int step = 0; step < STEPS; step++)
         refit(g, low, broadcast(g.levels - 1.0f + 0.2f * static_cast<float>(step)) / width, best);
     for (int i = 0; i < REFINEMENTS; i++)
@@ -186,8 +186,8 @@ INLINE void quantize_lanes(const Group& g, const Blocks& m, bool search, uint8_t
                            int64_t lane) {
     Floats low = broadcast(HALF_MAX), high = broadcast(-HALF_MAX);
     for (int64_t i = 0; i < g.size; i++) {
-        low = smaller(g.at(i), low);
-        high = larger(g.at(i), high);
+        low = min(g.at(i), low);
+        high = max(g.at(i), high);
     }
     Fit fit = spanning(low, high, g);
     if (search) fit = searched(g, low, high, fit);
@@ -239,7 +239,7 @@ INLINE Words code_by(Words x, Words exponent) {
 }
 
 // Encode WIDTH outputs of a block as `Float12`.
-INLINE void shorten_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_t lane) {
+INLINE void encode_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_t lane) {
     Words largest{};
     for (int64_t i = 0; i < g.size; i++) {
         const Words size = as_bfloat16(g.at(i)) & 0x7fff;
@@ -305,12 +305,12 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
             gather<true, T>(a, output, g * m.group, size, values);
-            shorten_lanes({values, weights, size, 0.0f, false}, m, block, lane);
+            encode_lanes({values, weights, size, 0.0f, false}, m, block, lane);
             continue;
         }
         gather<false, T>(a, output, g * m.group, size, values);
         for (int64_t i = 0; a.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
-            store(values + i, smaller(larger(load(values + i), -Small::most()), Small::most()));
+            store(values + i, min(max(load(values + i), -Small::most()), Small::most()));
         const float levels = static_cast<float>((1 << m.bits) - 1);
         const Group group{values, weights, size, levels, a.matrix.group < 0};
         if (a.search) weigh(group, shares, weights);

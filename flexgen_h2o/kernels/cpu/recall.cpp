@@ -56,8 +56,8 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
         const int64_t some = t + SLOT_TILE < count ? SLOT_TILE : count - t;
         if (plain) {
             for (int64_t i = 0; i < some; i++) rows[i] = base + chosen[t + i] * a.slots_slot;
-            const ListedTile<T> tile{rows,     base,       a.slots_slot,
-                                     a.head_dim, chosen + t, count - t};
+            const GatheredTile<T> tile{rows,     base,       a.slots_slot,
+                                       a.head_dim, chosen + t, count - t};
             if (t == 0) tile.prefetch_first();
             f(t, some, tile);
             continue;
@@ -73,10 +73,10 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
 // the denominator.
 void normalize(float* row, int64_t count, float sink) {
     const int64_t stop = padded(count, WIDTH);
-    for (int64_t t = count; t < stop; t++) row[t] = NONE;
+    for (int64_t t = count; t < stop; t++) row[t] = MASKED;
     Floats most = broadcast(sink), total{};
-    for (int64_t t = 0; t < stop; t += WIDTH) most = larger(load(row + t), most);
-    const float top = widest(most);
+    for (int64_t t = 0; t < stop; t += WIDTH) most = max(load(row + t), most);
+    const float top = reduce_max(most);
     for (int64_t t = 0; t < stop; t += WIDTH) {
         const Floats e = exp(load(row + t) - top);
         store(row + t, e);
@@ -102,7 +102,7 @@ void weigh(const Recalled& a, int64_t sequence, int64_t head, const float* q, co
     if (cap > 0)
         for (int64_t t = 0; t <= count; t += WIDTH)
             store(row + t, soft_capped(load(row + t), cap));
-    normalize(row, count + 1, a.form.sinks ? a.form.sinks[head] : NONE);
+    normalize(row, count + 1, a.form.sinks ? a.form.sinks[head] : MASKED);
 }
 
 template <class T>
@@ -137,9 +137,9 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
         from_floats(row, a.head_dim,
                     static_cast<T*>(a.out) + (s * a.heads + head * group + g) * a.head_dim);
     }
-    uint8_t* codes = reinterpret_cast<uint8_t*>(own);
-    write_slot(a, a.key_layout, slot_start(a, 0, s, head, place), key, codes);
-    write_slot(a, a.value_layout, slot_start(a, 1, s, head, place), value, codes);
+    uint8_t* quantized = reinterpret_cast<uint8_t*>(own);
+    write_slot(a, a.key_layout, slot_start(a, 0, s, head, place), key, quantized);
+    write_slot(a, a.value_layout, slot_start(a, 1, s, head, place), value, quantized);
     a.taken[task] = place;
 }
 

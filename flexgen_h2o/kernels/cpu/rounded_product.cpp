@@ -6,7 +6,7 @@
 //
 // kernels/reference/matrix.py (`quantize_activations`) defines the quantization of the inputs.
 #include "activations.h"
-#include "panel.h"
+#include "packed_input.h"
 
 namespace ISA {
 namespace {
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t ROUNDED_ROWS = 64;    // rows of x that stay in the L1 cache with their totals
 constexpr float INPUT_LEVELS = 127;     // quantized inputs are in [-127, 127]
 constexpr float LARGEST = std::numeric_limits<float>::max();
-constexpr float NO_NUMBER = std::numeric_limits<float>::quiet_NaN();
+constexpr float NAN_VALUE = std::numeric_limits<float>::quiet_NaN();
 
 typedef int16_t Shorts __attribute__((vector_size(4 * WIDTH)));
 typedef uint8_t Sixteen __attribute__((vector_size(16)));
@@ -22,13 +22,13 @@ typedef uint8_t Sixteen __attribute__((vector_size(16)));
 // Quantized values of a unit as unsigned bytes. `shift` is the offset that makes them non-negative.
 // `fitting` is the number of units whose products fit in a 16-bit sum, at two products per unit.
 template <class C>
-struct ByteCodes {
+struct UnsignedBytes {
     static constexpr float shift = 0;
     static constexpr int fitting = C::bits == 6 ? 1 : 8;
     static INLINE Words of(Words nibbles) { return nibbles; }
 };
 template <>
-struct ByteCodes<Mxfp4> {
+struct UnsignedBytes<Mxfp4> {
     static constexpr float shift = 12;
     static constexpr int fitting = 4;
     static INLINE Words of(Words nibbles) {
@@ -54,22 +54,22 @@ struct ByteCodes<Mxfp4> {
 // Quantized rows of x, one step per group. The rows of a register block are interleaved in blocks of
 // ROWS; the last block may have fewer.
 struct RoundedRows {
-    uint32_t* codes;  // [groups, blocks, words, rows of the block], four inputs in matrix order
+    uint32_t* quantized;  // [groups, blocks, words, rows of the block], four inputs in matrix order
     float* steps;     // [groups, rows], quantization scales
     float* sums;      // [groups, rows], sums of x
     int64_t rows, words;
 
     // Return the values of the block that starts at `row`.
     const uint32_t* block(int64_t g, int64_t row) const {
-        return codes + (g * rows + row) * words;
+        return quantized + (g * rows + row) * words;
     }
 };
 
 // Reorder 16 quantized inputs to match a matrix with `bits` bits.
-INLINE Sixteen ordered(Sixteen codes, int64_t bits) {
+INLINE Sixteen ordered(Sixteen x, int64_t bits) {
     if (bits == 4)
-        return __builtin_shuffle(codes, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
-    return __builtin_shuffle(codes, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+        return __builtin_shuffle(x, Sixteen{0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15});
+    return __builtin_shuffle(x, Sixteen{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
 }
 
 template <class T>
@@ -79,7 +79,7 @@ INLINE float largest_of(const T* x, int64_t count) {
         const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
         most = size > most ? size : most;  // NaN counts as larger than all
     }
-    return bits_of<float>(widest(most));
+    return bits_of<float>(reduce_max(most));
 }
 
 // Quantize `count` inputs of a group of `group` elements to words `apart` apart. Return the sum of the
@@ -90,17 +90,17 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, int64_t bit
     const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
     Ints all{};
     for (int64_t i = 0; i < group; i += 16) {
-        uint8_t codes[16];
+        uint8_t quantized[16];
         for (int64_t k = 0; k < 16; k += WIDTH) {
             Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
             x_codes = x_codes > most ? most : x_codes;
             x_codes = x_codes < -most ? -most : x_codes;
             const Ints whole = __builtin_convertvector(x_codes, Ints);
             all += whole;
-            narrow(codes + k, whole);
+            narrow(quantized + k, whole);
         }
         uint32_t words[4];
-        const Sixteen bytes = ordered(load_raw<Sixteen>(codes), bits);
+        const Sixteen bytes = ordered(load_raw<Sixteen>(quantized), bits);
         std::memcpy(words, &bytes, sizeof words);
         for (int64_t n = 0; n < 4 && i + 4 * n < group; n++) to[(i / 4 + n) * apart] = words[n];
     }
@@ -118,15 +118,15 @@ void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedR
         const float largest = largest_of(x, count);
         const int64_t before = row / ROWS * ROWS, behind = p.rows - before;
         const int64_t apart = behind < ROWS ? behind : ROWS;
-        uint32_t* codes = p.codes + (g * p.rows + before) * p.words + row - before;
+        uint32_t* quantized = p.quantized + (g * p.rows + before) * p.words + row - before;
         if (!(largest <= LARGEST)) {
-            for (int64_t n = 0; n < p.words; n++) codes[n * apart] = 0;
-            p.steps[at] = p.sums[at] = NO_NUMBER;
+            for (int64_t n = 0; n < p.words; n++) quantized[n * apart] = 0;
+            p.steps[at] = p.sums[at] = NAN_VALUE;
             return;
         }
         p.steps[at] = largest / INPUT_LEVELS;
         p.sums[at] = p.steps[at] * static_cast<float>(round_group(x, count, m.group, m.bits,
-                                                                  p.steps[at], codes, apart));
+                                                                  p.steps[at], quantized, apart));
     };
     if (p.rows <= 4 * ROWS) {
 #pragma omp for schedule(static) collapse(2)
@@ -147,32 +147,32 @@ constexpr int parts() {
 
 // Return the bytes for word `part` of x.
 template <class C>
-INLINE Words bytes_of(const Coded<C>& unit, int part) {
+INLINE Words bytes_of(const PackedUnit<C>& unit, int part) {
     if constexpr (C::bits == 6)
         return C::word(unit.words, part);
     else if constexpr (C::bits == 4)
-        return ByteCodes<C>::of(unit.words[0] >> 4 * part & 0x0f0f0f0f);
+        return UnsignedBytes<C>::of(unit.words[0] >> 4 * part & 0x0f0f0f0f);
     else
         return unit.words[0];
 }
 
-#if defined(FOURS)
+#if defined(INT8_DOT)
 // Tiles whose vectors share each load of x. 16 registers do not suffice for two.
-constexpr int ABREAST = WIDTH == MATRIX_TILE ? 2 : 1;
+constexpr int TILES_TOGETHER = WIDTH == MATRIX_TILE ? 2 : 1;
 
-using Abreast = CodedWords[ABREAST];
+using TileWords = PrefetchedWords[TILES_TOGETHER];
 
 // sums += `count` units by R rows.
 template <class C, int R>
-INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
-                      Ints (&sums)[ABREAST][R]) {
+INLINE void add_whole(const TileWords& words, int64_t count, const uint32_t* x,
+                      Ints (&sums)[TILES_TOGETHER][R]) {
     constexpr int PARTS = parts<C>();
-    constexpr bool APART = R * ABREAST < 8;  // separate chains, because a sum waits for the last one
-    Ints others[ABREAST][R] = {};
+    constexpr bool APART = R * TILES_TOGETHER < 8;  // separate chains hide the latency of a sum
+    Ints others[TILES_TOGETHER][R] = {};
     for (int64_t n = 0; n < count; n++) {
-        Words bytes[PARTS][ABREAST];
-        for (int v = 0; v < ABREAST; v++) {
-            const Coded<C> unit = words[v].template unit<C, R <= BOUND_ROWS>(n);
+        Words bytes[PARTS][TILES_TOGETHER];
+        for (int v = 0; v < TILES_TOGETHER; v++) {
+            const PackedUnit<C> unit = words[v].template unit<C, R <= MEMORY_BOUND_ROWS>(n);
             for (int part = 0; part < PARTS; part++) bytes[part][v] = bytes_of(unit, part);
         }
 #pragma GCC unroll 8
@@ -180,19 +180,19 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++) {
                 const Words four = x[(PARTS * n + part) * R + r] + Words{};
-                for (int v = 0; v < ABREAST; v++) {
+                for (int v = 0; v < TILES_TOGETHER; v++) {
                     Ints& to = APART && part % 2 ? others[v][r] : sums[v][r];
-                    to = add_fours(to, bytes[part][v], four);
+                    to = add_int8_dot(to, bytes[part][v], four);
                 }
             }
     }
     if (APART)
-        for (int v = 0; v < ABREAST; v++)
+        for (int v = 0; v < TILES_TOGETHER; v++)
             for (int r = 0; r < R; r++) sums[v][r] += others[v][r];
 }
 #else
-constexpr int ABREAST = 1;
-using Abreast = CodedWords[ABREAST];
+constexpr int TILES_TOGETHER = 1;
+using TileWords = PrefetchedWords[TILES_TOGETHER];
 
 // sums += unsigned bytes by signed bytes, added in adjacent pairs.
 INLINE Shorts add_pairs(Shorts sums, Words bytes, Words x) {
@@ -224,12 +224,12 @@ INLINE Ints joined(Shorts sums) {
 
 // sums [R] += COUNT units of WIDTH outputs, from unit `from` on, by R rows.
 template <class C, int R, int COUNT>
-INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, Ints* sums) {
+INLINE void add_few(const PrefetchedWords& words, int64_t from, const uint32_t* x, Ints* sums) {
     constexpr int PARTS = parts<C>();
     Shorts low[R] = {}, high[R] = {};
 #pragma GCC unroll 8
     for (int n = 0; n < COUNT; n++) {
-        const Coded<C> unit = words.template unit<C, R <= BOUND_ROWS>(from + n);
+        const PackedUnit<C> unit = words.template unit<C, R <= MEMORY_BOUND_ROWS>(from + n);
         for (int part = 0; part < PARTS; part++) {
             const Words bytes = bytes_of(unit, part);
 #pragma GCC unroll 8
@@ -252,9 +252,9 @@ INLINE void add_few(const CodedWords& words, int64_t from, const uint32_t* x, In
 
 // sums += `count` units by R rows.
 template <class C, int R>
-INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
-                      Ints (&sums)[ABREAST][R]) {
-    constexpr int FITTING = ByteCodes<C>::fitting, EACH = parts<C>() * R;
+INLINE void add_whole(const TileWords& words, int64_t count, const uint32_t* x,
+                      Ints (&sums)[TILES_TOGETHER][R]) {
+    constexpr int FITTING = UnsignedBytes<C>::fitting, EACH = parts<C>() * R;
     int64_t n = 0;
     for (; n + FITTING <= count; n += FITTING)
         add_few<C, R, FITTING>(words[0], n, x + n * EACH, sums[0]);
@@ -263,21 +263,22 @@ INLINE void add_whole(const Abreast& words, int64_t count, const uint32_t* x,
 }
 #endif
 
-constexpr int64_t TOGETHER = ABREAST * MATRIX_TILE;  // outputs
+constexpr int64_t TOGETHER = TILES_TOGETHER * MATRIX_TILE;  // outputs
 
 // Multiply R rows from `row` on by a vector of outputs of each block, and add to their totals.
 template <class C, int R>
-INLINE void add_rounded(const Blocks& m, const CodedBlock<C>* blocks, int64_t lane, int64_t g,
+INLINE void add_rounded(const Blocks& m, const PrefetchedBlock<C>* blocks, int64_t lane, int64_t g,
                         const RoundedRows& p, int64_t row, float* totals) {
-    Abreast words;
-    for (int v = 0; v < ABREAST; v++) words[v] = blocks[v].words(lane, row == 0);
-    Ints whole[ABREAST][R] = {};
+    TileWords words;
+    for (int v = 0; v < TILES_TOGETHER; v++) words[v] = blocks[v].words(lane, row == 0);
+    Ints whole[TILES_TOGETHER][R] = {};
     add_whole<C, R>(words, m.words / C::unit_words, p.block(g, row), whole);
     const float *steps = p.steps + g * p.rows + row, *sums = p.sums + g * p.rows + row;
 #pragma GCC unroll 2  // otherwise the sums spill to memory
-    for (int v = 0; v < ABREAST; v++) {
+    for (int v = 0; v < TILES_TOGETHER; v++) {
         const Floats scale = C::scales(blocks[v].block, lane);
-        const Floats zero = fma(scale, broadcast(-ByteCodes<C>::shift), C::zeros(blocks[v].block, lane));
+        const Floats zero = fma(scale, broadcast(-UnsignedBytes<C>::shift),
+                                C::zeros(blocks[v].block, lane));
         float* to = totals + row * TOGETHER + v * MATRIX_TILE + lane;
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++, to += TOGETHER) {
@@ -298,10 +299,10 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
     std::memset(totals, 0, static_cast<size_t>(p.rows * TOGETHER) * sizeof *totals);
     const CacheLevel to = cache_of_weights(p.rows <= ROWS);
     for (int64_t g = 0; g < m.groups; g++) {
-        CodedBlock<C> blocks[ABREAST];
-        for (int v = 0; v < ABREAST; v++) {
+        PrefetchedBlock<C> blocks[TILES_TOGETHER];
+        for (int v = 0; v < TILES_TOGETHER; v++) {
             const int64_t mine = tile + v < tiles ? tile + v : tile;
-            blocks[v] = CodedBlock<C>::of(m, mine, g, ABREAST, to);
+            blocks[v] = PrefetchedBlock<C>::of(m, mine, g, TILES_TOGETHER, to);
         }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
             by_rows(p.rows, [&](auto count, int64_t row) ALWAYS_INLINE {
@@ -313,20 +314,20 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
 // Compute all matmuls of a chain that share x.
 template <class T>
 int rounded_product(const Product& a) {
-    const RoundedTiles multiply = by_codes(a.matrix, [](auto codes) -> RoundedTiles {
-        if constexpr (std::is_same_v<decltype(codes), Float12>)
+    const RoundedTiles multiply = by_format(a.matrix, [](auto format) -> RoundedTiles {
+        if constexpr (std::is_same_v<decltype(format), Float12>)
             return nullptr;  // its codes are not integers
         else
-            return rounded_tiles<decltype(codes)>;
+            return rounded_tiles<decltype(format)>;
     });
     if (!multiply) return INVALID;
     const Blocks m(a.matrix);
     const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
     RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
-    const Memory<uint32_t> codes = memory<uint32_t>(m.groups * most * p.words);
+    const Memory<uint32_t> quantized = memory<uint32_t>(m.groups * most * p.words);
     const Memory<float> floats = memory<float>(2 * most * m.groups);
-    if (!codes || !floats) return NO_MEMORY;
-    p.codes = codes.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
+    if (!quantized || !floats) return NO_MEMORY;
+    p.quantized = quantized.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
     for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
         const int64_t left = a.rows - first;
         p.rows = left < most ? left : most;
@@ -338,7 +339,7 @@ int rounded_product(const Product& a) {
                 const Blocks blocks(each->matrix);
                 const int64_t tiles = tiles_of(each->matrix);
 #pragma omp for schedule(static) nowait
-                for (int64_t tile = 0; tile < tiles; tile += ABREAST) {
+                for (int64_t tile = 0; tile < tiles; tile += TILES_TOGETHER) {
                     multiply(blocks, tile, tiles, p, totals);
                     put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
                 }
@@ -351,7 +352,7 @@ int rounded_product(const Product& a) {
 }  // namespace
 
 int linear_rounded(const Product& a) {
-    if (!alike(a)) return INVALID;
+    if (!same_format(a)) return INVALID;
     BY_DTYPE(rounded_product)
 }
 

@@ -19,43 +19,43 @@ constexpr float QUERY_LEVELS = 127;  // quantized query values are in [-127, 127
 #if defined(__AVX512VNNI__)
 constexpr int64_t QUAD = 4;  // rows of bytes multiplied with a query at once
 static_assert(INDEX_TILE == WIDTH, "a tile's tokens are a vector");
-typedef int8_t QueryCode;
+typedef int8_t QueryValue;
 
-// Return the number of QueryCode elements of a query.
-inline int64_t query_codes(const TileShape& shape) {
+// Return the number of QueryValue elements of a query.
+inline int64_t query_size(const TileShape& shape) {
     return shape.groups * ((shape.rows_of_group() + QUAD - 1) / QUAD) * shape.per_byte * QUAD;
 }
 #elif defined(__AVX2__)
 constexpr int64_t PAIR_BYTES = 32;  // quantized query values for two rows of bytes
-typedef int8_t QueryCode;
+typedef int8_t QueryValue;
 
-// Return the number of QueryCode elements of a query.
-inline int64_t query_codes(const TileShape& shape) {
+// Return the number of QueryValue elements of a query.
+inline int64_t query_size(const TileShape& shape) {
     return shape.groups * ((shape.rows_of_group() + 1) / 2) * (shape.per_byte / 2) * PAIR_BYTES;
 }
 #else
-typedef float QueryCode;
+typedef float QueryValue;
 
-inline int64_t query_codes(const TileShape& shape) { return shape.dim; }
+inline int64_t query_size(const TileShape& shape) { return shape.dim; }
 #endif
 
 // Quantized queries of a head, in the order of the tiles. Each group has a step (quantization scale)
 // and the step times the sum of its quantized values.
 struct RoundedQueries {
-    QueryCode* codes;  // [queries, query_codes]
+    QueryValue* quantized;  // [queries, query_size]
     float *steps, *sums;  // [queries, groups]
 };
 
 // Store the quantized values of a group in the order of the tiles. Return the address of the next
 // group.
-inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCode* to) {
+inline QueryValue* store_query(const float* quantized, const TileShape& shape, QueryValue* to) {
 #if defined(__AVX512VNNI__)
     // For each four rows of bytes and each value of a byte: the query values of these rows.
     const int64_t rows = shape.rows_of_group();
     for (int64_t row = 0; row < rows; row += QUAD)
         for (int64_t part = 0; part < shape.per_byte; part++)
             for (int64_t i = row; i < row + QUAD; i++)
-                *to++ = static_cast<int8_t>(i < rows ? codes[i * shape.per_byte + part] : 0);
+                *to++ = static_cast<int8_t>(i < rows ? quantized[i * shape.per_byte + part] : 0);
     return to;
 #elif defined(__AVX2__)
     // For each two rows of bytes and each two values of a byte: the pair of the first row, repeated
@@ -64,14 +64,14 @@ inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCod
     for (int64_t row = 0; row < rows; row += 2)
         for (int64_t part = 0; part < shape.per_byte; part += 2)
             for (int64_t i = row; i < row + 2; i++, to += PAIR_BYTES / 2) {
-                const float* mine = codes + i * shape.per_byte + part;
+                const float* mine = quantized + i * shape.per_byte + part;
                 const int8_t pair[2] = {static_cast<int8_t>(i < rows ? mine[0] : 0),
                                         static_cast<int8_t>(i < rows ? mine[1] : 0)};
                 for (int64_t n = 0; n < PAIR_BYTES / 2; n += 2) std::memcpy(to + n, pair, 2);
             }
     return to;
 #else
-    std::memcpy(to, codes, static_cast<size_t>(shape.group) * sizeof *codes);
+    std::memcpy(to, quantized, static_cast<size_t>(shape.group) * sizeof *quantized);
     return to + shape.group;
 #endif
 }
@@ -80,7 +80,7 @@ inline QueryCode* put_codes(const float* codes, const TileShape& shape, QueryCod
 // `rounded_queries` in h2o/recall.py.
 inline void round_query(float* q, float factor, const TileShape& shape, int64_t number,
                         const RoundedQueries& to) {
-    QueryCode* codes = to.codes + number * query_codes(shape);
+    QueryValue* quantized = to.quantized + number * query_size(shape);
     for (int64_t k = 0; k < shape.groups; k++) {
         float* mine = q + k * shape.group;
         float largest = 0, sum = 0;
@@ -93,7 +93,7 @@ inline void round_query(float* q, float factor, const TileShape& shape, int64_t 
             mine[i] = x >= -QUERY_LEVELS ? x <= QUERY_LEVELS ? x : QUERY_LEVELS : -QUERY_LEVELS;
             sum += mine[i];
         }
-        codes = put_codes(mine, shape, codes);
+        quantized = store_query(mine, shape, quantized);
         to.steps[number * shape.groups + k] = step * factor;
         to.sums[number * shape.groups + k] = step * factor * sum;
     }
@@ -116,8 +116,8 @@ template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
     constexpr int PARTS = 8 / BITS;
-    const int64_t apart = query_codes(shape), rows = shape.rows_of_group();
-    const QueryCode* codes = queries.codes + number * apart;
+    const int64_t apart = query_size(shape), rows = shape.rows_of_group();
+    const QueryValue* quantized = queries.quantized + number * apart;
     const float *steps = queries.steps + number * shape.groups,
                 *zeros = queries.sums + number * shape.groups;
     const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
@@ -128,12 +128,12 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
         for (int64_t row = 0; row < rows; row += QUAD) {
             const Words words = by_token(mine + row * INDEX_TILE);
 #pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++, codes += QUAD) {
+            for (int part = 0; part < PARTS; part++, quantized += QUAD) {
                 const Words bytes = words >> (BITS * part) & 0x01010101u * ((1 << BITS) - 1);
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) {
-                    const Words four = load_raw<uint32_t>(codes + g * apart) + Words{};
-                    sums[part % 2][g] = add_fours(sums[part % 2][g], bytes, four);
+                    const Words four = load_raw<uint32_t>(quantized + g * apart) + Words{};
+                    sums[part % 2][g] = add_int8_dot(sums[part % 2][g], bytes, four);
                 }
             }
         }
@@ -162,7 +162,7 @@ INLINE __m256i joined_rows(__m256i x) {
 
 // sums [G][8 tokens each] += COUNT pairs of rows of bytes by quantized values of G queries.
 template <int G, int BITS, int COUNT>
-INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
+INLINE void add_rows(const uint8_t* rows, const QueryValue* quantized, int64_t apart,
                      __m256i (*sums)[2]) {
     constexpr int PAIRS = 4 / BITS, LEVELS = (1 << BITS) - 1;
     static_assert(COUNT * PAIRS * 2 * LEVELS * 127 < 1 << 15, "sums of 16 bits");
@@ -178,7 +178,7 @@ INLINE void add_rows(const uint8_t* rows, const QueryCode* codes, int64_t apart,
             const __m256i other = _mm256_srli_epi16(bytes, 2 * BITS * part + BITS) & mask;
             const __m256i low = _mm256_unpacklo_epi8(one, other);
             const __m256i high = _mm256_unpackhi_epi8(one, other);
-            const QueryCode* mine = codes + (two * PAIRS + part) * PAIR_BYTES;
+            const QueryValue* mine = quantized + (two * PAIRS + part) * PAIR_BYTES;
             for (int g = 0; g < G; g++) {
                 const __m256i query = load_bytes(mine + g * apart);
                 some[g][0] = _mm256_add_epi16(some[g][0], _mm256_maddubs_epi16(low, query));
@@ -198,8 +198,8 @@ template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
     constexpr int64_t TWO = 2 * INDEX_TILE, CODES = 4 / BITS * PAIR_BYTES;  // bytes of two rows
-    const int64_t apart = query_codes(shape), twos = (shape.rows_of_group() + 1) / 2;
-    const QueryCode* codes = queries.codes + number * apart;
+    const int64_t apart = query_size(shape), twos = (shape.rows_of_group() + 1) / 2;
+    const QueryValue* quantized = queries.quantized + number * apart;
     const float *steps = queries.steps + number * shape.groups,
                 *zeros = queries.sums + number * shape.groups;
     const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
@@ -210,10 +210,10 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
         for (int g = 0; g < G; g++) sums[g][0] = sums[g][1] = _mm256_setzero_si256();
         const uint8_t* rows = tile + k * shape.rows_of_group() * INDEX_TILE;
         int64_t two = 0;
-        for (; two + 8 <= twos; two += 8, codes += 8 * CODES)
-            add_rows<G, BITS, 8>(rows + two * TWO, codes, apart, sums);
-        for (; two < twos; two++, codes += CODES)
-            add_rows<G, BITS, 1>(rows + two * TWO, codes, apart, sums);
+        for (; two + 8 <= twos; two += 8, quantized += 8 * CODES)
+            add_rows<G, BITS, 8>(rows + two * TWO, quantized, apart, sums);
+        for (; two < twos; two++, quantized += CODES)
+            add_rows<G, BITS, 1>(rows + two * TWO, quantized, apart, sums);
         for (int half = 0; half < 2; half++) {
             const uint8_t* mine = halves + 2 * (k * INDEX_TILE + half * INDEX_TILE / 2);
             const __m256 scale = _mm256_cvtph_ps(load_raw<__m128i>(mine));
@@ -237,7 +237,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
 template <int G, int BITS>
 INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
-    const float *codes = queries.codes + number * shape.dim,
+    const float *quantized = queries.quantized + number * shape.dim,
                 *steps = queries.steps + number * shape.groups,
                 *zeros = queries.sums + number * shape.groups;
     const uint8_t* halves = tile + INDEX_TILE * shape.code_rows;
@@ -251,7 +251,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
                 const Floats x =
                     __builtin_convertvector(bytes >> shift & ((1 << BITS) - 1), Floats);
                 for (int g = 0; g < G; g++)
-                    sums[g] = fma(x, broadcast(codes[g * shape.dim + i]), sums[g]);
+                    sums[g] = fma(x, broadcast(quantized[g * shape.dim + i]), sums[g]);
             }
             const uint8_t* mine = halves + 2 * (k * INDEX_TILE + lane);
             const Floats scale = load(reinterpret_cast<const fp16*>(mine));
@@ -272,7 +272,7 @@ void scan(const uint8_t* index, const TileShape& shape, int64_t tiles, int64_t g
           const RoundedQueries& queries, float* logits, int64_t stride) {
     for (int64_t t = 0; t < tiles; t++) {
         const uint8_t* tile = index + t * shape.bytes;
-        for (int64_t i = 0; i < shape.bytes; i += 64) prefetch(tile + AHEAD + i, NEAREST);
+        for (int64_t i = 0; i < shape.bytes; i += 64) prefetch(tile + AHEAD + i, L1);
         by_queries(group, [&](auto G, int64_t g) {
             scan_tile<G(), BITS>(tile, shape, queries, g, logits + g * stride + t * INDEX_TILE,
                                  stride);

@@ -49,7 +49,7 @@ struct Gather {
     const Select& a;
     const Prompt& prompt;
     int64_t sequence, head;
-    uint8_t* codes;
+    uint8_t* quantized;
     int64_t slot = 0;
 
     // Keep token `i` of the prompt.
@@ -57,9 +57,9 @@ struct Gather {
         const int64_t row = prompt.first + i;
         const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
         write_slot(a, a.key_layout, slot_start(a, 0, sequence, head, slot),
-                   static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head, codes);
+                   static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head, quantized);
         write_slot(a, a.value_layout, slot_start(a, 1, sequence, head, slot),
-                   static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head, codes);
+                   static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head, quantized);
         a.kept_scores[mine] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
         a.positions[mine] = static_cast<int32_t>(i);
         if (a.ranks) a.ranks[mine] = static_cast<int32_t>(slot);
@@ -78,8 +78,8 @@ struct Gather {
 
 template <class T>
 void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, uint32_t* keys,
-         uint8_t* codes) {
-    Gather<T> gather{a, prompt, sequence, head, codes};
+         uint8_t* quantized) {
+    Gather<T> gather{a, prompt, sequence, head, quantized};
     const int64_t tokens = prompt.length, first = a.sinks, last = tokens - prompt.recent;
     if (tokens <= first + prompt.heavy + prompt.recent) {
         for (int64_t i = 0; i < tokens; i++) gather.take(i);
@@ -123,13 +123,13 @@ int select(const Select& a) {
     }
     const int64_t each = longest + BINS;
     const Memory<uint32_t> keys = memory<uint32_t>(a.threads * each);
-    const Memory<uint8_t> codes = memory<uint8_t>(a.threads * a.head_dim);
-    if (!keys || !codes) return NO_MEMORY;
+    const Memory<uint8_t> quantized = memory<uint8_t>(a.threads * a.head_dim);
+    if (!keys || !quantized) return NO_MEMORY;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t sequence = task / a.kv_heads, thread = thread_number();
         cut<T>(a, prompts[sequence], sequence, task % a.kv_heads, keys.get() + thread * each,
-               codes.get() + thread * a.head_dim);
+               quantized.get() + thread * a.head_dim);
     }
     return DONE;
 }

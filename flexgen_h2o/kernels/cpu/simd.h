@@ -36,7 +36,7 @@ constexpr int WIDTH = 8;
 constexpr int WIDTH = 4;
 #endif
 
-constexpr float NONE = -std::numeric_limits<float>::infinity();  // logit of a masked key
+constexpr float MASKED = -std::numeric_limits<float>::infinity();  // logit of a masked key
 
 #define ALWAYS_INLINE __attribute__((always_inline))  // for lambdas, after the parameter list
 #define INLINE inline ALWAYS_INLINE
@@ -95,9 +95,9 @@ INLINE Words masked_or(Words x, uint32_t mask, uint32_t more) {
 }
 
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(H2O_EMULATE)
-#define FOURS
+#define INT8_DOT
 // sums += the dot products of four bytes per lane: unsigned `bytes` by signed `x`.
-INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
+INLINE Ints add_int8_dot(Ints sums, Words bytes, Words x) {
 #if defined(__AVX512VNNI__)
     return Ints(_mm512_dpbusd_epi32(__m512i(sums), __m512i(bytes), __m512i(x)));
 #elif defined(__AVXVNNI__)
@@ -111,7 +111,7 @@ INLINE Ints add_fours(Ints sums, Words bytes, Words x) {
 #endif
 
 // Return b if either operand is NaN.
-INLINE Floats larger(Floats a, Floats b) {
+INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return _mm512_maskz_max_ps(0xffff, a, b);
 #elif defined(__AVX2__)
@@ -163,11 +163,11 @@ INLINE void sums(const Floats* x, float* to) {
 #endif
 }
 
-INLINE float widest(Floats x) {
+INLINE float reduce_max(Floats x) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-    x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e));  // the other half
-    x = larger(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1));  // the other quarter
+    x = max(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0x4e));  // the other half
+    x = max(x, _mm512_maskz_shuffle_f32x4(0xffff, x, x, 0xb1));  // the other quarter
     __m128 four = first_four(x);
 #else
     __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -181,16 +181,16 @@ INLINE float widest(Floats x) {
 }
 
 // Reduce four vectors to four maxima.
-INLINE void widest(const Floats* x, float* to) {
+INLINE void reduce_max(const Floats* x, float* to) {
 #if defined(__AVX512F__)
-    const Floats a = larger(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
-    const Floats b = larger(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
-    Floats all = larger(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
-    all = larger(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0x4e));
-    all = larger(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0xb1));
+    const Floats a = max(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+    const Floats b = max(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+    Floats all = max(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    all = max(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0x4e));
+    all = max(all, _mm512_maskz_shuffle_f32x4(0xffff, all, all, 0xb1));
     _mm_storeu_ps(to, first_four(all));
 #else
-    for (int i = 0; i < 4; i++) to[i] = widest(x[i]);
+    for (int i = 0; i < 4; i++) to[i] = reduce_max(x[i]);
 #endif
 }
 
@@ -204,7 +204,7 @@ INLINE int32_t sum(Ints x) {
 #endif
 }
 
-INLINE int32_t widest(Ints x) {
+INLINE int32_t reduce_max(Ints x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32(__m512i(x));
 #else
@@ -476,7 +476,7 @@ constexpr float LOG2_E = 1.44269504f;
 // Return 2^x for x <= 0, with an error of 2 ulp. The result is 0 below -126.5 and for -inf.
 INLINE Floats exp2(Floats x) {
     constexpr float SHIFT = 0x1.8p23f + 127;
-    x = larger(broadcast(-127.0f), x);  // NaN propagates
+    x = max(broadcast(-127.0f), x);  // NaN propagates
     const Floats shifted = x + SHIFT, r = x - (shifted - SHIFT);
     // Minimax polynomial on [-0.5, 0.5] with a relative error of 1e-7.
     Floats p = broadcast(0x1.5c08e6p-10f);

@@ -1,10 +1,10 @@
 // Matmuls of many rows of bfloat16 in AMX tiles.
 //
-// Rows of x are left operands in place. Weights are converted to right operands in L2 panels (slabs) of
-// outputs by inputs, once for all rows. Sums stay in tiles for all inputs of a panel. Meanwhile the
+// Rows of x are left operands in place. Weights are converted to right operands in L2 panels of outputs
+// by inputs, once for all rows. Sums stay in tiles for all inputs of a panel. Meanwhile the
 // next rows of x and the output lines are prefetched.
 //
-// A matmul is a struct that converts its weights to operands: PlainSlabs or CodedSlabs.
+// A matmul is a struct that converts its weights to operands: PlainPanels or QuantizedPanels.
 #pragma once
 
 #include "amx.h"
@@ -158,15 +158,15 @@ private:
     Memory<bf16> last_rows, last_step;  // [SIDE, inputs], [rows, STEP_INPUTS]
 };
 
-// An L2 panel of weights. `room` is the number of inputs rounded up to whole steps and to whole
-// unpacking units.
-struct Slab {
-    int64_t output, outputs, input, inputs, room;
+// An L2 panel of weights. `padded_inputs` is the number of inputs rounded up to whole steps and to
+// whole unpacking units.
+struct WeightPanel {
+    int64_t output, outputs, input, inputs, padded_inputs;
 
     int64_t steps() const { return (inputs + STEP_INPUTS - 1) / STEP_INPUTS; }
     int64_t pairs() const { return (outputs + TILE_COLUMNS - 1) / TILE_COLUMNS; }
-    // Return the words of right operands [pairs, room / 2, TILE_COLUMNS] for a pair of tiles.
-    int64_t pair_words() const { return room / 2 * TILE_COLUMNS; }
+    // Return the words of right operands [pairs, padded_inputs / 2, TILE_COLUMNS] for a pair of tiles.
+    int64_t pair_words() const { return padded_inputs / 2 * TILE_COLUMNS; }
 };
 
 // Results of some rows and at most TILE_COLUMNS outputs. They are written while the tiles compute the
@@ -218,9 +218,9 @@ private:
 // Multiply H x 16 rows by an L2 panel of right operands. Sums go to `sums`, and for the last panel to
 // `results`.
 template <int H, class A>
-void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& slab, int64_t row,
+void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const WeightPanel& panel, int64_t row,
                    const uint32_t* right, float* sums, Results<A>& results) {
-    const int64_t first = slab.input / STEP_INPUTS, steps = slab.steps(), pairs = slab.pairs();
+    const int64_t first = panel.input / STEP_INPUTS, steps = panel.steps(), pairs = panel.pairs();
     const bool last = first + steps == x.steps, rest = last && x.ragged();
     const int64_t left = x.rows - row, rows = left < H * SIDE ? left : H * SIDE;
     const int64_t later = left - rows < H * SIDE ? left - rows : H * SIDE;  // of the next block
@@ -230,17 +230,17 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
         whole[h] = x.at(row + h * SIDE, first);
         end[h] = x.at(row + h * SIDE, x.steps - 1);
     }
-    for (int64_t pair = 0; pair < pairs; pair++, right += slab.pair_words()) {
-        const int64_t column = pair * TILE_COLUMNS, output = slab.output + column;
+    for (int64_t pair = 0; pair < pairs; pair++, right += panel.pair_words()) {
+        const int64_t column = pair * TILE_COLUMNS, output = panel.output + column;
         const bf16* out = static_cast<const bf16*>(a.out) + row * a.out_row + output;
         const bf16* next = x.x + (row + rows) * x.x_row + first * STEP_INPUTS;
         float* to = sums + column * H * SIDE;
         const int64_t begin = later * pair / pairs, stop = later * (pair + 1) / pairs;
-        slab.input > 0 ? load_sums<H>(tiles, to) : zero_sums<H>(tiles);
+        panel.input > 0 ? load_sums<H>(tiles, to) : zero_sums<H>(tiles);
         const auto ahead = [&](int64_t k, int64_t tile) ALWAYS_INLINE {
             if (tile > 0) return;
             for (int64_t i = begin; i < stop; i++)
-                prefetch(next + i * x.x_row + k * STEP_INPUTS, SECOND);
+                prefetch(next + i * x.x_row + k * STEP_INPUTS, L2);
             if (last && k < rows) prefetch_to_write(out + k * a.out_row);
             results.put(each);
         };
@@ -249,7 +249,7 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const Slab& s
             add_products<H>(tiles, end, right + (steps - 1) * TILE_PAIRS * TILE_COLUMNS, 1,
                             [](int64_t, int64_t) {});
         if (last) {
-            const int64_t behind = slab.outputs - column;
+            const int64_t behind = panel.outputs - column;
             to = results.begin(row, rows, output, behind < TILE_COLUMNS ? behind : TILE_COLUMNS);
         }
         store_sums<H>(tiles, to);
@@ -288,27 +288,27 @@ private:
 };
 
 // Round inputs up to whole unpacking units of `multiple` inputs, then to whole steps.
-INLINE int64_t room_of(int64_t inputs, int64_t multiple) {
+INLINE int64_t padded_to_units(int64_t inputs, int64_t multiple) {
     return up_to(STEP_INPUTS, up_to(multiple, inputs));
 }
 
-// Multiply rows `first` to `end` by the outputs of `slab`, in L2 panels of at most `deep` inputs.
+// Multiply rows `first` to `end` by the outputs of `panel`, in L2 panels of at most `deep` inputs.
 template <class Weights, class A>
-void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const LeftOperand& x, Slab slab,
-                    int64_t first, int64_t end, int64_t deep, int64_t multiple, uint32_t* right,
-                    float* sums) {
+void multiply_share(Tiles& tiles, const A& a, const Weights& weights, const LeftOperand& x,
+                    WeightPanel panel, int64_t first, int64_t end, int64_t deep, int64_t multiple,
+                    uint32_t* right, float* sums) {
     const int64_t together = x.inputs <= deep ? end - first : TILED_ROWS;
     Results<A> results(a);
     for (int64_t begin = first; begin < end; begin += together)
-        for (slab.input = 0; slab.input < x.inputs; slab.input += deep) {
-            const int64_t left = x.inputs - slab.input, rows = end - begin;
-            slab.inputs = left < deep ? left : deep;
-            slab.room = room_of(slab.inputs, multiple);
-            weights.unpack(slab, right);
+        for (panel.input = 0; panel.input < x.inputs; panel.input += deep) {
+            const int64_t left = x.inputs - panel.input, rows = end - begin;
+            panel.inputs = left < deep ? left : deep;
+            panel.padded_inputs = padded_to_units(panel.inputs, multiple);
+            weights.unpack(panel, right);
             by_tiles(rows < together ? rows : together, [&](auto height, int64_t row) {
                 multiply_rows<decltype(height)::value>(
-                    tiles, a, x, slab, begin + row, right,
-                    sums + row * slab.pairs() * TILE_COLUMNS, results);
+                    tiles, a, x, panel, begin + row, right,
+                    sums + row * panel.pairs() * TILE_COLUMNS, results);
             });
         }
 }
@@ -321,17 +321,17 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
     while (least % STEP_INPUTS) least += multiple;
     const int64_t deep = least < TILED_INPUTS ? TILED_INPUTS / least * least : least;
     const bool whole = inputs <= deep;
-    const int64_t width = whole ? room_of(inputs, multiple) : deep, all = TILED_OUTPUTS * deep;
+    const int64_t width = whole ? padded_to_units(inputs, multiple) : deep, all = TILED_OUTPUTS * deep;
     const int64_t outputs = all / width / TILE_COLUMNS * TILE_COLUMNS;  // of an L2 panel
     // Per thread: right operands, and sums if there are several L2 panels.
     const int64_t words = outputs * width / 2;
     const int64_t size = words + (whole ? 0 : TILED_ROWS * TILED_OUTPUTS);
     LeftOperand x(a.x, a.rows, inputs, a.x_row);
-    const Memory<float> everyone = memory<float>(a.threads * size);
-    if (!x.make() || !everyone) return NO_MEMORY;
+    const Memory<float> workspace = memory<float>(a.threads * size);
+    if (!x.make() || !workspace) return NO_MEMORY;
 #pragma omp parallel num_threads(a.threads)
     {
-        float* const sums = everyone.get() + thread_number() * size + words;
+        float* const sums = workspace.get() + thread_number() * size + words;
         auto* const right = reinterpret_cast<uint32_t*>(sums - words);
         const TileShapes shapes = whole_tiles();
         Tiles tiles(shapes);
@@ -342,9 +342,9 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
             for (int64_t share = 0; share < shares.count(); share++) {
                 const int64_t part = share / shares.by_outputs, of = share % shares.by_outputs;
                 const int64_t output = shares.first_output(of), first = shares.first_row(part);
-                const Slab slab{output, shares.first_output(of + 1) - output, 0, 0, 0};
+                const WeightPanel panel{output, shares.first_output(of + 1) - output, 0, 0, 0};
                 const int64_t end = shares.first_row(part + 1);
-                multiply_share(tiles, *each, weights, x, slab, first, end, deep, multiple, right,
+                multiply_share(tiles, *each, weights, x, panel, first, end, deep, multiple, right,
                                sums);
             }
         }

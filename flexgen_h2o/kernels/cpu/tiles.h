@@ -13,7 +13,7 @@ constexpr int64_t ROWS_AHEAD = 16;  // prefetch distance for rows at arbitrary a
 constexpr int64_t VALUE_ROWS = 16;  // rows whose values are accumulated before the next rows
 
 // Return the default group size: elements of a vector of 64 or 128 that share a scale.
-constexpr int64_t usual_group(int bits, int64_t dim) { return bits == 4 && dim == 64 ? 32 : 64; }
+constexpr int64_t default_group(int bits, int64_t dim) { return bits == 4 && dim == 64 ? 32 : 64; }
 
 // Return the rows of keys, or the vectors of a value, in a register block with `queries` queries.
 constexpr int at_once(int queries) { return WIDTH == 8 && queries == 4 ? 2 : 4; }
@@ -33,15 +33,15 @@ struct PlainTile {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
         for (int64_t r = row; r < row + R; r++) {
             const char* here = reinterpret_cast<const char*>(base + r * stride + i);
-            ISA::prefetch(here + 2 * AHEAD, SECOND);
-            ISA::prefetch(here + AHEAD, SECOND);
+            ISA::prefetch(here + 2 * AHEAD, L2);
+            ISA::prefetch(here + AHEAD, L2);
         }
     }
 };
 
 // A tile of rows at arbitrary slots, with the slot list that it is a part of.
 template <class T>
-struct ListedTile {
+struct GatheredTile {
     const T* const* rows;
     const T* base;
     int64_t stride, dim;
@@ -62,14 +62,14 @@ struct ListedTile {
     }
     INLINE void ask(int64_t first, int64_t count, int64_t i) const {
         for (int64_t r = first; r < first + count && r < left; r++)
-            ISA::prefetch(base + slots[r] * stride + i, near_cache());
+            ISA::prefetch(base + slots[r] * stride + i, nearest_cache());
     }
 };
 
 // A tile of quantized groups whose groups are whole vectors. It computes with the quantized values.
 // Scales are applied once per group and zero points once per query, not per element.
 template <int bits>
-struct RecordTile {
+struct QuantizedTile {
     const uint8_t* base;
     int64_t stride;
     const Layout& layout;
@@ -92,7 +92,7 @@ struct RecordTile {
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i % (LINE / 2)) return;
         for (int64_t r = row + SLOT_TILE; r < row + SLOT_TILE + R; r++)
-            ISA::prefetch(base + r * stride + i + AHEAD, SECOND);
+            ISA::prefetch(base + r * stride + i + AHEAD, L2);
     }
     // Each is [groups, SLOT_TILE].
     INLINE float* scales() const { return scratch; }
@@ -112,12 +112,12 @@ struct PlainRows {
 };
 
 template <int bits>
-struct RecordRows {
+struct QuantizedRows {
     const uint8_t* base;
     int64_t stride;
     const Layout& layout;
     float* scratch;
-    NOINLINE RecordTile<bits> tile(int64_t first, int64_t count) const {
+    NOINLINE QuantizedTile<bits> tile(int64_t first, int64_t count) const {
         uint32_t raw[SLOT_TILE];  // two scales or zero points each
         for (int64_t i = 0; i < layout.groups; i++) {
             const uint8_t* from = base + first * stride + layout.code_bytes + 4 * i;
@@ -137,7 +137,7 @@ struct RecordRows {
 
 // The general path converts rows to floats: rotation by rank, unusual head sizes and groups.
 template <class T>
-struct ExpandedRows {
+struct ConvertedRows {
     const T* base;
     int64_t stride, dim, width;
     const Layout& layout;

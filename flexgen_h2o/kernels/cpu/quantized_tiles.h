@@ -1,20 +1,19 @@
 // Matmuls of quantized matrices in AMX tiles. The sums of each group are scaled in float32.
 //
-// The kernel is a software pipeline of three stages: unpack the quantized values of a group, multiply
-// them, scale the results. So three groups of two tiles of outputs are in flight. Unpacking and
-// multiplying alternate tile by tile, because the reorder window of a CPU is too small to overlap them
-// otherwise.
+// Software pipeline of three stages: unpack the quantized values of a group, multiply them, scale the
+// results. Three groups of two tiles of outputs are in flight. Unpacking and multiplying alternate tile
+// by tile, because the reorder buffer of a CPU is too small to overlap them otherwise.
 #pragma once
 
-#include "panel.h"
+#include "packed_input.h"
 #include "tile_matmul.h"
 
 #if defined(TILES)
 
 namespace ISA {
 
-constexpr int64_t STRIPE = 16;        // chunks of outputs that share an L1 tile of x
-constexpr int64_t SLAB_INPUTS = 128;  // inputs of the L1 tile of x
+constexpr int64_t PANEL_CHUNKS = 16;  // chunks of an output panel, which share an L1 tile of x
+constexpr int64_t TILE_INPUTS = 128;  // inputs of an L1 tile of x
 static_assert(COLUMNS == TILE_COLUMNS, "two tiles are a chunk");
 
 // Return the tile shapes for `rows` rows: whole tiles, or fewer rows if they fit in two tiles. Fewer
@@ -29,49 +28,49 @@ INLINE TileShapes shapes_of(int64_t rows) {
     return shapes;
 }
 
-// Position of a thread in the groups of its chunks. The loops from outer to inner: stripe (chunks that
-// share L1 tiles), slab (L1 tile of inputs), chunk, group.
+// Position of a thread in its groups. Loops from outer to inner: output panel, L1 tile of inputs, chunk
+// of outputs, group.
 struct Place {
-    int64_t groups, slab, end;  // number of groups in all and per slab; the end of the chunks
-    int64_t stripe, chunk;      // first chunk of the stripe, current chunk
-    int64_t first = 0, g = 0;   // first group of the slab, current group
+    int64_t groups, tile_groups, end;  // groups in all and per L1 tile; end of the chunks
+    int64_t panel, chunk;              // first chunk of the panel, current chunk
+    int64_t first = 0, g = 0;          // first group of the L1 tile, current group
 
     Place(const Blocks& m, int64_t begin, int64_t end)
-        : groups(m.groups), slab(m.group < SLAB_INPUTS ? SLAB_INPUTS / m.group : 1), end(end),
-          stripe(begin), chunk(begin) {}
+        : groups(m.groups), tile_groups(m.group < TILE_INPUTS ? TILE_INPUTS / m.group : 1), end(end),
+          panel(begin), chunk(begin) {}
 
-    int64_t chunks() const { return end - stripe < STRIPE ? end - stripe : STRIPE; }
+    int64_t chunks() const { return end - panel < PANEL_CHUNKS ? end - panel : PANEL_CHUNKS; }
 
     INLINE void next() {
-        if (++g < first + slab && g < groups) return;
-        if (++chunk < stripe + chunks()) {
+        if (++g < first + tile_groups && g < groups) return;
+        if (++chunk < panel + chunks()) {
             g = first;
         } else if (g < groups) {
-            chunk = stripe, first = g;
+            chunk = panel, first = g;
         } else {
-            stripe = chunk, first = g = 0;
+            panel = chunk, first = g = 0;
         }
     }
 };
 
-// A group in the pipeline. Null `codes` mark an empty stage.
-struct CodedGroup {
-    uint32_t* codes = nullptr;  // [steps, COLUMNS]
-    float* products = nullptr;  // [rows, COLUMNS]
-    float* scales = nullptr;    // [2, COLUMNS], factors for the sums of x
-    float* totals = nullptr;    // [rows, COLUMNS]
-    int64_t g = 0;              // index in the panel
+// A group in the pipeline. Null `values` mark an empty stage.
+struct PipelinedGroup {
+    uint32_t* values = nullptr;  // [steps, COLUMNS]
+    float* products = nullptr;   // [rows, COLUMNS]
+    float* scales = nullptr;     // [2, COLUMNS], factors for the sums of x
+    float* totals = nullptr;     // [rows, COLUMNS]
+    int64_t g = 0;               // index in the packed input
 };
 
 // Scratch memory of the groups in the pipeline. Parts that fill no whole tile stay zero.
-struct CodedRoom {
+struct PipelineScratch {
     static constexpr int64_t SCALES = 4;  // ring buffer of group scales; a power of two
-    uint32_t* codes;                      // of two groups
+    uint32_t* values;                     // of two groups
     float *products, *scales;             // of two groups, and of SCALES groups
 
-    static int64_t size(const Panel& p) { return 2 * COLUMNS * (p.steps + p.rows + SCALES); }
-    CodedRoom(const Panel& p, float* from)
-        : codes(reinterpret_cast<uint32_t*>(from)), products(from + 2 * p.steps * COLUMNS),
+    static int64_t size(const PackedInput& p) { return 2 * COLUMNS * (p.steps + p.rows + SCALES); }
+    PipelineScratch(const PackedInput& p, float* from)
+        : values(reinterpret_cast<uint32_t*>(from)), products(from + 2 * p.steps * COLUMNS),
           scales(products + 2 * p.rows * COLUMNS) {
         std::memset(from, 0, static_cast<size_t>(size(p)) * sizeof *from);
     }
@@ -88,16 +87,16 @@ INLINE void unpack_scales(const uint8_t* block, float* to) {
 
 // Unpack the quantized values of a block for one step of tiles.
 template <class C>
-INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t step, uint32_t* to) {
+INLINE void unpack_values(const PrefetchedBlock<C>& from, int64_t words, int64_t step, uint32_t* to) {
     constexpr int PAIRS = C::unit_inputs / 2, UNITS = TILE_PAIRS / PAIRS;
     const int64_t first = step * UNITS, left = words / C::unit_words - first;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const CodedWords mine = from.words(i, true);
+        const PrefetchedWords mine = from.words(i, true);
         const auto unpack = [&](int64_t n) ALWAYS_INLINE {
-            const Coded<C> unit = mine.unit<C, false>(n);
+            const PackedUnit<C> unit = mine.unit<C, false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < PAIRS; s++)
-                store_words(to + (n * PAIRS + s) * COLUMNS + i, Pairs::codes<C>(unit, s));
+                store_words(to + (n * PAIRS + s) * COLUMNS + i, Pairs::values<C>(unit, s));
         };
         if (left >= UNITS) {
 #pragma GCC unroll 8
@@ -110,24 +109,24 @@ INLINE void unpack_codes(const CodedBlock<C>& from, int64_t words, int64_t step,
 
 // Pipeline of one thread's groups.
 template <class C>
-class CodedGroups {
+class GroupPipeline {
 public:
-    CodedGroups(Tiles& tiles, const Panel& p, int64_t rows, const CodedRoom& room)
-        : tiles(tiles), p(p), rows(rows), room(room) {}
+    GroupPipeline(Tiles& tiles, const PackedInput& p, int64_t rows, const PipelineScratch& scratch)
+        : tiles(tiles), p(p), rows(rows), scratch(scratch) {}
 
     // Start group g of two tiles. Two calls later it is added to its totals.
-    INLINE void add(const CodedBlock<C> (&blocks)[2], int64_t words, int64_t g, float* totals) {
-        CodedGroup mine{room.codes + turn % 2 * p.steps * COLUMNS,
-                        room.products + turn % 2 * p.rows * COLUMNS,
-                        room.scales + turn % CodedRoom::SCALES * 2 * COLUMNS,
-                        totals,
-                        g};
+    INLINE void add(const PrefetchedBlock<C> (&blocks)[2], int64_t words, int64_t g, float* totals) {
+        PipelinedGroup mine{scratch.values + turn % 2 * p.steps * COLUMNS,
+                            scratch.products + turn % 2 * p.rows * COLUMNS,
+                            scratch.scales + turn % PipelineScratch::SCALES * 2 * COLUMNS,
+                            totals,
+                            g};
         for (int64_t t = 0; t < 2; t++)
             unpack_scales<C>(blocks[t].block, mine.scales + t * MATRIX_TILE);
         const auto unpack = [&](int64_t step, int64_t t) ALWAYS_INLINE {
-            unpack_codes(blocks[t], words, step, mine.codes + t * MATRIX_TILE);
+            unpack_values(blocks[t], words, step, mine.values + t * MATRIX_TILE);
         };
-        if (last.codes) {
+        if (last.values) {
             multiply(unpack);
         } else {
             for (int64_t step = 0; step < p.steps / TILE_PAIRS; step++)
@@ -138,18 +137,18 @@ public:
 
     // Drain the pipeline.
     INLINE void finish() {
-        while (last.codes || before.codes) {
-            if (last.codes) multiply([](int64_t, int64_t) {});
+        while (last.values || before.values) {
+            if (last.values) multiply([](int64_t, int64_t) {});
             go_on({});
         }
     }
 
 private:
     Tiles& tiles;
-    const Panel p;
+    const PackedInput p;
     const int64_t rows;
-    const CodedRoom room;
-    CodedGroup last, before;
+    const PipelineScratch scratch;
+    PipelinedGroup last, before;
     uint64_t turn = 0;
 
     // Multiply the last group. unpack(step, t) is called between the tile matmuls of the first rows.
@@ -163,15 +162,15 @@ private:
                 x[h] = {p.x + (last.g * p.rows + row + h * SIDE) * p.steps, p.steps * 4};
             zero_sums<H>(tiles);
             if (row == 0)
-                add_products<H>(tiles, x, last.codes, steps, unpack);
+                add_products<H>(tiles, x, last.values, steps, unpack);
             else
-                add_products<H>(tiles, x, last.codes, steps, [](int64_t, int64_t) {});
+                add_products<H>(tiles, x, last.values, steps, [](int64_t, int64_t) {});
             store_sums<H>(tiles, last.products + row * COLUMNS);
         });
     }
 
     // Scale and accumulate the group before the last, both tiles of a row at once. Fewer instructions
-    // leave more of the reorder window to the other stages.
+    // leave more of the reorder buffer to the other stages.
     INLINE void add_scaled() const {
         constexpr int PARTS = COLUMNS / WIDTH;
         const float *products = before.products, *sums = p.sums + before.g * p.rows;
@@ -192,67 +191,67 @@ private:
         }
     }
 
-    INLINE void go_on(const CodedGroup& mine) {
-        if (before.codes) add_scaled();
+    INLINE void go_on(const PipelinedGroup& mine) {
+        if (before.values) add_scaled();
         before = last, last = mine;
         turn++;
     }
 };
 
-// Compute chunks `begin` to `end` of a matmul. Totals are [STRIPE, rows, COLUMNS].
+// Compute chunks `begin` to `end` of a matmul. Totals are [PANEL_CHUNKS, rows, COLUMNS].
 template <class C>
-void coded_chunks(Tiles& tiles, const Product& a, const Panel& p, const CodedRoom& room,
-                  float* totals, int64_t begin, int64_t end) {
+void multiply_chunks(Tiles& tiles, const Product& a, const PackedInput& p,
+                     const PipelineScratch& scratch, float* totals, int64_t begin, int64_t end) {
     const Blocks m(a.matrix);
     const int64_t last_tile = tiles_of(a.matrix) - 1, size = a.rows * COLUMNS;
-    CodedGroups<C> groups(tiles, p, a.rows, room);
+    GroupPipeline<C> groups(tiles, p, a.rows, scratch);
     Place here(m, begin, end), ahead = here;
     for (int64_t i = 0; i < BLOCKS_AHEAD; i++) ahead.next();
-    while (here.stripe < end) {
-        const int64_t stripe = here.stripe, chunks = here.chunks();
+    while (here.panel < end) {
+        const int64_t panel = here.panel, chunks = here.chunks();
         std::memset(totals, 0, static_cast<size_t>(chunks * size) * sizeof *totals);
-        for (; here.stripe == stripe; here.next(), ahead.next()) {
+        for (; here.panel == panel; here.next(), ahead.next()) {
             // An odd last tile is paired with itself.
             const auto block = [&](int64_t t) ALWAYS_INLINE {
                 const int64_t tile = 2 * here.chunk + t;
                 const uint8_t* later = m.at(2 * ahead.chunk + t, ahead.g);
-                prefetch(later, NEAREST);
+                prefetch(later, L1);
                 const uint8_t* mine = m.at(tile < last_tile ? tile : last_tile, here.g);
-                return CodedBlock<C>{mine, later, later, NEAREST};
+                return PrefetchedBlock<C>{mine, later, later, L1};
             };
-            const CodedBlock<C> blocks[2] = {block(0), block(1)};
-            groups.add(blocks, m.words, here.g, totals + (here.chunk - stripe) * size);
+            const PrefetchedBlock<C> blocks[2] = {block(0), block(1)};
+            groups.add(blocks, m.words, here.g, totals + (here.chunk - panel) * size);
         }
         groups.finish();
         for (int64_t i = 0; i < chunks; i++)
-            put_columns<bf16>(a, (stripe + i) * COLUMNS, COLUMNS, 0, a.rows, totals + i * size);
+            put_columns<bf16>(a, (panel + i) * COLUMNS, COLUMNS, 0, a.rows, totals + i * size);
     }
 }
 
 // Compute all matmuls of a chain that share x, with quantized values as operands.
 template <class C>
-int coded_product(const Product& a) {
+int group_scaled_product(const Product& a) {
     const Blocks m(a.matrix);
     const int64_t rows = a.rows > 2 * SIDE ? up_to(SIDE, a.rows) : a.rows;
-    Panel p{nullptr, nullptr, rows, up_to(TILE_PAIRS, m.group / 2)};
-    const int64_t totals = STRIPE * a.rows * COLUMNS, size = totals + CodedRoom::size(p);
+    PackedInput p{nullptr, nullptr, rows, up_to(TILE_PAIRS, m.group / 2)};
+    const int64_t totals = PANEL_CHUNKS * a.rows * COLUMNS, size = totals + PipelineScratch::size(p);
     const Memory<uint32_t> x = memory<uint32_t>(m.groups * rows * (p.steps + 1));
-    const Memory<float> everyone = memory<float>(a.threads * size);
-    if (!x || !everyone) return NO_MEMORY;
+    const Memory<float> workspace = memory<float>(a.threads * size);
+    if (!x || !workspace) return NO_MEMORY;
     p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * rows * p.steps);
-    pack_panel<Pairs, bf16, 1>(a, m, 0, a.rows, p);
+    pack_input<Pairs, bf16, 1>(a, m, 0, a.rows, p);
 #pragma omp parallel num_threads(a.threads)
     {
-        float* const mine = everyone.get() + thread_number() * size;
-        const CodedRoom room(p, mine + totals);
+        float* const mine = workspace.get() + thread_number() * size;
+        const PipelineScratch scratch(p, mine + totals);
         const TileShapes shapes = shapes_of(a.rows);
         Tiles tiles(shapes);
         for (const Product* each = &a; each; each = each->next) {
             const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
             for (int64_t part = 0; part < a.threads; part++)
-                coded_chunks<C>(tiles, *each, p, room, mine, chunks * part / a.threads,
-                                chunks * (part + 1) / a.threads);
+                multiply_chunks<C>(tiles, *each, p, scratch, mine, chunks * part / a.threads,
+                                   chunks * (part + 1) / a.threads);
         }
     }
     return DONE;

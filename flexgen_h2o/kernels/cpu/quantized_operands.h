@@ -18,24 +18,24 @@ INLINE void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof x); 
 
 // Words of WIDTH outputs that hold whole quantized values.
 template <class C>
-struct Coded {
+struct PackedUnit {
     Words words[C::unit_words];
 };
 // Load unit `n` of a block, for WIDTH outputs from `lane` on.
 template <class C>
-INLINE Coded<C> load_coded(const uint8_t* block, int64_t n, int64_t lane) {
-    Coded<C> to;
+INLINE PackedUnit<C> load_unit(const uint8_t* block, int64_t n, int64_t lane) {
+    PackedUnit<C> to;
     for (int i = 0; i < C::unit_words; i++)
         to.words[i] = load_words(C::words(block) +
                                  4 * ((n * C::unit_words + i) * MATRIX_TILE + lane));
     return to;
 }
 
-constexpr int64_t BOUND_ROWS = 4;  // maximum rows of x for which the matmul is memory-bound
+constexpr int64_t MEMORY_BOUND_ROWS = 4;  // maximum rows of x for which the matmul is memory-bound
 
 // Words of WIDTH outputs of a block. Each access prefetches a line of a later block. If AGAIN is set
 // (memory-bound), it also prefetches a line of a nearer block.
-struct CodedWords {
+struct PrefetchedWords {
     const uint8_t *words, *later, *sooner;
     CacheLevel to;
 
@@ -48,8 +48,8 @@ struct CodedWords {
 
     // Return the words of unit `n`.
     template <class C, bool AGAIN>
-    INLINE Coded<C> unit(int64_t n) const {
-        Coded<C> to;
+    INLINE PackedUnit<C> unit(int64_t n) const {
+        PackedUnit<C> to;
         for (int i = 0; i < C::unit_words; i++) to.words[i] = read<AGAIN>(n * C::unit_words + i);
         return to;
     }
@@ -59,29 +59,29 @@ struct CodedWords {
 // later block line by line. A burst of prefetches would fill the miss buffers of the core and stall the
 // computation.
 template <class C>
-struct CodedBlock {
+struct PrefetchedBlock {
     const uint8_t *block, *later, *sooner;
     CacheLevel to;
 
-    static INLINE CodedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles,
-                                CacheLevel to) {
-        const CodedBlock mine{m.at(tile, g), m.later(tile, g, tiles, BLOCKS_AHEAD),
-                              m.later(tile, g, tiles, BLOCKS_AHEAD / 2), to};
+    static INLINE PrefetchedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles,
+                                     CacheLevel to) {
+        const PrefetchedBlock mine{m.at(tile, g), m.later(tile, g, tiles, BLOCKS_AHEAD),
+                                   m.later(tile, g, tiles, BLOCKS_AHEAD / 2), to};
         prefetch(mine.later, to);
         return mine;
     }
 
-    INLINE CodedWords words(int64_t lane, bool first) const {
+    INLINE PrefetchedWords words(int64_t lane, bool first) const {
         return {C::words(block) + 4 * lane, later + 4 * MATRIX_TILE, sooner + 4 * MATRIX_TILE,
-                first && lane == 0 ? to : NOWHERE};
+                first && lane == 0 ? to : NO_CACHE};
     }
 };
 
 // True if the bits of a quantized value are read as bfloat16, which adds 128 to it.
 template <class C>
 constexpr bool shifted() {
-    return std::is_same_v<C, Spaced<4>> || std::is_same_v<C, Spaced<6>> ||
-           std::is_same_v<C, Compact<4>>;
+    return std::is_same_v<C, Affine<4>> || std::is_same_v<C, Affine<6>> ||
+           std::is_same_v<C, CompactAffine<4>>;
 }
 
 // Float operands: one element of x by one quantized value, one input per step.
@@ -90,10 +90,10 @@ struct Single {
 
     // Extract the quantized values of a step from the words of WIDTH outputs.
     template <class C>
-    static INLINE Words codes(const Coded<C>& from, int step) {
+    static INLINE Words values(const PackedUnit<C>& from, int step) {
         constexpr int bits = C::bits;
         if constexpr (bits == 6)
-            return Single::codes<Spaced<8>>({{C::word(from.words, step / 4)}}, step % 4);
+            return Single::values<Affine<8>>({{C::word(from.words, step / 4)}}, step % 4);
         const Words word = from.words[0];
         if constexpr (std::is_same_v<C, Mxfp4>) return bits_of<Words>(numbers(word, step));
         if constexpr (std::is_same_v<C, Float12>) {
@@ -129,8 +129,8 @@ struct Single {
     }
 
     static INLINE Floats broadcast_x(uint32_t x) { return broadcast(bits_of<float>(x)); }
-    static INLINE Floats add_product(Floats sum, Words codes, Floats x) {
-        return fma(bits_of<Floats>(codes), x, sum);
+    static INLINE Floats add_product(Floats sum, Words values, Floats x) {
+        return fma(bits_of<Floats>(values), x, sum);
     }
 
     // Offset that packing adds to each quantized value.
@@ -157,7 +157,7 @@ struct Pairs {
     static constexpr int64_t inputs = 2;
 
     template <class C>
-    static INLINE Words codes(const Coded<C>& from, int step) {
+    static INLINE Words values(const PackedUnit<C>& from, int step) {
         if constexpr (std::is_same_v<C, Float12>) return floats(Float12::pair(from.words, step));
         // The bfloat16 value 128 + q has q in its low bits.
         if constexpr (C::bits == 6)
@@ -189,14 +189,14 @@ struct Pairs {
     }
 
     // Convert pairs of `Float12` codes to the bfloat16 values that they encode.
-    static INLINE Words floats(Words codes) {
+    static INLINE Words floats(Words values) {
 #if defined(__AVX512F__)
-        const __mmask32 some = _mm512_test_epi16_mask(__m512i(codes), __m512i(Words{} + Float12::SIZE));
-        return Words(_mm512_maskz_mov_epi16(some, __m512i(codes | Float12::LOWEST)));
+        const __mmask32 some = _mm512_test_epi16_mask(__m512i(values), __m512i(Words{} + Float12::SIZE));
+        return Words(_mm512_maskz_mov_epi16(some, __m512i(values | Float12::LOWEST)));
 #else
         // 0x800 in each half that is not zero. 7 times that is the lowest exponent.
-        const Words some = ((codes & Float12::SIZE) + Float12::SIZE) & 0x08000800;
-        return codes | ((some << 3) - some);
+        const Words some = ((values & Float12::SIZE) + Float12::SIZE) & 0x08000800;
+        return values | ((some << 3) - some);
 #endif
     }
 
@@ -204,8 +204,8 @@ struct Pairs {
     static INLINE __m512bh broadcast_x(uint32_t x) {
         return bits_of<__m512bh>(_mm512_set1_epi32(static_cast<int>(x)));
     }
-    static INLINE Floats add_product(Floats sum, Words codes, __m512bh x) {
-        return Floats(_mm512_dpbf16_ps(__m512(sum), bits_of<__m512bh>(codes), x));
+    static INLINE Floats add_product(Floats sum, Words values, __m512bh x) {
+        return Floats(_mm512_dpbf16_ps(__m512(sum), bits_of<__m512bh>(values), x));
     }
 #endif
 

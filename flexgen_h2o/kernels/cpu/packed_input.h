@@ -1,32 +1,32 @@
 // The packed input of a quantized matmul, which all threads read.
 #pragma once
 
-#include "codes.h"
 #include "count.h"
 #include "memory.h"
 #include "outputs.h"
+#include "quantized_operands.h"
 
 namespace ISA {
 
-constexpr int64_t PANEL = PRODUCT_ROWS;
+constexpr int64_t PANEL_ROWS = PRODUCT_ROWS;
 constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
 #if defined(__AVX512F__)
 constexpr int ROWS = 8;  // rows of x in the register block
 #else
 constexpr int ROWS = 4;
 #endif
-constexpr int64_t LEAST_PACKED = 1 << 16;  // minimum elements that pay for waking other threads
+constexpr int64_t MIN_PARALLEL_PACKING = 1 << 16;  // elements that pay for waking other threads
 
 // Packed rows of x, padded with zeros to whole groups and to the rows that tiles need. The rows of a
 // register block are interleaved step by step.
-struct Panel {
+struct PackedInput {
     uint32_t* x;   // [groups, blocks of rows, steps, rows of the block]
     float* sums;   // [groups, rows], sums of x
     int64_t rows, steps;
 };
 
 // Return whether the matrices of a chain, which share x, have one format.
-inline bool alike(const Product& a) {
+inline bool same_format(const Product& a) {
     for (const Product* each = a.next; each; each = each->next)
         if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
             each->matrix.bits != a.matrix.bits || each->rows != a.rows ||
@@ -37,10 +37,10 @@ inline bool alike(const Product& a) {
 
 // Scratch memory of one thread.
 struct Workspace {
-    float* totals;    // [rows of the panel, columns]
-    uint32_t* codes;  // [steps, columns]
-    float* scales;    // [COLUMNS]
-    float* zeros;     // [COLUMNS], factors for the sums of x
+    float* totals;     // [rows of the panel, columns]
+    uint32_t* values;  // [steps, columns]
+    float* scales;     // [COLUMNS]
+    float* zeros;      // [COLUMNS], factors for the sums of x
 };
 
 // Call add(Count<R>, first) for R rows at a time.
@@ -111,9 +111,9 @@ INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, ui
 // may have fewer. If BLOCK is 1, the panel may have more rows, which are zeros. The panel is written
 // sequentially, because the rows of consecutive groups are too far apart to stay in the L1 cache.
 template <class A, class T, int64_t BLOCK>
-void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, const Panel& p) {
+void pack_input(const Product& a, const Blocks& m, int64_t first, int64_t rows, const PackedInput& p) {
 #pragma omp parallel for schedule(static) collapse(2) num_threads(a.threads) \
-    if (rows * a.matrix.inputs > LEAST_PACKED)
+    if (rows * a.matrix.inputs > MIN_PARALLEL_PACKING)
     for (int64_t g = 0; g < m.groups; g++)
         for (int64_t row = 0; row < p.rows; row += BLOCK) {
             const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
@@ -136,7 +136,7 @@ void pack_panel(const Product& a, const Blocks& m, int64_t first, int64_t rows, 
 // Store totals [rows, columns] to the outputs from `begin` on, for rows from `first` on.
 template <class T>
 NOINLINE void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
-                 const float* totals) {
+                          const float* totals) {
     const int64_t left = a.matrix.outputs - begin, count = left < columns ? left : columns;
     const T* bias = a.bias ? static_cast<const T*>(a.bias) + begin : nullptr;
     for (int64_t row = 0; row < rows; row++)

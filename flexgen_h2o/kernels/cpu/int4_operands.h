@@ -12,20 +12,21 @@ constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
 constexpr int64_t VALUE_TILES = 4;  // tiles that 32 bytes of values expand to
 
 // Values 0 to 15 as bfloat16. The table is repeated, so that bit 4 of an index is ignored.
-alignas(64) constexpr uint16_t CODES[32] = {
+alignas(64) constexpr uint16_t NIBBLE_VALUES[32] = {
     0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
     0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
     0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
 // Convert the low and the high nibbles of 32 bytes to bfloat16.
-INLINE void codes_of(const uint8_t* from, uint16_t* low, uint16_t* high) {
+INLINE void unpack_nibbles(const uint8_t* from, uint16_t* low, uint16_t* high) {
 #if defined(__AVX512BW__)
-    const __m512i table = _mm512_load_si512(CODES);
+    const __m512i table = _mm512_load_si512(NIBBLE_VALUES);
     const __m512i bytes = _mm512_cvtepu8_epi16(load_raw<__m256i>(from));
     _mm512_storeu_si512(low, _mm512_permutexvar_epi16(bytes, table));
     _mm512_storeu_si512(high, _mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), table));
 #else
-    for (int64_t i = 0; i < STEP; i++) low[i] = CODES[from[i] & 15], high[i] = CODES[from[i] >> 4];
+    for (int64_t i = 0; i < STEP; i++)
+        low[i] = NIBBLE_VALUES[from[i] & 15], high[i] = NIBBLE_VALUES[from[i] >> 4];
 #endif
 }
 
@@ -35,9 +36,9 @@ constexpr int64_t RUN = 8;  // consecutive columns with consecutive bytes
 constexpr int64_t byte_of(int64_t tile, int64_t column) {
     return tile % 2 * RUN + column + column / RUN * RUN;
 }
-INLINE void pairs_of(const uint8_t* first, const uint8_t* second, uint32_t* to) {
+INLINE void interleave_nibbles(const uint8_t* first, const uint8_t* second, uint32_t* to) {
 #if defined(__AVX512BW__)
-    const __m512i table = _mm512_load_si512(CODES);
+    const __m512i table = _mm512_load_si512(NIBBLE_VALUES);
     const __m256i a = load_raw<__m256i>(first), b = load_raw<__m256i>(second);
     const __m256i both[2] = {_mm256_unpacklo_epi8(a, b), _mm256_unpackhi_epi8(a, b)};
     for (int64_t tile = 0; tile < 2; tile++, to += TILE_WORDS) {
@@ -50,8 +51,8 @@ INLINE void pairs_of(const uint8_t* first, const uint8_t* second, uint32_t* to) 
     for (int64_t tile = 0; tile < VALUE_TILES; tile++, to += TILE_WORDS)
         for (int64_t n = 0; n < TILE_PAIRS; n++) {
             const int64_t i = byte_of(tile, n), shift = tile < 2 ? 0 : 4;
-            const uint32_t one = CODES[first[i] >> shift & 15], two = CODES[second[i] >> shift & 15];
-            to[n] = one | two << 16;
+            to[n] = NIBBLE_VALUES[first[i] >> shift & 15] |
+                    static_cast<uint32_t>(NIBBLE_VALUES[second[i] >> shift & 15]) << 16;
         }
 #endif
 }

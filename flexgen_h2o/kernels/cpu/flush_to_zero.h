@@ -25,7 +25,7 @@ private:
 
 // Return 2^x with flush-to-zero and an error of 2.3 ulp. The result is 0 below -126 and for -inf. NaN
 // propagates. This takes 7 instructions with AVX512DQ, where exp2 takes 11.
-INLINE Floats exp2_flushed(Floats x) {
+INLINE Floats exp2_flush_to_zero(Floats x) {
 #if defined(__AVX512DQ__)
     constexpr int LESS_ITS_FLOOR = 9;  // x - floor(x), without floating-point exceptions
     const Floats r = _mm512_maskz_reduce_ps(0xffff, x, LESS_ITS_FLOOR);  // in [0, 1)
