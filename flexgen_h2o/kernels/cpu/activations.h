@@ -7,15 +7,15 @@ namespace ISA {
 
 // Load WIDTH elements. If `count` is smaller, load `count` elements and fill with `rest`.
 template <class T>
-INLINE Floats some(const T* from, int64_t count, float rest = 0) {
+INLINE Floats load_partial(const T* from, int64_t count, float rest = 0) {
     if (count >= WIDTH) return load(from);
     Floats x = broadcast(rest);
-    for (int64_t i = 0; i < count; i++) x[i] = one(from + i);
+    for (int64_t i = 0; i < count; i++) x[i] = load_one(from + i);
     return x;
 }
 
 template <class T>
-INLINE void put_some(T* to, Floats x, int64_t count) {
+INLINE void store_partial(T* to, Floats x, int64_t count) {
     if (count >= WIDTH) return put_all(to, x);
     for (int64_t i = 0; i < count; i++) put(to + i, x[i]);
 }
@@ -61,9 +61,9 @@ struct GeluTanh {  // (1 + tanh(u)) / 2 equals sigmoid(2 u)
 template <class T, class F>
 INLINE void activate_span(T* x, const T* factor, int64_t count) {
     for (int64_t i = 0; i < count; i += WIDTH) {
-        Floats y = F::of(some(x + i, count - i));
-        if (factor) y *= some(factor + i, count - i);
-        put_some(x + i, y, count - i);
+        Floats y = F::of(load_partial(x + i, count - i));
+        if (factor) y *= load_partial(factor + i, count - i);
+        store_partial(x + i, y, count - i);
     }
 }
 

@@ -53,8 +53,8 @@ void select(const float* weights, int64_t count, int64_t stride, int64_t wanted,
     int32_t least = 0;
     int64_t found = count;  // number of weights that are at least `least`
     for (int bit = 30; bit >= 0 && found != wanted; bit--) {
-        const int64_t some = stride - count_below(weights, stride, least | 1 << bit);
-        if (some >= wanted) least |= 1 << bit, found = some;
+        const int64_t reached = stride - count_below(weights, stride, least | 1 << bit);
+        if (reached >= wanted) least |= 1 << bit, found = reached;
     }
     const auto key = [&](int64_t i) { return bits_of<int32_t>(weights[i]); };
     int64_t i = 0;
@@ -146,15 +146,15 @@ int choose(const Choose& a) {
     const int64_t group = a.heads / a.kv_heads, tokens = a.num_tiles * INDEX_TILE;
     const auto lines = [](int64_t floats) { return (floats + 15) / 16 * 16; };
     const int64_t small = lines((group + 1) * a.head_dim + group * (3 + 2 * a.groups));
-    const int64_t each = small + (group + 1) * tokens, quantized = group * query_size(shape);
-    const Memory<float> floats = memory<float>(a.threads * each);
+    const int64_t scratch_size = small + (group + 1) * tokens, quantized = group * query_size(shape);
+    const Memory<float> floats = memory<float>(a.threads * scratch_size);
     const Memory<QueryValue> queries = memory<QueryValue>(a.threads * quantized);
     const Memory<int32_t> numbers = memory<int32_t>(a.threads * lines(a.most + 1));
     if (!floats || !queries || !numbers) return NO_MEMORY;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t thread = thread_number();
-        float *q = floats.get() + thread * each, *key = q + group * a.head_dim;
+        float *q = floats.get() + thread * scratch_size, *key = q + group * a.head_dim;
         float *own = key + a.head_dim, *factors = own + group;
         float *offsets = factors + group, *steps = offsets + group;
         float* logits = q + small;

@@ -258,9 +258,9 @@ int64_t victim(const Head& h) {
             score = load(scores + t);
             position = load_raw<Ints>(positions + t);
         } else {
-            const size_t some = static_cast<size_t>(h.cached - t);
-            std::memcpy(&score, scores + t, some * sizeof *scores);
-            std::memcpy(&position, positions + t, some * sizeof *positions);
+            const size_t valid = static_cast<size_t>(h.cached - t);
+            std::memcpy(&score, scores + t, valid * sizeof *scores);
+            std::memcpy(&position, positions + t, valid * sizeof *positions);
         }
         if (h.a.mean) score /= __builtin_convertvector(tokens - position, Floats);
         if (window) score = position <= tokens - window ? broadcast(MASKED) : score;
@@ -325,15 +325,15 @@ float combine(const Head& h, const Space& space, int64_t index, int64_t g, const
     float total = own_weight;
     if (a.form.sinks) total += expf(sink - top);
     for (int64_t p = 0; p < space.parts; p++) {
-        const Partial some = partial(h, space, index, p, g);
-        total += some.total * expf(some.top - top);
+        const Partial part = partial(h, space, index, p, g);
+        total += part.total * expf(part.top - top);
     }
     for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(value + i) * own_weight);
     for (int64_t p = 0; p < space.parts; p++) {
-        const Partial some = partial(h, space, index, p, g);
-        const float factor = expf(some.top - top);
+        const Partial part = partial(h, space, index, p, g);
+        const float factor = expf(part.top - top);
         for (int64_t i = 0; i < h.width; i += WIDTH)
-            store(out + i, load(out + i) + load(some.out + i) * factor);
+            store(out + i, load(out + i) + load(part.out + i) * factor);
         if (!a.scores) continue;
         int64_t begin, end;
         span(h, space, p, begin, end);

@@ -75,15 +75,15 @@ public:
         KeyTile last, before;
         for (int64_t t = begin, turn = 0; t < end; t += SLOT_TILE, turn++) {
             const int64_t count = t + SLOT_TILE < end ? SLOT_TILE : end - t;
-            const KeyTile mine{buffers + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
-            const auto unpack = [&](int64_t first) ALWAYS_INLINE { unpack_keys(mine, count, first); };
+            const KeyTile current{buffers + turn % 2 * SLOT_TILE * DIM, load_scales(t, count), t};
+            const auto unpack = [&](int64_t first) ALWAYS_INLINE { unpack_keys(current, count, first); };
             if (last.quantized)
                 multiply(tiles, last, 0, right, unpack);
             else
                 for (int64_t first = 0; first < SLOT_TILE; first += TILE_ROWS) unpack(first);
             if (before.quantized) put(before);
             if (last.quantized) finish(tiles, last, right, products);
-            before = last, last = mine;
+            before = last, last = current;
         }
         if (!last.quantized) return;
         multiply(tiles, last, 0, right, [](int64_t) {});
@@ -110,13 +110,13 @@ public:
             weigh(t, count, weights + t, row, left, out, out_row);
             for (int64_t block = 0; block < BLOCKS; block++) {
                 const uint8_t* from = base + t * stride + block * STEP;
-                float* const mine = sums + block * VALUE_TILES * size;
+                float* const block_sums = sums + block * VALUE_TILES * size;
                 const uint16_t* low = left + element(block, 0, 0) / GROUP * rows * CHUNK_SLOTS;
                 const uint16_t* high = left + element(block, 2, 0) / GROUP * rows * CHUNK_SLOTS;
-                tiles.load<0>(mine, TILE_BYTES);
-                tiles.load<1>(mine + size, TILE_BYTES);
-                tiles.load<2>(mine + 2 * size, TILE_BYTES);
-                tiles.load<3>(mine + 3 * size, TILE_BYTES);
+                tiles.load<0>(block_sums, TILE_BYTES);
+                tiles.load<1>(block_sums + size, TILE_BYTES);
+                tiles.load<2>(block_sums + 2 * size, TILE_BYTES);
+                tiles.load<3>(block_sums + 3 * size, TILE_BYTES);
                 unpack_values(from, count, buffers);
                 for (int64_t first = 0, turn = 0; first < count; first += STEP, turn = !turn) {
                     const int64_t next = first + STEP;
@@ -126,10 +126,10 @@ public:
                     add_values(tiles, low + first, high + first,
                                buffers + turn * VALUE_TILES * TILE_WORDS);
                 }
-                tiles.store<0>(mine, TILE_BYTES);
-                tiles.store<1>(mine + size, TILE_BYTES);
-                tiles.store<2>(mine + 2 * size, TILE_BYTES);
-                tiles.store<3>(mine + 3 * size, TILE_BYTES);
+                tiles.store<0>(block_sums, TILE_BYTES);
+                tiles.store<1>(block_sums + size, TILE_BYTES);
+                tiles.store<2>(block_sums + 2 * size, TILE_BYTES);
+                tiles.store<3>(block_sums + 3 * size, TILE_BYTES);
             }
         }
         for (int64_t g = 0; g < queries; g++)
@@ -156,9 +156,9 @@ private:
     }
 
     const float* load_scales(int64_t first, int64_t count) const {
-        float* mine = scales + first / SLOT_TILE % TILES_AT_ONCE * SCALES;
-        QuantizedRows<4>{base, stride, layout, mine}.tile(first, count);
-        return mine;
+        float* tile_scales = scales + first / SLOT_TILE % TILES_AT_ONCE * SCALES;
+        QuantizedRows<4>{base, stride, layout, tile_scales}.tile(first, count);
+        return tile_scales;
     }
 
     // Unpack up to 16 slots of a tile and prefetch the data ahead.
@@ -179,9 +179,9 @@ private:
     template <class F>
     INLINE void multiply(Tiles& tiles, const KeyTile& keys, int64_t group, const uint32_t* right,
                          const F& unpack) const {
-        const uint32_t* mine = right + group * GROUP / 2 * columns;
-        tiles.load<6>(mine, 4 * columns);
-        if constexpr (GROUP > STEP) tiles.load<7>(mine + TILE_PAIRS * columns, 4 * columns);
+        const uint32_t* group_queries = right + group * GROUP / 2 * columns;
+        tiles.load<6>(group_queries, 4 * columns);
+        if constexpr (GROUP > STEP) tiles.load<7>(group_queries + TILE_PAIRS * columns, 4 * columns);
         const uint16_t* quantized = keys.quantized + group * GROUP;
         multiply_slots<0>(tiles, quantized, unpack);
         multiply_slots<1>(tiles, quantized, unpack);
@@ -226,16 +226,17 @@ private:
         for (int64_t i = 0; i < SLOT_TILE; i += WIDTH) {
             Floats all[COLUMNS]{};
             for (int64_t k = 0; k < GROUPS; k++) {
-                Floats some[COLUMNS];
+                Floats columns_of_group[COLUMNS];
                 for (int64_t n = 0; n < COLUMNS; n++)
-                    some[n] = load(products + (k * SLOT_TILE + i) * COLUMNS + n * WIDTH);
-                to_columns<COLUMNS>(some);
-                const float* mine = scales + k * SLOT_TILE + i;
-                const Floats by = load(mine) * scale, zero = load(mine + GROUPS * SLOT_TILE);
+                    columns_of_group[n] = load(products + (k * SLOT_TILE + i) * COLUMNS + n * WIDTH);
+                to_columns<COLUMNS>(columns_of_group);
+                const float* group_scales = scales + k * SLOT_TILE + i;
+                const Floats by = load(group_scales) * scale;
+                const Floats zero = load(group_scales + GROUPS * SLOT_TILE);
 #pragma GCC unroll 8
                 for (int64_t g = 0; g < COLUMNS; g++) {
                     if (g >= queries) continue;
-                    all[g] = fma(some[g], by, all[g]);
+                    all[g] = fma(columns_of_group[g], by, all[g]);
                     all[g] = fma(broadcast(zero_sums[g * GROUPS + k]), zero, all[g]);
                 }
             }
@@ -252,13 +253,13 @@ private:
                       float* out, int64_t out_row) const {
         for (int64_t t = 0; t < slots; t += SLOT_TILE) {
             const int64_t count = t + SLOT_TILE < slots ? SLOT_TILE : slots - t;
-            const float* mine = load_scales(first + t, count);
+            const float* slot_scales = load_scales(first + t, count);
             for (int64_t g = 0; g < queries; g++)
                 for (int64_t k = 0; k < GROUPS; k++) {
                     auto* high = reinterpret_cast<bf16*>(left) +
                                  (k * 2 * queries + g) * CHUNK_SLOTS + t;
                     bf16* low = high + queries * CHUNK_SLOTS;
-                    const float *scale = mine + k * SLOT_TILE, *zero = scale + GROUPS * SLOT_TILE;
+                    const float *scale = slot_scales + k * SLOT_TILE, *zero = scale + GROUPS * SLOT_TILE;
                     Floats shift{};
                     for (int64_t i = 0; i < count; i += 2 * WIDTH) {
                         Floats x[2]{};

@@ -23,21 +23,21 @@ void norm_row(const Norm& a, int64_t row) {
     float mean = 0;
     if (a.centred) {
         Floats total{};
-        for (int64_t i = 0; i < a.width; i += WIDTH) total += some(x + i, a.width - i);
+        for (int64_t i = 0; i < a.width; i += WIDTH) total += load_partial(x + i, a.width - i);
         mean = sum(total) / width;
     }
     Floats squares{};
     for (int64_t i = 0; i < a.width; i += WIDTH) {
-        const Floats apart = some(x + i, a.width - i, mean) - mean;
+        const Floats apart = load_partial(x + i, a.width - i, mean) - mean;
         squares = fma(apart, apart, squares);
     }
     const float factor = 1.0f / sqrtf(sum(squares) / width + static_cast<float>(a.eps));
     for (int64_t i = 0; i < a.width; i += WIDTH) {
         const int64_t count = a.width - i;
-        Floats y = (some(x + i, count) - mean) * factor;
-        if (weight) y *= some(weight + i, count);
-        if (bias) y += some(bias + i, count);
-        put_some(out + i, y, count);
+        Floats y = (load_partial(x + i, count) - mean) * factor;
+        if (weight) y *= load_partial(weight + i, count);
+        if (bias) y += load_partial(bias + i, count);
+        store_partial(out + i, y, count);
     }
 }
 
@@ -48,10 +48,10 @@ void rotate_row(const Rotate& a, int64_t row) {
         T *first = static_cast<T*>(a.x) + row * a.x_row + head * a.x_head, *second = first + a.half;
         for (int64_t i = 0; i < a.half; i += WIDTH) {
             const int64_t count = a.half - i;
-            const Floats x = some(first + i, count), y = some(second + i, count);
-            const Floats c = some(cos + i, count), s = some(sin + i, count);
-            put_some(first + i, x * c - y * s, count);
-            put_some(second + i, y * c + x * s, count);
+            const Floats x = load_partial(first + i, count), y = load_partial(second + i, count);
+            const Floats c = load_partial(cos + i, count), s = load_partial(sin + i, count);
+            store_partial(first + i, x * c - y * s, count);
+            store_partial(second + i, y * c + x * s, count);
         }
     }
 }
@@ -65,32 +65,34 @@ void smooth_row(const Rotate& a, int64_t row, float* x) {
     for (int64_t head = 0; head < a.heads; head++) {
         T* to = static_cast<T*>(a.x) + row * a.x_row + head * a.x_head;
         for (int64_t i = 0; i < a.head_dim; i += WIDTH)
-            put_some(x + i, some(to + i, a.head_dim - i), a.head_dim - i);
+            store_partial(x + i, load_partial(to + i, a.head_dim - i), a.head_dim - i);
         for (int64_t i = 0; i < a.half; i += WIDTH) {
             const int64_t count = a.half - i;
-            const Floats first = some(x + i, count), second = some(x + a.half + i, count);
-            const Floats c = some(cos + i, count), s = some(sin + i, count);
-            put_some(x + i, first * c - second * s, count);
-            put_some(x + a.half + i, second * c + first * s, count);
+            const Floats first = load_partial(x + i, count);
+            const Floats second = load_partial(x + a.half + i, count);
+            const Floats c = load_partial(cos + i, count), s = load_partial(sin + i, count);
+            store_partial(x + i, first * c - second * s, count);
+            store_partial(x + a.half + i, second * c + first * s, count);
         }
         if (a.offsets) {
             const float* mean = a.mean + head / group * a.head_dim;
             Floats all{};
             for (int64_t i = 0; i < a.head_dim; i += WIDTH)
-                all = fma(some(x + i, a.head_dim - i), some(mean + i, a.head_dim - i), all);
+                all = fma(load_partial(x + i, a.head_dim - i), load_partial(mean + i, a.head_dim - i),
+                          all);
             a.offsets[row * a.heads + head] = sum(all);
         }
         const float* factor = a.factor + head / group * a.head_dim;
         const float* shift = a.shift ? a.shift + head / group * a.head_dim : nullptr;
         for (int64_t i = 0; i < a.head_dim; i += WIDTH) {
             const int64_t count = a.head_dim - i;
-            Floats y = some(x + i, count) * some(factor + i, count);
-            if (shift) y += some(shift + i, count);
-            put_some(x + i, y, count);
+            Floats y = load_partial(x + i, count) * load_partial(factor + i, count);
+            if (shift) y += load_partial(shift + i, count);
+            store_partial(x + i, y, count);
         }
         hadamard(x, a.head_dim);
         for (int64_t i = 0; i < a.head_dim; i += WIDTH)
-            put_some(to + i, some(x + i, a.head_dim - i), a.head_dim - i);
+            store_partial(to + i, load_partial(x + i, a.head_dim - i), a.head_dim - i);
     }
 }
 

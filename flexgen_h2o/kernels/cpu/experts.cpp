@@ -57,11 +57,11 @@ int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t row
 void clamp_and_gate(bf16* gate, const bf16* up, int64_t count, float slope, float limit) {
     const Floats most = broadcast(limit);
     for (int64_t i = 0; i < count; i += WIDTH) {
-        Floats x = some(gate + i, count - i), y = some(up + i, count - i);
+        Floats x = load_partial(gate + i, count - i), y = load_partial(up + i, count - i);
         x = x > most ? most : x;  // NaN propagates
         y = y > most ? most : y;
         y = y < -most ? -most : y;
-        put_some(gate + i, (y + 1.0f) * x * sigmoid(slope * x), count - i);
+        store_partial(gate + i, (y + 1.0f) * x * sigmoid(slope * x), count - i);
     }
 }
 
@@ -109,8 +109,10 @@ void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const in
             const bf16* from = out + (i - first) * hidden;
             const Floats share = broadcast(shares[i]);
             for (int64_t k = begin; k < end; k += WIDTH)
-                put_some(sums + k, fma(some(from + k, end - k), share, some(sums + k, end - k)),
-                         end - k);
+                store_partial(sums + k,
+                              fma(load_partial(from + k, end - k), share,
+                                  load_partial(sums + k, end - k)),
+                              end - k);
         }
     }
 }
@@ -125,10 +127,10 @@ int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens,
     }
     int64_t all = 0, found = 0;
     for (int64_t e = 0; e < a.count; e++) {
-        const int64_t mine = starts[e];
-        const bool wanted = mine && mine <= a.most && a.experts[e].gate.data;
+        const int64_t choices = starts[e];
+        const bool wanted = choices && choices <= a.most && a.experts[e].gate.data;
         starts[e] = wanted ? all : -1;
-        if (wanted) chosen[found++] = {a.experts + e, all, all + mine}, all += mine;
+        if (wanted) chosen[found++] = {a.experts + e, all, all + choices}, all += choices;
     }
     for (int64_t i = 0; i < a.rows * a.each; i++) {
         int64_t& place = starts[a.ids[i]];
@@ -199,9 +201,10 @@ void logits_of(const Route& a, const bf16* x, float* logits) {
             for (int i = 0; i < 4; i++)
                 sums[i] = fma(load(x + k + i * WIDTH), load(router + k + i * WIDTH), sums[i]);
         for (; k < a.hidden; k += WIDTH)
-            sums[0] = fma(some(x + k, a.hidden - k), some(router + k, a.hidden - k), sums[0]);
+            sums[0] = fma(load_partial(x + k, a.hidden - k), load_partial(router + k, a.hidden - k),
+                          sums[0]);
         logits[e] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-        if (a.bias) logits[e] += one(static_cast<const bf16*>(a.bias) + e);
+        if (a.bias) logits[e] += load_one(static_cast<const bf16*>(a.bias) + e);
     }
 }
 
@@ -233,9 +236,9 @@ int route(const Route& a) {
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
     if (a.rows > 1 && a.rows * a.count * a.hidden > MIN_PARALLEL_WORK)
     for (int64_t row = 0; row < a.rows; row++) {
-        float* mine = logits.get() + row * a.count;
-        logits_of(a, static_cast<const bf16*>(a.x) + row * a.x_row, mine);
-        choose(a, mine, a.ids + row * a.each, a.shares + row * a.each);
+        float* row_logits = logits.get() + row * a.count;
+        logits_of(a, static_cast<const bf16*>(a.x) + row * a.x_row, row_logits);
+        choose(a, row_logits, a.ids + row * a.each, a.shares + row * a.each);
     }
     return DONE;
 }

@@ -125,8 +125,8 @@ struct Context {
 };
 
 aio_context_t context() {
-    thread_local const Context mine;
-    return mine.number;
+    thread_local const Context instance;
+    return instance.number;
 }
 
 // Read all runs with AIO. Return only when no request is in flight, even after an error.

@@ -25,7 +25,7 @@ struct PlainWeights {
     // Convert a part to floats [register blocks, DEPTH, BLOCK_OUTPUTS].
     void unpack(const Extent& part, float* to) const {
         for (int64_t o = 0; o < part.outputs; o += WIDTH) {
-            float* mine = to + o / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS + o % BLOCK_OUTPUTS;
+            float* target = to + o / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS + o % BLOCK_OUTPUTS;
             const int64_t left = part.outputs - o, count = left < WIDTH ? left : WIDTH;
             int64_t k = 0;
             for (; k + 2 * WIDTH <= part.inputs; k += 2 * WIDTH) {
@@ -37,13 +37,13 @@ struct PlainWeights {
 #pragma GCC unroll 16
                 for (int64_t i = 0; i < WIDTH; i++) {
                     const Words words = bits_of<Words>(pairs[i]);
-                    store(mine + (k + 2 * i) * BLOCK_OUTPUTS, first_of(words, T{}));
-                    store(mine + (k + 2 * i + 1) * BLOCK_OUTPUTS, second_of(words, T{}));
+                    store(target + (k + 2 * i) * BLOCK_OUTPUTS, first_of(words, T{}));
+                    store(target + (k + 2 * i + 1) * BLOCK_OUTPUTS, second_of(words, T{}));
                 }
             }
             for (; k < part.inputs; k++)
                 for (int64_t i = 0; i < count; i++)
-                    mine[k * BLOCK_OUTPUTS + i] = one(at(part.output + o + i, part.input + k));
+                    target[k * BLOCK_OUTPUTS + i] = load_one(at(part.output + o + i, part.input + k));
         }
     }
 
@@ -63,8 +63,8 @@ struct PlainWeights {
 }  // namespace
 
 int linear_float32(const Linear& a) {
-    for (const Linear* each = a.next; each; each = each->next)
-        if (each->rows != a.rows || each->inputs != a.inputs || each->dtype != a.dtype)
+    for (const Linear* matmul = a.next; matmul; matmul = matmul->next)
+        if (matmul->rows != a.rows || matmul->inputs != a.inputs || matmul->dtype != a.dtype)
             return INVALID;
     switch (a.dtype) {
         case BFLOAT16: return float_product<bf16, PlainWeights<bf16>>(a, a.inputs);

@@ -101,10 +101,10 @@ void multiply_panel(const Weights& weights, Extent part, int64_t inputs, const f
 template <class T>
 void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to) {
     for (int64_t begin = 0; begin < inputs; begin += DEPTH) {
-        float* mine = to + begin * rows + row * DEPTH;
+        float* target = to + begin * rows + row * DEPTH;
         const int64_t left = inputs - begin, count = left < DEPTH ? left : DEPTH;
-        to_floats(x + begin, count, mine);
-        for (int64_t i = count; i < DEPTH; i++) mine[i] = 0;
+        to_floats(x + begin, count, target);
+        for (int64_t i = count; i < DEPTH; i++) target[i] = 0;
     }
 }
 
@@ -129,8 +129,8 @@ int float_product(const A& a, int64_t inputs) {
             for (int64_t row = 0; row < rows; row++)
                 widen_rows(static_cast<const T*>(a.x) + (first + row) * a.x_row, inputs, row, rows,
                            x.get());
-            for (const A* each = &a; each; each = each->next) {
-                const Weights weights(*each);
+            for (const A* matmul = &a; matmul; matmul = matmul->next) {
+                const Weights weights(*matmul);
                 int64_t width = PANEL_OUTPUTS;  // smaller if there are too few panels for the threads
                 while (width > MIN_PANEL && weights.outputs() < 4 * width * a.threads) width /= 2;
                 const int64_t panels = (weights.outputs() + width - 1) / width;
@@ -140,12 +140,12 @@ int float_product(const A& a, int64_t inputs) {
                     const int64_t count = rest < width ? rest : width;
                     multiply_panel(weights, Extent{output, count, 0, 0}, inputs, x.get(), rows,
                                    floats, totals);
-                    const T* bias = each->bias ? static_cast<const T*>(each->bias) + output
+                    const T* bias = matmul->bias ? static_cast<const T*>(matmul->bias) + output
                                                : nullptr;
                     for (int64_t row = 0; row < rows; row++)
                         put_outputs(totals + row * PANEL_OUTPUTS, bias,
-                                    static_cast<T*>(each->out) + (first + row) * each->out_row +
-                                    output, count, each->add);
+                                    static_cast<T*>(matmul->out) + (first + row) * matmul->out_row +
+                                    output, count, matmul->add);
                 }
             }
 #pragma omp barrier

@@ -43,7 +43,7 @@ INLINE Floats clamped(Floats x) {
 
 template <class T>
 INLINE float clamped_one(const T* x) {
-    return fminf(fmaxf(one(x), -HALF_MAX), HALF_MAX);
+    return fminf(fmaxf(load_one(x), -HALF_MAX), HALF_MAX);
 }
 
 template <class T>
@@ -53,17 +53,17 @@ inline void bounds(const T* x, int64_t count, float& low, float& high) {
     if (count >= WIDTH) {
         Floats lows = broadcast(low), highs = broadcast(high);
         for (; i + WIDTH <= count; i += WIDTH) {
-            Floats some = clamped(load(x + i));
-            lows = some < lows ? some : lows;
-            highs = max(some, highs);
+            Floats x_i = clamped(load(x + i));
+            lows = x_i < lows ? x_i : lows;
+            highs = max(x_i, highs);
         }
         low = -reduce_max(-lows), high = reduce_max(highs);
     }
     // fminf and fmaxf are avoided: GCC 12 fails to compile vectors of them for aarch64.
     for (; i < count; i++) {
-        const float some = clamped_one(x + i);
-        low = some < low ? some : low;
-        high = some > high ? some : high;
+        const float x_i = clamped_one(x + i);
+        low = x_i < low ? x_i : low;
+        high = x_i > high ? x_i : high;
     }
 }
 
@@ -74,9 +74,9 @@ inline void quantize_row(const T* x, uint8_t* entry, const Layout& layout, uint8
     const int64_t length = layout.groups * layout.group;
     uint8_t* to = layout.bits == 8 ? entry : quantized;
     for (int64_t g = 0; g < layout.groups; g++) {
-        const T* mine = x + g * layout.group;
+        const T* values = x + g * layout.group;
         float low, high;
-        bounds(mine, layout.group, low, high);
+        bounds(values, layout.group, low, high);
         const uint16_t zero_bits = half_below(low + 0.0f);  // turns -0 into +0
         const float zero = from_half(zero_bits);
         const uint16_t scale_bits = half_below((zero - high) / levels) & 0x7fff;  // rounded up
@@ -87,11 +87,11 @@ inline void quantize_row(const T* x, uint8_t* entry, const Layout& layout, uint8
         uint8_t* out = to + g * layout.group;
         int64_t i = 0;
         for (; i + WIDTH <= layout.group; i += WIDTH) {
-            Floats code = rounded(quotient(clamped(load(mine + i)) - zero, steps, inverse));
+            Floats code = rounded(quotient(clamped(load(values + i)) - zero, steps, inverse));
             narrow(out + i, __builtin_convertvector(code, Ints));
         }
         for (; i < layout.group; i++)
-            out[i] = static_cast<uint8_t>(nearbyintf((clamped_one(mine + i) - zero) / step));
+            out[i] = static_cast<uint8_t>(nearbyintf((clamped_one(values + i) - zero) / step));
     }
     int64_t used = length;
     if (layout.bits == 4) {

@@ -26,10 +26,10 @@ inline void hadamard(float* x, int64_t dim) {
     int64_t apart = 1;
     if (size % WIDTH == 0) {
         for (int64_t i = 0; i < dim; i += WIDTH) {
-            Floats some = butterflies<2>(butterflies<1>(load(x + i)));
-            if constexpr (WIDTH > 4) some = butterflies<4>(some);
-            if constexpr (WIDTH > 8) some = butterflies<8>(some);
-            store(x + i, some);
+            Floats vector = butterflies<2>(butterflies<1>(load(x + i)));
+            if constexpr (WIDTH > 4) vector = butterflies<4>(vector);
+            if constexpr (WIDTH > 8) vector = butterflies<8>(vector);
+            store(x + i, vector);
         }
         for (apart = WIDTH; apart < size; apart *= 2)
             for (int64_t first = 0; first < dim; first += 2 * apart)

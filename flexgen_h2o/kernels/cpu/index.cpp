@@ -53,10 +53,11 @@ void index_one(const IndexKeys& a, const TileShape& shape, const void* keys, int
         std::memcpy(zeros + 2 * INDEX_TILE * k, &zero, 2);
     }
     for (int64_t r = 0; r < shape.code_rows; r++) {
-        const uint8_t* some = quantized + r * shape.per_byte;
+        const uint8_t* row_values = quantized + r * shape.per_byte;
         tile[r * INDEX_TILE] = static_cast<uint8_t>(
-            shape.bits == 4 ? some[0] | some[1] << 4
-                            : some[0] | some[1] << 2 | some[2] << 4 | some[3] << 6);
+            shape.bits == 4 ? row_values[0] | row_values[1] << 4
+                            : row_values[0] | row_values[1] << 2 | row_values[2] << 4 |
+                                  row_values[3] << 6);
     }
 }
 

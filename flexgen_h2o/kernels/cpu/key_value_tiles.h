@@ -87,11 +87,11 @@ private:
             if (count == SIDE && head_dim - i >= DEPTH) {
                 for (int64_t t = 0; t < SIDE; t++) rows[t] = load_raw<Line>(from + t * row + i);
             } else {
-                const int64_t some = head_dim - i < DEPTH ? head_dim - i : DEPTH;
+                const int64_t valid = head_dim - i < DEPTH ? head_dim - i : DEPTH;
                 std::memset(rows, 0, sizeof rows);
                 for (int64_t t = 0; t < count; t++)
-                    if (some > 0)
-                        std::memcpy(rows + t, from + t * row + i, static_cast<size_t>(some) * 2);
+                    if (valid > 0)
+                        std::memcpy(rows + t, from + t * row + i, static_cast<size_t>(valid) * 2);
             }
 #if defined(__AVX512F__)
             transpose(reinterpret_cast<Floats*>(rows));

@@ -79,7 +79,7 @@ struct AsFloats {
     static constexpr int64_t DEPTH = 1;  // elements of T per Element
 
     static void query(const T* q, int64_t dim, Element* to) {
-        for (int64_t i = 0; i < dim; i++) to[i * LANES] = one(q + i);
+        for (int64_t i = 0; i < dim; i++) to[i * LANES] = load_one(q + i);
     }
     // Return the rows of keys or values to read, and set `stride` to their distance.
     static const Element* rows(const T* x, int64_t& stride, int64_t count, int64_t dim,

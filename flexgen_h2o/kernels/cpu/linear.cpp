@@ -52,7 +52,7 @@ struct Operands {
     static INLINE Floats add(Floats sum, Vector a, Vector b) { return fma(a, b, sum); }
 };
 INLINE void copy_row(const bf16* from, int64_t count, float* to) {
-    for (int64_t i = 0; i < count; i++) to[i] = one(from + i);
+    for (int64_t i = 0; i < count; i++) to[i] = load_one(from + i);
 }
 #endif
 using Element = Operands::Element;
@@ -67,13 +67,13 @@ INLINE void products(const bf16* weights, int64_t weight_row, const Element* x, 
 #pragma GCC unroll 16
     for (int n = 0; n < R * M; n++) all[n / M][n % M] = sums[n];
     const auto step = [&](const bf16* from, int64_t stride, int64_t k) {
-        Operands::Vector mine[M];
-        for (int m = 0; m < M; m++) mine[m] = Operands::weights(from + m * stride);
+        Operands::Vector weight_vectors[M];
+        for (int m = 0; m < M; m++) weight_vectors[m] = Operands::weights(from + m * stride);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const Operands::Vector some = Operands::inputs(x + r * x_row + k);
+            const Operands::Vector input = Operands::inputs(x + r * x_row + k);
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) all[r][m] = Operands::add(all[r][m], mine[m], some);
+            for (int m = 0; m < M; m++) all[r][m] = Operands::add(all[r][m], weight_vectors[m], input);
         }
     };
     int64_t k = 0;
@@ -144,8 +144,8 @@ void outputs(const Linear& a, const Element* x, int64_t x_row, int64_t first) {
 
 // Compute all matmuls of a chain that share x.
 int linear_skinny(const Linear& a) {
-    for (const Linear* each = a.next; each; each = each->next)
-        if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+    for (const Linear* matmul = a.next; matmul; matmul = matmul->next)
+        if (matmul->rows != a.rows || matmul->inputs != a.inputs) return INVALID;
     if (a.rows > SKINNY_ROWS) return INVALID;
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS) return tiled_linear(a);
@@ -158,22 +158,22 @@ int linear_skinny(const Linear& a) {
     for (int64_t row = 0; row < a.rows; row++)
         copy_row(static_cast<const bf16*>(a.x) + row * a.x_row, a.inputs, x.get() + row * x_row);
 #pragma omp parallel num_threads(a.threads)
-    for (const Linear* each = &a; each; each = each->next) {
-        const int64_t blocks = each->outputs / OUTPUTS;
+    for (const Linear* matmul = &a; matmul; matmul = matmul->next) {
+        const int64_t blocks = matmul->outputs / OUTPUTS;
 #pragma omp for schedule(static) nowait
         for (int64_t block = 0; block < blocks; block++)
-            outputs<OUTPUTS>(*each, x.get(), x_row, block * OUTPUTS);
+            outputs<OUTPUTS>(*matmul, x.get(), x_row, block * OUTPUTS);
 #pragma omp single nowait
-        for (int64_t rest = blocks * OUTPUTS; rest < each->outputs; rest++)
-            outputs<1>(*each, x.get(), x_row, rest);
+        for (int64_t rest = blocks * OUTPUTS; rest < matmul->outputs; rest++)
+            outputs<1>(*matmul, x.get(), x_row, rest);
     }
     return DONE;
 }
 
 int linear_tiled(const Linear& a) {
 #if defined(TILES)
-    for (const Linear* each = a.next; each; each = each->next)
-        if (each->rows != a.rows || each->inputs != a.inputs) return INVALID;
+    for (const Linear* matmul = a.next; matmul; matmul = matmul->next)
+        if (matmul->rows != a.rows || matmul->inputs != a.inputs) return INVALID;
     return tile_matmul<PlainPanels>(a, a.inputs, 1);
 #else
     (void)a;

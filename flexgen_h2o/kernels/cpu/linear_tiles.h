@@ -43,12 +43,12 @@ INLINE void right_tile(const bf16* from, int64_t from_row, int64_t rows, int64_t
             for (int64_t i = 0; i < WIDTH; i++) {
                 words[i] = Floats{};
                 if (row + i >= rows) continue;
-                const bf16* mine = from + (row + i) * from_row;
+                const bf16* source = from + (row + i) * from_row;
                 if (inputs < STEP_INPUTS) {
-                    std::memcpy(rest, mine, static_cast<size_t>(inputs) * sizeof *rest);
-                    mine = rest;
+                    std::memcpy(rest, source, static_cast<size_t>(inputs) * sizeof *rest);
+                    source = rest;
                 }
-                words[i] = load_raw<Floats>(mine + 2 * pair);
+                words[i] = load_raw<Floats>(source + 2 * pair);
             }
             transpose(words);
             for (int64_t i = 0; i < WIDTH; i++)
@@ -150,10 +150,10 @@ inline void put_transposed(const Linear& a, int64_t output, int64_t first, int64
     for (int64_t row = 0; row < rows; row += WIDTH) {
         alignas(64) float sums[WIDTH * SIDE];
         for (int64_t i = 0; i < SIDE; i += WIDTH) {
-            Floats some[WIDTH];
-            for (int64_t k = 0; k < WIDTH; k++) some[k] = load(products + (i + k) * 4 * SIDE + row);
-            transpose(some);
-            for (int64_t k = 0; k < WIDTH; k++) store(sums + k * SIDE + i, some[k]);
+            Floats square[WIDTH];
+            for (int64_t k = 0; k < WIDTH; k++) square[k] = load(products + (i + k) * 4 * SIDE + row);
+            transpose(square);
+            for (int64_t k = 0; k < WIDTH; k++) store(sums + k * SIDE + i, square[k]);
         }
         for (int64_t k = 0; k < WIDTH && row + k < rows; k++)
             put_outputs(sums + k * SIDE, bias,
@@ -189,15 +189,15 @@ inline int tiled_linear(const Linear& a) {
         for (int64_t pass = 0; pass < panels.passes(); pass++)
             for (int64_t step = 0; step < panels.steps; step++)
                 pack_step(a, panels, pass, step, x.get());
-        for (const Linear* each = &a; each; each = each->next) {
-            const int64_t blocks = (each->outputs + panels.outputs - 1) / panels.outputs;
+        for (const Linear* matmul = &a; matmul; matmul = matmul->next) {
+            const int64_t blocks = (matmul->outputs + panels.outputs - 1) / panels.outputs;
 #pragma omp for schedule(static) nowait
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t output = block * panels.outputs;
                 for (int64_t pass = 0; pass < panels.passes(); pass++) {
                     const auto compute = [&](auto height, auto width) {
                         outputs_of<decltype(height)::value, decltype(width)::value>(
-                            tiles, *each, panels, x.get(), output, pass);
+                            tiles, *matmul, panels, x.get(), output, pass);
                     };
                     switch (panels.tiles_of(pass)) {
                         case 1: compute(Count<2>{}, Count<1>{}); break;
@@ -226,10 +226,10 @@ struct PlainPanels {
             for (int64_t step = 0; step < panel.steps(); step++, to += TILE_PAIRS * TILE_COLUMNS)
                 for (int64_t side = 0; side < TILE_COLUMNS; side += SIDE) {
                     const int64_t output = first + side, input = step * STEP_INPUTS;
-                    const bf16* mine = from + output * a.weight_row + input;
+                    const bf16* source = from + output * a.weight_row + input;
                     for (int64_t row = 0; row < SIDE; row++)
-                        prefetch(mine + row * a.weight_row + TILES_AHEAD * STEP_INPUTS, L1);
-                    right_tile(mine, a.weight_row, panel.outputs - output, panel.inputs - input,
+                        prefetch(source + row * a.weight_row + TILES_AHEAD * STEP_INPUTS, L1);
+                    right_tile(source, a.weight_row, panel.outputs - output, panel.inputs - input,
                                to + side, TILE_COLUMNS);
                 }
     }

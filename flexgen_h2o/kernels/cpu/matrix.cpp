@@ -51,11 +51,11 @@ void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, fl
         int64_t i = 0;
 #if defined(__AVX512F__)
         for (; i + MATRIX_TILE <= size; i += MATRIX_TILE) {
-            Floats some[MATRIX_TILE];
-            for (int k = 0; k < MATRIX_TILE; k++) some[k] = load(block + (i + k) * MATRIX_TILE);
-            transpose(some);
+            Floats square[MATRIX_TILE];
+            for (int k = 0; k < MATRIX_TILE; k++) square[k] = load(block + (i + k) * MATRIX_TILE);
+            transpose(square);
             for (int lane = 0; lane < MATRIX_TILE; lane++)
-                put_all(out + lane * matrix.inputs + g * m.group + i, some[lane]);
+                put_all(out + lane * matrix.inputs + g * m.group + i, square[lane]);
         }
 #endif
         for (int64_t lane = 0; lane < MATRIX_TILE; lane++)
@@ -81,17 +81,17 @@ int rows_as(const Rows& a) {
     if (!floats) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t i = 0; i < (a.count + MATRIX_TILE - 1) / MATRIX_TILE; i++) {
-        float* mine = floats.get() + thread_number() * size;
+        float* scratch = floats.get() + thread_number() * size;
         const int64_t first = i * MATRIX_TILE, left = a.count - first;
         T* out = static_cast<T*>(a.out) + first * inputs;
         if (whole_tile(a, first)) {
             const int64_t tile = a.rows[first] / MATRIX_TILE;
-            unpack_tile<T, C>(a.matrix, m, tile, out, mine);
+            unpack_tile<T, C>(a.matrix, m, tile, out, scratch);
             continue;
         }
         for (int64_t row = 0; row < (left < MATRIX_TILE ? left : MATRIX_TILE); row++, out += inputs) {
-            unpack_row<C>(a.matrix, m, a.rows[first + row], mine);
-            for (int64_t k = 0; k < inputs; k++) put(out + k, mine[k]);
+            unpack_row<C>(a.matrix, m, a.rows[first + row], scratch);
+            for (int64_t k = 0; k < inputs; k++) put(out + k, scratch[k]);
         }
     }
     return DONE;

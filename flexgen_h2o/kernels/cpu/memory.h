@@ -19,9 +19,9 @@ public:
     explicit Memory(T* first) : first(first) {}
     Memory(Memory&& other) noexcept : first(other.first) { other.first = nullptr; }
     Memory& operator=(Memory&& other) noexcept {
-        T* const mine = first;
+        T* const other_first = first;
         first = other.first;
-        other.first = mine;
+        other.first = other_first;
         return *this;
     }
     ~Memory() { std::free(first); }

@@ -16,8 +16,8 @@ INLINE void put_outputs(const float* sums, const T* bias, T* out, int64_t count,
         put_all(out + i, x);
     }
     for (; i < count; i++) {
-        const float x = sums[i] + (bias ? one(bias + i) : 0.0f);
-        put(out + i, add ? x + one(out + i) : x);
+        const float x = sums[i] + (bias ? load_one(bias + i) : 0.0f);
+        put(out + i, add ? x + load_one(out + i) : x);
     }
 }
 

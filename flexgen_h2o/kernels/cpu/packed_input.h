@@ -27,10 +27,10 @@ struct PackedInput {
 
 // Return whether the matrices of a chain, which share x, have one format.
 inline bool same_format(const Product& a) {
-    for (const Product* each = a.next; each; each = each->next)
-        if (each->matrix.inputs != a.matrix.inputs || each->matrix.group != a.matrix.group ||
-            each->matrix.bits != a.matrix.bits || each->rows != a.rows ||
-            each->matrix.activation_bits != a.matrix.activation_bits)
+    for (const Product* matmul = a.next; matmul; matmul = matmul->next)
+        if (matmul->matrix.inputs != a.matrix.inputs || matmul->matrix.group != a.matrix.group ||
+            matmul->matrix.bits != a.matrix.bits || matmul->rows != a.rows ||
+            matmul->matrix.activation_bits != a.matrix.activation_bits)
             return false;
     return true;
 }
@@ -71,22 +71,22 @@ INLINE void store_interleaved(const Words (&from)[R], uint32_t* to) {
         low[i] = static_cast<uint32_t>(i / 2 + i % 2 * WIDTH);
         high[i] = low[i] + WIDTH / 2;
     }
-    Words mine[ALL]{};
-    for (int r = 0; r < R; r++) mine[r] = from[r];
+    Words vectors[ALL]{};
+    for (int r = 0; r < R; r++) vectors[r] = from[r];
     for (int done = 1; done < ALL; done *= 2) {
         Words next[ALL];
         for (int r = 0; r < ALL / 2; r++) {
-            next[2 * r] = __builtin_shuffle(mine[r], mine[r + ALL / 2], low);
-            next[2 * r + 1] = __builtin_shuffle(mine[r], mine[r + ALL / 2], high);
+            next[2 * r] = __builtin_shuffle(vectors[r], vectors[r + ALL / 2], low);
+            next[2 * r + 1] = __builtin_shuffle(vectors[r], vectors[r + ALL / 2], high);
         }
-        for (int r = 0; r < ALL; r++) mine[r] = next[r];
+        for (int r = 0; r < ALL; r++) vectors[r] = next[r];
     }
     if (ALL == R) {
-        for (int r = 0; r < R; r++) store_words(to + r * WIDTH, mine[r]);
+        for (int r = 0; r < R; r++) store_words(to + r * WIDTH, vectors[r]);
         return;
     }
     uint32_t words[WIDTH * ALL];
-    for (int r = 0; r < ALL; r++) store_words(words + r * WIDTH, mine[r]);
+    for (int r = 0; r < ALL; r++) store_words(words + r * WIDTH, vectors[r]);
     for (int i = 0; i < WIDTH; i++) std::memcpy(to + i * R, words + i * ALL, R * sizeof *to);
 }
 

@@ -71,37 +71,37 @@ struct Block : Lanes {
     void key_products(Floats* top) const {
         int32_t limits[LANES], starts[LANES];
         for (int64_t lane = 0; lane < LANES; lane++) {
-            const int64_t mine = lane < count ? lane : count - 1;
-            limits[lane] = static_cast<int32_t>(limit(mine));
-            starts[lane] = static_cast<int32_t>(start(mine));
+            const int64_t valid_lane = lane < count ? lane : count - 1;
+            limits[lane] = static_cast<int32_t>(limit(valid_lane));
+            starts[lane] = static_cast<int32_t>(start(valid_lane));
         }
         for (int n = 0; n < VECTORS; n++) top[n] = broadcast(MASKED);
         const T* k = key<T>(0);
         const int64_t seen = this->seen(), open = limit(0), closed = start(count - 1);
         for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
-            const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
+            const int64_t chunk = t + CHUNK < seen ? CHUNK : seen - t;
             int64_t stride = a.k_row;
-            const auto* rows = As::keys(k + t * stride, stride, some, a.head_dim,
+            const auto* rows = As::keys(k + t * stride, stride, chunk, a.head_dim,
                                         space.keys.get());
             float* logits = space.logits.get() + t * LANES;
-            product<false>(rows, stride, 1, some, space.queries.get(), a.head_dim / As::DEPTH,
+            product<false>(rows, stride, 1, chunk, space.queries.get(), a.head_dim / As::DEPTH,
                            logits);
-            if (a.form.softcap > 0) cap(logits, some);
-            for (int64_t i = 0; i < some; i++) {
-                float* mine = logits + i * LANES;
+            if (a.form.softcap > 0) cap(logits, chunk);
+            for (int64_t i = 0; i < chunk; i++) {
+                float* row = logits + i * LANES;
                 for (int n = 0; n < VECTORS; n++) {
-                    Floats x = load(mine + n * WIDTH);
+                    Floats x = load(row + n * WIDTH);
                     if (t + i > open) {
                         x = load_raw<Ints>(limits + n * WIDTH) < static_cast<int32_t>(t + i)
                                 ? broadcast(MASKED)
                                 : x;
-                        store(mine + n * WIDTH, x);
+                        store(row + n * WIDTH, x);
                     }
                     if (t + i < closed) {
                         x = load_raw<Ints>(starts + n * WIDTH) > static_cast<int32_t>(t + i)
                                 ? broadcast(MASKED)
                                 : x;
-                        store(mine + n * WIDTH, x);
+                        store(row + n * WIDTH, x);
                     }
                     top[n] = max(x, top[n]);
                 }
@@ -109,9 +109,9 @@ struct Block : Lanes {
         }
     }
 
-    void cap(float* logits, int64_t some) const {
+    void cap(float* logits, int64_t chunk) const {
         const float scale = this->scale(), most = static_cast<float>(a.form.softcap);
-        for (int64_t i = 0; i < some * LANES; i += WIDTH)
+        for (int64_t i = 0; i < chunk * LANES; i += WIDTH)
             store(logits + i, soft_capped(load(logits + i) * scale, most));
     }
 
@@ -136,18 +136,18 @@ struct Block : Lanes {
         std::memset(space.sums.get(), 0, static_cast<size_t>(dim) * LANES * sizeof(float));
         const T* v = value<T>(0);
         for (int64_t t = first_chunk(); t < seen; t += CHUNK) {
-            const int64_t some = t + CHUNK < seen ? CHUNK : seen - t;
+            const int64_t chunk = t + CHUNK < seen ? CHUNK : seen - t;
             float* logits = space.logits.get() + t * LANES;
-            for (int64_t i = 0; i < some * LANES; i += LANES)
+            for (int64_t i = 0; i < chunk * LANES; i += LANES)
                 for (int n = 0; n < VECTORS; n++) {
                     const Floats e = exp2((load(logits + i + n * WIDTH) - top[n]) * scale);
                     store(logits + i + n * WIDTH, e);
                     total[n] += e;
                 }
             int64_t stride = a.v_row;
-            const auto* rows = As::values(v + t * stride, stride, some, dim, space.values.get());
-            const auto* weights = As::weights(logits, some, space.weights.get());
-            product<true>(rows, 1, stride, dim, weights, (some + As::DEPTH - 1) / As::DEPTH,
+            const auto* rows = As::values(v + t * stride, stride, chunk, dim, space.values.get());
+            const auto* weights = As::weights(logits, chunk, space.weights.get());
+            product<true>(rows, 1, stride, dim, weights, (chunk + As::DEPTH - 1) / As::DEPTH,
                           space.sums.get());
         }
     }

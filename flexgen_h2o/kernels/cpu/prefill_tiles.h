@@ -213,9 +213,9 @@ struct TileBlock : Lanes {
     // attends to, padded to whole tiles. Return the number of keys. Masked keys get the logit MASKED.
     int64_t logits(int64_t t, int64_t pair) {
         const int64_t row = space.queries_row(), end = pair_end(pair);
-        const int64_t some = limit(end - 1) + 1 - t;
-        if (some <= 0 || start(pair) >= t + KEY_CHUNK) return 0;
-        const int64_t width = up_to(PAIR, some < KEY_CHUNK ? some : KEY_CHUNK);
+        const int64_t visible = limit(end - 1) + 1 - t;
+        if (visible <= 0 || start(pair) >= t + KEY_CHUNK) return 0;
+        const int64_t width = up_to(PAIR, visible < KEY_CHUNK ? visible : KEY_CHUNK);
         for (int64_t i = 0; i < width; i += PAIR) {
             tiles.zero<C0>();
             tiles.zero<C1>();

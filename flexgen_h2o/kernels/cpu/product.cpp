@@ -31,8 +31,8 @@ INLINE Pair<C> group_of(const Blocks& m, int64_t tile, int64_t tiles, int64_t g,
                         const Workspace& w) {
     Pair<C> pair;
     for (int64_t t = 0; t < 2; t++) {
-        const int64_t mine = t < tiles ? tile + t : tile;
-        pair.tiles[t] = PrefetchedBlock<C>::of(m, mine, g, 2, to);
+        const int64_t source_tile = t < tiles ? tile + t : tile;
+        pair.tiles[t] = PrefetchedBlock<C>::of(m, source_tile, g, 2, to);
         const uint8_t* block = pair.tiles[t].block;
         for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
             const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
@@ -49,9 +49,9 @@ template <class A, class C>
 INLINE void unpack(const Pair<C>& pair, int64_t words, const Workspace& w) {
     constexpr int STEPS = C::unit_inputs / A::inputs;
     for (int64_t column = 0; column < COLUMNS; column += WIDTH) {
-        const PrefetchedWords mine = pair.words(column, true);
+        const PrefetchedWords source = pair.words(column, true);
         for (int64_t n = 0; n < words / C::unit_words; n++) {
-            const PackedUnit<C> unit = mine.unit<C, false>(n);
+            const PackedUnit<C> unit = source.unit<C, false>(n);
 #pragma GCC unroll 8
             for (int s = 0; s < STEPS; s++)
                 store_words(w.values + (n * STEPS + s) * COLUMNS + column,
@@ -76,7 +76,7 @@ constexpr int chains(int rows, int steps) {
 
 // Scale the sums of R rows and add them to their totals.
 template <int CHAINS, int R>
-INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* sums, int64_t column,
+INLINE void add_scaled(const Floats (&parts)[CHAINS][R][VECTORS], const float* sums, int64_t column,
                        float* totals, const Workspace& w) {
     const float *scales = w.scales, *zeros = w.zeros;
 #pragma GCC unroll 16  // otherwise the sums spill to memory
@@ -85,9 +85,9 @@ INLINE void add_scaled(const Floats (&mine)[CHAINS][R][VECTORS], const float* su
         for (int v = 0; v < VECTORS; v++) {
             const int64_t at = column + v * WIDTH;
             float* total = totals + r * COLUMNS + at;
-            Floats all = mine[0][r][v];
+            Floats all = parts[0][r][v];
 #pragma GCC unroll 4
-            for (int c = 1; c < CHAINS; c++) all += mine[c][r][v];
+            for (int c = 1; c < CHAINS; c++) all += parts[c][r][v];
             all = fma(all, load(scales + at), load(total));
             store(total, fma(load(zeros + at), broadcast(sums[r]), all));
         }
@@ -102,7 +102,7 @@ INLINE void add_words(const PackedInput& p, const Pair<C>& pair, int64_t words, 
         const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
         PrefetchedWords from[VECTORS];
         for (int v = 0; v < VECTORS; v++) from[v] = pair.words(column + v * WIDTH, row == 0);
-        Floats mine[CHAINS][R][VECTORS] = {};
+        Floats parts[CHAINS][R][VECTORS] = {};
         for (int64_t n = 0; n < words / C::unit_words; n++, x += STEPS * R) {
             PackedUnit<C> unit[VECTORS];
             for (int v = 0; v < VECTORS; v++)
@@ -114,13 +114,13 @@ INLINE void add_words(const PackedInput& p, const Pair<C>& pair, int64_t words, 
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[s * R + r]);
                     for (int v = 0; v < VECTORS; v++) {
-                        Floats& to = mine[s % CHAINS][r][v];
+                        Floats& to = parts[s % CHAINS][r][v];
                         to = A::add_product(to, values[v], element);
                     }
                 }
             }
         }
-        add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+        add_scaled<CHAINS, R>(parts, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
     }
 }
 
@@ -131,7 +131,7 @@ NOINLINE void add_values(const PackedInput& p, int64_t steps, int64_t g, int64_t
     constexpr int CHAINS = chains(R, 2);
     const uint32_t* x = p.x + (g * p.rows + row) * p.steps;
     for (int64_t column = 0; column < COLUMNS; column += VECTORS * WIDTH) {
-        Floats mine[CHAINS][R][VECTORS] = {};
+        Floats parts[CHAINS][R][VECTORS] = {};
         for (int64_t step = 0; step < steps; step += CHAINS)
             for (int c = 0; c < CHAINS; c++) {
                 Words values[VECTORS];
@@ -140,10 +140,10 @@ NOINLINE void add_values(const PackedInput& p, int64_t steps, int64_t g, int64_t
                 for (int r = 0; r < R; r++) {
                     const auto element = A::broadcast_x(x[(step + c) * R + r]);
                     for (int v = 0; v < VECTORS; v++)
-                        mine[c][r][v] = A::add_product(mine[c][r][v], values[v], element);
+                        parts[c][r][v] = A::add_product(parts[c][r][v], values[v], element);
                 }
             }
-        add_scaled<CHAINS, R>(mine, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
+        add_scaled<CHAINS, R>(parts, p.sums + g * p.rows + row, column, w.totals + row * COLUMNS, w);
     }
 }
 
@@ -183,14 +183,14 @@ void dequantize(const Blocks& blocks, const Extent& part, float* to) {
             const uint8_t* block = blocks.at((part.output + o) / MATRIX_TILE, g);
             for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
                 const int64_t column = o + i;
-                float* const mine = to + column / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS +
+                float* const target = to + column / BLOCK_OUTPUTS * DEPTH * BLOCK_OUTPUTS +
                                     (g - first) * blocks.group * BLOCK_OUTPUTS + column % BLOCK_OUTPUTS;
                 const Floats scale = C::scales(block, i), zero = C::zeros(block, i);
                 for (int64_t n = 0; n < blocks.words / C::unit_words; n++) {
                     const PackedUnit<C> unit = load_unit<C>(block, n, i);
 #pragma GCC unroll 8
                     for (int s = 0; s < C::unit_inputs; s++)
-                        store(mine + (n * C::unit_inputs + s) * BLOCK_OUTPUTS,
+                        store(target + (n * C::unit_inputs + s) * BLOCK_OUTPUTS,
                               fma(scale, bits_of<Floats>(Single::values<C>(unit, s)), zero));
                 }
             }
@@ -252,13 +252,13 @@ int product(const Product& a) {
             w.values = reinterpret_cast<uint32_t*>(w.totals + most * COLUMNS);
             w.scales = w.totals + most * COLUMNS + p.steps * COLUMNS;
             w.zeros = w.scales + COLUMNS;
-            for (const Product* each = &a; each; each = each->next) {
-                const Blocks blocks(each->matrix);
-                const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
+            for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+                const Blocks blocks(matmul->matrix);
+                const int64_t chunks = (tiles_of(matmul->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
                 for (int64_t tile = 0; tile < 2 * chunks; tile += 2) {
-                    add(each->matrix, blocks, tile, rows, p, w);
-                    put_columns<T>(*each, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
+                    add(matmul->matrix, blocks, tile, rows, p, w);
+                    put_columns<T>(*matmul, tile * MATRIX_TILE, COLUMNS, first, rows, w.totals);
                 }
             }
         }

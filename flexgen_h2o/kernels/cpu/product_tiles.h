@@ -21,9 +21,9 @@ INLINE void unpack_rounded(const PrefetchedBlock<C>& from, int64_t words, uint32
     constexpr int STEPS = C::unit_inputs / 2;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
         const Floats scale = C::scales(from.block, i), zero = C::zeros(from.block, i);
-        const PrefetchedWords mine = from.words(i, true);
+        const PrefetchedWords source = from.words(i, true);
         for (int64_t n = 0; n < words / C::unit_words; n++) {
-            const PackedUnit<C> unit = mine.unit<C, false>(n);
+            const PackedUnit<C> unit = source.unit<C, false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < STEPS; s++) {
                 const Floats first = bits_of<Floats>(Single::values<C>(unit, 2 * s));

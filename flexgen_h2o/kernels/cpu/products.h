@@ -110,21 +110,22 @@ INLINE void key_rows_of_one(const QuantizedTile<bits>& tile, const Queries& to, 
     const float* scale = tile.scales() + row;
 #pragma GCC unroll 2
     for (int64_t start = 0; start < bytes; start += group, scale += SLOT_TILE) {
-        Floats some[SIDES][R]{};
+        Floats group_sums[SIDES][R]{};
 #pragma GCC unroll 8
         for (int64_t i = start; i < start + group; i += WIDTH) {
             tile.template prefetch<R>(row, i);
             for (int r = 0; r < R; r++) {
                 const Ints codes = widen(from[r] + i);
                 const Floats x = bits == 8 ? code<WHOLE>(codes) : code<LOW>(codes);
-                some[0][r] = fma(x, load(to.q + i), some[0][r]);
+                group_sums[0][r] = fma(x, load(to.q + i), group_sums[0][r]);
                 if constexpr (SIDES == 2)
-                    some[1][r] = fma(code<HIGH>(codes), load(to.q + bytes + i), some[1][r]);
+                    group_sums[1][r] = fma(code<HIGH>(codes), load(to.q + bytes + i), group_sums[1][r]);
             }
         }
         for (int r = 0; r < R; r++)
             for (int side = 0; side < SIDES; side++)
-                total[r] = fma(some[side][r], broadcast(scale[side * apart * SLOT_TILE + r]), total[r]);
+                total[r] = fma(group_sums[side][r], broadcast(scale[side * apart * SLOT_TILE + r]),
+                               total[r]);
     }
     put_logits<R, 1>(total, to, row);
 }
@@ -275,9 +276,9 @@ NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t 
             float* scaled = tile.scaled() + (g * groups + k) * SLOT_TILE;
             Floats zero{};
             for (int64_t t = 0; t < count; t += WIDTH) {  // elements past the last row are 0
-                const Floats some = load(weight + t);
-                store(scaled + t, some * load(scales + t));
-                zero = fma(some, load(zeros + t), zero);
+                const Floats slot_weights = load(weight + t);
+                store(scaled + t, slot_weights * load(scales + t));
+                zero = fma(slot_weights, load(zeros + t), zero);
             }
             const float shift = sum(zero);
             for (int64_t i = 0; i < group; i += WIDTH) {

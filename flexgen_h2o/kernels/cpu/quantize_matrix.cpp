@@ -270,19 +270,19 @@ INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t siz
     int64_t k = 0;
 #if defined(__AVX512F__)
     for (; k + WIDTH <= size && output + WIDTH <= a.matrix.outputs; k += WIDTH) {
-        Floats some[WIDTH];
+        Floats square[WIDTH];
         for (int64_t i = 0; i < WIDTH; i++) {
-            some[i] = load(x + i * a.weight_row + k);
-            if (!WHOLE) some[i] = clamped(some[i]);
+            square[i] = load(x + i * a.weight_row + k);
+            if (!WHOLE) square[i] = clamped(square[i]);
         }
-        transpose(some);
-        for (int64_t i = 0; i < WIDTH; i++) store(to + (k + i) * WIDTH, some[i]);
+        transpose(square);
+        for (int64_t i = 0; i < WIDTH; i++) store(to + (k + i) * WIDTH, square[i]);
     }
 #endif
     for (; k < size; k++)
         for (int64_t i = 0; i < WIDTH; i++)
             to[k * WIDTH + i] = output + i >= a.matrix.outputs ? 0.0f
-                                : WHOLE ? one(x + i * a.weight_row + k)
+                                : WHOLE ? load_one(x + i * a.weight_row + k)
                                         : clamped_one(x + i * a.weight_row + k);
 }
 

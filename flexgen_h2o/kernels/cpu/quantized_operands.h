@@ -65,10 +65,10 @@ struct PrefetchedBlock {
 
     static INLINE PrefetchedBlock of(const Blocks& m, int64_t tile, int64_t g, int64_t tiles,
                                      CacheLevel to) {
-        const PrefetchedBlock mine{m.at(tile, g), m.later(tile, g, tiles, BLOCKS_AHEAD),
-                                   m.later(tile, g, tiles, BLOCKS_AHEAD / 2), to};
-        prefetch(mine.later, to);
-        return mine;
+        const PrefetchedBlock prefetched{m.at(tile, g), m.later(tile, g, tiles, BLOCKS_AHEAD),
+                                         m.later(tile, g, tiles, BLOCKS_AHEAD / 2), to};
+        prefetch(prefetched.later, to);
+        return prefetched;
     }
 
     INLINE PrefetchedWords words(int64_t lane, bool first) const {
@@ -141,7 +141,7 @@ struct Single {
 
     template <class T>
     static uint32_t pack(const T* x, int64_t) {
-        return bits_of<uint32_t>(one(x));
+        return bits_of<uint32_t>(load_one(x));
     }
 
     // Pack the x of WIDTH steps.
@@ -191,12 +191,13 @@ struct Pairs {
     // Convert pairs of `Float12` codes to the bfloat16 values that they encode.
     static INLINE Words floats(Words values) {
 #if defined(__AVX512F__)
-        const __mmask32 some = _mm512_test_epi16_mask(__m512i(values), __m512i(Words{} + Float12::SIZE));
-        return Words(_mm512_maskz_mov_epi16(some, __m512i(values | Float12::LOWEST)));
+        const __mmask32 nonzero =
+            _mm512_test_epi16_mask(__m512i(values), __m512i(Words{} + Float12::SIZE));
+        return Words(_mm512_maskz_mov_epi16(nonzero, __m512i(values | Float12::LOWEST)));
 #else
         // 0x800 in each half that is not zero. 7 times that is the lowest exponent.
-        const Words some = ((values & Float12::SIZE) + Float12::SIZE) & 0x08000800;
-        return values | ((some << 3) - some);
+        const Words nonzero = ((values & Float12::SIZE) + Float12::SIZE) & 0x08000800;
+        return values | ((nonzero << 3) - nonzero);
 #endif
     }
 

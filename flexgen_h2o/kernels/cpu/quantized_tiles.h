@@ -91,9 +91,9 @@ INLINE void unpack_values(const PrefetchedBlock<C>& from, int64_t words, int64_t
     constexpr int PAIRS = C::unit_inputs / 2, UNITS = TILE_PAIRS / PAIRS;
     const int64_t first = step * UNITS, left = words / C::unit_words - first;
     for (int64_t i = 0; i < MATRIX_TILE; i += WIDTH) {
-        const PrefetchedWords mine = from.words(i, true);
+        const PrefetchedWords source = from.words(i, true);
         const auto unpack = [&](int64_t n) ALWAYS_INLINE {
-            const PackedUnit<C> unit = mine.unit<C, false>(n);
+            const PackedUnit<C> unit = source.unit<C, false>(n);
 #pragma GCC unroll 4
             for (int s = 0; s < PAIRS; s++)
                 store_words(to + (n * PAIRS + s) * COLUMNS + i, Pairs::values<C>(unit, s));
@@ -116,15 +116,15 @@ public:
 
     // Start group g of two tiles. Two calls later it is added to its totals.
     INLINE void add(const PrefetchedBlock<C> (&blocks)[2], int64_t words, int64_t g, float* totals) {
-        PipelinedGroup mine{scratch.values + turn % 2 * p.steps * COLUMNS,
-                            scratch.products + turn % 2 * p.rows * COLUMNS,
-                            scratch.scales + turn % PipelineScratch::SCALES * 2 * COLUMNS,
-                            totals,
-                            g};
+        PipelinedGroup current{scratch.values + turn % 2 * p.steps * COLUMNS,
+                               scratch.products + turn % 2 * p.rows * COLUMNS,
+                               scratch.scales + turn % PipelineScratch::SCALES * 2 * COLUMNS,
+                               totals,
+                               g};
         for (int64_t t = 0; t < 2; t++)
-            unpack_scales<C>(blocks[t].block, mine.scales + t * MATRIX_TILE);
+            unpack_scales<C>(blocks[t].block, current.scales + t * MATRIX_TILE);
         const auto unpack = [&](int64_t step, int64_t t) ALWAYS_INLINE {
-            unpack_values(blocks[t], words, step, mine.values + t * MATRIX_TILE);
+            unpack_values(blocks[t], words, step, current.values + t * MATRIX_TILE);
         };
         if (last.values) {
             multiply(unpack);
@@ -132,7 +132,7 @@ public:
             for (int64_t step = 0; step < p.steps / TILE_PAIRS; step++)
                 for (int64_t t = 0; t < 2; t++) unpack(step, t);
         }
-        go_on(mine);
+        go_on(current);
     }
 
     // Drain the pipeline.
@@ -191,9 +191,9 @@ private:
         }
     }
 
-    INLINE void go_on(const PipelinedGroup& mine) {
+    INLINE void go_on(const PipelinedGroup& current) {
         if (before.values) add_scaled();
-        before = last, last = mine;
+        before = last, last = current;
         turn++;
     }
 };
@@ -216,8 +216,8 @@ void multiply_chunks(Tiles& tiles, const Product& a, const PackedInput& p,
                 const int64_t tile = 2 * here.chunk + t;
                 const uint8_t* later = m.at(2 * ahead.chunk + t, ahead.g);
                 prefetch(later, L1);
-                const uint8_t* mine = m.at(tile < last_tile ? tile : last_tile, here.g);
-                return PrefetchedBlock<C>{mine, later, later, L1};
+                const uint8_t* current = m.at(tile < last_tile ? tile : last_tile, here.g);
+                return PrefetchedBlock<C>{current, later, later, L1};
             };
             const PrefetchedBlock<C> blocks[2] = {block(0), block(1)};
             groups.add(blocks, m.words, here.g, totals + (here.chunk - panel) * size);
@@ -242,15 +242,15 @@ int group_scaled_product(const Product& a) {
     pack_input<Pairs, bf16, 1>(a, m, 0, a.rows, p);
 #pragma omp parallel num_threads(a.threads)
     {
-        float* const mine = workspace.get() + thread_number() * size;
-        const PipelineScratch scratch(p, mine + totals);
+        float* const thread_scratch = workspace.get() + thread_number() * size;
+        const PipelineScratch scratch(p, thread_scratch + totals);
         const TileShapes shapes = shapes_of(a.rows);
         Tiles tiles(shapes);
-        for (const Product* each = &a; each; each = each->next) {
-            const int64_t chunks = (tiles_of(each->matrix) + 1) / 2;
+        for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+            const int64_t chunks = (tiles_of(matmul->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
             for (int64_t part = 0; part < a.threads; part++)
-                multiply_chunks<C>(tiles, *each, p, scratch, mine, chunks * part / a.threads,
+                multiply_chunks<C>(tiles, *matmul, p, scratch, thread_scratch, chunks * part / a.threads,
                                    chunks * (part + 1) / a.threads);
         }
     }

@@ -53,19 +53,19 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
     const T *base = static_cast<const T*>(a.slots) + start, *rows[SLOT_TILE];
     const bool plain = layout.bits == 16 && a.head_dim == width;
     for (int64_t t = 0; t < count; t += SLOT_TILE) {
-        const int64_t some = t + SLOT_TILE < count ? SLOT_TILE : count - t;
+        const int64_t rows_count = t + SLOT_TILE < count ? SLOT_TILE : count - t;
         if (plain) {
-            for (int64_t i = 0; i < some; i++) rows[i] = base + chosen[t + i] * a.slots_slot;
+            for (int64_t i = 0; i < rows_count; i++) rows[i] = base + chosen[t + i] * a.slots_slot;
             const GatheredTile<T> tile{rows,     base,       a.slots_slot,
                                        a.head_dim, chosen + t, count - t};
             if (t == 0) tile.prefetch_first();
-            f(t, some, tile);
+            f(t, rows_count, tile);
             continue;
         }
-        for (int64_t i = 0; i < some; i++)
+        for (int64_t i = 0; i < rows_count; i++)
             convert_slot<T>(a, layout, start + chosen[t + i] * a.slots_slot, width,
                             scratch + i * width);
-        f(t, some, PlainTile<float>{scratch, width});
+        f(t, rows_count, PlainTile<float>{scratch, width});
     }
 }
 
@@ -115,17 +115,17 @@ void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width,
     const T* value = static_cast<const T*>(a.v) + s * a.v_row + head * a.v_head;
     queries<T>(a, s, head, width, q);
     to_floats(key, a.head_dim, own);
-    each_tile<T>(a, task, 0, width, tile, [&](int64_t t, int64_t some, const auto& keys) {
+    each_tile<T>(a, task, 0, width, tile, [&](int64_t t, int64_t rows_count, const auto& keys) {
         by_queries(group, [&](auto G, int64_t g) {
-            key_products<G()>(keys, {q + g * width, width, logits + g * stride + t, stride}, some);
+            key_products<G()>(keys, {q + g * width, width, logits + g * stride + t, stride}, rows_count);
         });
     });
     for (int64_t g = 0; g < group; g++)
         weigh(a, s, head * group + g, q + g * width, own, logits + g * stride, count);
     std::memset(out, 0, static_cast<size_t>(group * width) * sizeof *out);
-    each_tile<T>(a, task, 1, width, tile, [&](int64_t t, int64_t some, const auto& values) {
+    each_tile<T>(a, task, 1, width, tile, [&](int64_t t, int64_t rows_count, const auto& values) {
         by_queries(group, [&](auto G, int64_t g) {
-            value_products<G()>(values, {nullptr, width, logits + g * stride + t, stride}, some,
+            value_products<G()>(values, {nullptr, width, logits + g * stride + t, stride}, rows_count,
                                 out + g * width, width);
         });
     });
@@ -156,12 +156,12 @@ int attend(const Recalled& a) {
     }
     const int64_t group = a.heads / a.kv_heads, width = padded(a.head_dim, WIDTH);
     const int64_t stride = padded(a.most + 1, 16);
-    const int64_t each = (2 * group + 1 + SLOT_TILE) * width + group * stride;
-    const Memory<float> scratch = memory<float>(a.threads * each);
+    const int64_t scratch_size = (2 * group + 1 + SLOT_TILE) * width + group * stride;
+    const Memory<float> scratch = memory<float>(a.threads * scratch_size);
     if (!scratch) return NO_MEMORY;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++)
-        attend_head<T>(a, task, scratch.get() + thread_number() * each, width, stride);
+        attend_head<T>(a, task, scratch.get() + thread_number() * scratch_size, width, stride);
     return DONE;
 }
 

@@ -76,7 +76,7 @@ template <class T>
 INLINE float largest_of(const T* x, int64_t count) {
     Ints most{};
     for (int64_t i = 0; i < count; i += WIDTH) {
-        const Ints size = bits_of<Ints>(magnitude(some(x + i, count - i)));
+        const Ints size = bits_of<Ints>(magnitude(load_partial(x + i, count - i)));
         most = size > most ? size : most;  // NaN counts as larger than all
     }
     return bits_of<float>(reduce_max(most));
@@ -92,7 +92,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, int64_t bit
     for (int64_t i = 0; i < group; i += 16) {
         uint8_t quantized[16];
         for (int64_t k = 0; k < 16; k += WIDTH) {
-            Floats x_codes = rounded(some(x + i + k, count - i - k) / divisor);
+            Floats x_codes = rounded(load_partial(x + i + k, count - i - k) / divisor);
             x_codes = x_codes > most ? most : x_codes;
             x_codes = x_codes < -most ? -most : x_codes;
             const Ints whole = __builtin_convertvector(x_codes, Ints);
@@ -301,8 +301,8 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
     for (int64_t g = 0; g < m.groups; g++) {
         PrefetchedBlock<C> blocks[TILES_TOGETHER];
         for (int v = 0; v < TILES_TOGETHER; v++) {
-            const int64_t mine = tile + v < tiles ? tile + v : tile;
-            blocks[v] = PrefetchedBlock<C>::of(m, mine, g, TILES_TOGETHER, to);
+            const int64_t source_tile = tile + v < tiles ? tile + v : tile;
+            blocks[v] = PrefetchedBlock<C>::of(m, source_tile, g, TILES_TOGETHER, to);
         }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
             by_rows(p.rows, [&](auto count, int64_t row) ALWAYS_INLINE {
@@ -335,13 +335,13 @@ int rounded_product(const Product& a) {
         {
             round_rows<T>(a, m, first, p);
             alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
-            for (const Product* each = &a; each; each = each->next) {
-                const Blocks blocks(each->matrix);
-                const int64_t tiles = tiles_of(each->matrix);
+            for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+                const Blocks blocks(matmul->matrix);
+                const int64_t tiles = tiles_of(matmul->matrix);
 #pragma omp for schedule(static) nowait
                 for (int64_t tile = 0; tile < tiles; tile += TILES_TOGETHER) {
                     multiply(blocks, tile, tiles, p, totals);
-                    put_columns<T>(*each, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
+                    put_columns<T>(*matmul, tile * MATRIX_TILE, TOGETHER, first, p.rows, totals);
                 }
             }
         }

@@ -64,9 +64,9 @@ inline QueryValue* store_query(const float* quantized, const TileShape& shape, Q
     for (int64_t row = 0; row < rows; row += 2)
         for (int64_t part = 0; part < shape.per_byte; part += 2)
             for (int64_t i = row; i < row + 2; i++, to += PAIR_BYTES / 2) {
-                const float* mine = quantized + i * shape.per_byte + part;
-                const int8_t pair[2] = {static_cast<int8_t>(i < rows ? mine[0] : 0),
-                                        static_cast<int8_t>(i < rows ? mine[1] : 0)};
+                const float* values = quantized + i * shape.per_byte + part;
+                const int8_t pair[2] = {static_cast<int8_t>(i < rows ? values[0] : 0),
+                                        static_cast<int8_t>(i < rows ? values[1] : 0)};
                 for (int64_t n = 0; n < PAIR_BYTES / 2; n += 2) std::memcpy(to + n, pair, 2);
             }
     return to;
@@ -82,18 +82,18 @@ inline void round_query(float* q, float factor, const TileShape& shape, int64_t 
                         const RoundedQueries& to) {
     QueryValue* quantized = to.quantized + number * query_size(shape);
     for (int64_t k = 0; k < shape.groups; k++) {
-        float* mine = q + k * shape.group;
+        float* values = q + k * shape.group;
         float largest = 0, sum = 0;
         for (int64_t i = 0; i < shape.group; i++)
-            largest = fabsf(mine[i]) > largest ? fabsf(mine[i]) : largest;
+            largest = fabsf(values[i]) > largest ? fabsf(values[i]) : largest;
         const float step = largest / QUERY_LEVELS, divisor = step > 0 ? step : 1;
         for (int64_t i = 0; i < shape.group; i++) {
-            const float x = nearbyintf(mine[i] / divisor);
+            const float x = nearbyintf(values[i] / divisor);
             // Clamping also maps NaN to an integer.
-            mine[i] = x >= -QUERY_LEVELS ? x <= QUERY_LEVELS ? x : QUERY_LEVELS : -QUERY_LEVELS;
-            sum += mine[i];
+            values[i] = x >= -QUERY_LEVELS ? x <= QUERY_LEVELS ? x : QUERY_LEVELS : -QUERY_LEVELS;
+            sum += values[i];
         }
-        quantized = store_query(mine, shape, quantized);
+        quantized = store_query(values, shape, quantized);
         to.steps[number * shape.groups + k] = step * factor;
         to.sums[number * shape.groups + k] = step * factor * sum;
     }
@@ -124,9 +124,9 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
     Floats total[G]{};
     for (int64_t k = 0; k < shape.groups; k++) {
         Ints sums[2][G]{};  // separate chains, because a sum waits for the last one
-        const uint8_t* mine = tile + k * rows * INDEX_TILE;
+        const uint8_t* group_rows = tile + k * rows * INDEX_TILE;
         for (int64_t row = 0; row < rows; row += QUAD) {
-            const Words words = by_token(mine + row * INDEX_TILE);
+            const Words words = by_token(group_rows + row * INDEX_TILE);
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++, quantized += QUAD) {
                 const Words bytes = words >> (BITS * part) & 0x01010101u * ((1 << BITS) - 1);
@@ -178,9 +178,9 @@ INLINE void add_rows(const uint8_t* rows, const QueryValue* quantized, int64_t a
             const __m256i other = _mm256_srli_epi16(bytes, 2 * BITS * part + BITS) & mask;
             const __m256i low = _mm256_unpacklo_epi8(one, other);
             const __m256i high = _mm256_unpackhi_epi8(one, other);
-            const QueryValue* mine = quantized + (two * PAIRS + part) * PAIR_BYTES;
+            const QueryValue* query_pair = quantized + (two * PAIRS + part) * PAIR_BYTES;
             for (int g = 0; g < G; g++) {
-                const __m256i query = load_bytes(mine + g * apart);
+                const __m256i query = load_bytes(query_pair + g * apart);
                 some[g][0] = _mm256_add_epi16(some[g][0], _mm256_maddubs_epi16(low, query));
                 some[g][1] = _mm256_add_epi16(some[g][1], _mm256_maddubs_epi16(high, query));
                 // Prevents a GCC reordering that needs too many registers.
@@ -215,10 +215,10 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
         for (; two < twos; two++, quantized += CODES)
             add_rows<G, BITS, 1>(rows + two * TWO, quantized, apart, sums);
         for (int half = 0; half < 2; half++) {
-            const uint8_t* mine = halves + 2 * (k * INDEX_TILE + half * INDEX_TILE / 2);
-            const __m256 scale = _mm256_cvtph_ps(load_raw<__m128i>(mine));
+            const uint8_t* group_halves = halves + 2 * (k * INDEX_TILE + half * INDEX_TILE / 2);
+            const __m256 scale = _mm256_cvtph_ps(load_raw<__m128i>(group_halves));
             const __m256 zero = _mm256_cvtph_ps(
-                load_raw<__m128i>(mine + 2 * INDEX_TILE * shape.groups));
+                load_raw<__m128i>(group_halves + 2 * INDEX_TILE * shape.groups));
             for (int g = 0; g < G; g++) {
                 const __m256 products = _mm256_cvtepi32_ps(sums[g][half]) *
                                         _mm256_set1_ps(steps[g * shape.groups + k]);
@@ -253,10 +253,10 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
                 for (int g = 0; g < G; g++)
                     sums[g] = fma(x, broadcast(quantized[g * shape.dim + i]), sums[g]);
             }
-            const uint8_t* mine = halves + 2 * (k * INDEX_TILE + lane);
-            const Floats scale = load(reinterpret_cast<const fp16*>(mine));
+            const uint8_t* group_halves = halves + 2 * (k * INDEX_TILE + lane);
+            const Floats scale = load(reinterpret_cast<const fp16*>(group_halves));
             const Floats zero =
-                load(reinterpret_cast<const fp16*>(mine + 2 * INDEX_TILE * shape.groups));
+                load(reinterpret_cast<const fp16*>(group_halves + 2 * INDEX_TILE * shape.groups));
             for (int g = 0; g < G; g++)
                 total[g] = fma(broadcast(zeros[g * shape.groups + k]), zero,
                                fma(sums[g] * steps[g * shape.groups + k], scale, total[g]));

@@ -55,23 +55,23 @@ struct Gather {
     // Keep token `i` of the prompt.
     INLINE void take(int64_t i) {
         const int64_t row = prompt.first + i;
-        const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots + slot;
+        const int64_t at = (sequence * a.kv_heads + head) * a.num_slots + slot;
         write_slot(a, a.key_layout, slot_start(a, 0, sequence, head, slot),
                    static_cast<const T*>(a.k) + row * a.k_row + head * a.k_head, quantized);
         write_slot(a, a.value_layout, slot_start(a, 1, sequence, head, slot),
                    static_cast<const T*>(a.v) + row * a.v_row + head * a.v_head, quantized);
-        a.kept_scores[mine] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
-        a.positions[mine] = static_cast<int32_t>(i);
-        if (a.ranks) a.ranks[mine] = static_cast<int32_t>(slot);
+        a.kept_scores[at] = a.scores ? a.scores[head * a.scores_head + row] : 0.0f;
+        a.positions[at] = static_cast<int32_t>(i);
+        if (a.ranks) a.ranks[at] = static_cast<int32_t>(slot);
         slot++;
     }
 
     void finish() {
-        const int64_t mine = (sequence * a.kv_heads + head) * a.num_slots;
+        const int64_t at = (sequence * a.kv_heads + head) * a.num_slots;
         for (int64_t i = slot; i < a.num_slots; i++) {
-            a.kept_scores[mine + i] = 0;
-            a.positions[mine + i] = EMPTY;
-            if (a.ranks) a.ranks[mine + i] = 0;
+            a.kept_scores[at + i] = 0;
+            a.positions[at + i] = EMPTY;
+            if (a.ranks) a.ranks[at + i] = 0;
         }
     }
 };
@@ -121,14 +121,14 @@ int select(const Select& a) {
         rows += one[0];
         if (one[0] > longest) longest = one[0];
     }
-    const int64_t each = longest + BINS;
-    const Memory<uint32_t> keys = memory<uint32_t>(a.threads * each);
+    const int64_t scratch_size = longest + BINS;
+    const Memory<uint32_t> keys = memory<uint32_t>(a.threads * scratch_size);
     const Memory<uint8_t> quantized = memory<uint8_t>(a.threads * a.head_dim);
     if (!keys || !quantized) return NO_MEMORY;
 #pragma omp parallel for schedule(dynamic) num_threads(a.threads)
     for (int64_t task = 0; task < a.sequences * a.kv_heads; task++) {
         const int64_t sequence = task / a.kv_heads, thread = thread_number();
-        cut<T>(a, prompts[sequence], sequence, task % a.kv_heads, keys.get() + thread * each,
+        cut<T>(a, prompts[sequence], sequence, task % a.kv_heads, keys.get() + thread * scratch_size,
                quantized.get() + thread * a.head_dim);
     }
     return DONE;

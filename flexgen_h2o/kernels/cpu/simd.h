@@ -304,11 +304,11 @@ INLINE Floats from_halves(Words halves) {
 
 INLINE void store(float* to, Floats x) { std::memcpy(to, &x, sizeof x); }
 
-inline float one(const float* from) { return *from; }
-inline float one(const bf16* from) {
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const bf16* from) {
     return bits_of<float>(static_cast<uint32_t>(from->bits) << 16);
 }
-inline float one(const fp16* from) { return from_half(from->bits); }
+inline float load_one(const fp16* from) { return from_half(from->bits); }
 
 inline void put(float* to, float x) { *to = x; }
 inline void put(bf16* to, float x) {
@@ -356,7 +356,7 @@ template <class T>
 void to_floats(const T* from, int64_t count, float* to) {
     int64_t i = 0;
     for (; i + WIDTH <= count; i += WIDTH) store(to + i, load(from + i));
-    for (; i < count; i++) to[i] = one(from + i);
+    for (; i < count; i++) to[i] = load_one(from + i);
 }
 
 // Convert `count` floats to elements.
@@ -416,9 +416,9 @@ INLINE void transpose(Floats* x) {
 INLINE void transpose(Floats* x) {
     for (int i = 0; i < WIDTH; i++)
         for (int k = 0; k < i; k++) {
-            const float mine = x[i][k];
+            const float swapped = x[i][k];
             x[i][k] = x[k][i];
-            x[k][i] = mine;
+            x[k][i] = swapped;
         }
 }
 #endif
@@ -429,7 +429,7 @@ INLINE float sum_of(const T* x, int64_t count) {
     int64_t i = 0;
     for (; i + WIDTH <= count; i += WIDTH) all += load(x + i);
     float total = sum(all);
-    for (; i < count; i++) total += one(x + i);
+    for (; i < count; i++) total += load_one(x + i);
     return total;
 }
 

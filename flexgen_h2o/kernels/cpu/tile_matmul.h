@@ -224,7 +224,7 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const WeightP
     const bool last = first + steps == x.steps, rest = last && x.ragged();
     const int64_t left = x.rows - row, rows = left < H * SIDE ? left : H * SIDE;
     const int64_t later = left - rows < H * SIDE ? left - rows : H * SIDE;  // of the next block
-    const int64_t each = (2 * SIDE + steps - 1) / steps;
+    const int64_t rows_per_step = (2 * SIDE + steps - 1) / steps;
     LeftRows whole[H], end[H];
     for (int h = 0; h < H; h++) {
         whole[h] = x.at(row + h * SIDE, first);
@@ -242,7 +242,7 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const WeightP
             for (int64_t i = begin; i < stop; i++)
                 prefetch(next + i * x.x_row + k * STEP_INPUTS, L2);
             if (last && k < rows) prefetch_to_write(out + k * a.out_row);
-            results.put(each);
+            results.put(rows_per_step);
         };
         add_products<H>(tiles, whole, right, steps - rest, ahead);
         if (rest)
@@ -335,8 +335,8 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
         auto* const right = reinterpret_cast<uint32_t*>(sums - words);
         const TileShapes shapes = whole_tiles();
         Tiles tiles(shapes);
-        for (const A* each = &a; each; each = each->next) {
-            const Weights weights(*each);
+        for (const A* matmul = &a; matmul; matmul = matmul->next) {
+            const Weights weights(*matmul);
             const Shares shares(a.rows, weights.outputs(), outputs, a.threads);
 #pragma omp for schedule(static) nowait
             for (int64_t share = 0; share < shares.count(); share++) {
@@ -344,7 +344,7 @@ int tile_matmul(const A& a, int64_t inputs, int64_t multiple) {
                 const int64_t output = shares.first_output(of), first = shares.first_row(part);
                 const WeightPanel panel{output, shares.first_output(of + 1) - output, 0, 0, 0};
                 const int64_t end = shares.first_row(part + 1);
-                multiply_share(tiles, *each, weights, x, panel, first, end, deep, multiple, right,
+                multiply_share(tiles, *matmul, weights, x, panel, first, end, deep, multiple, right,
                                sums);
             }
         }
