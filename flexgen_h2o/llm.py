@@ -185,7 +185,7 @@ class LLM(Session):
                 runner.load(resources)
             self._engine = Engine(runner, self._prompts, self._control, self._memory, self._cache)
             self._resources = resources.pop_all()  # for close, or the finalizer
-        # Not at exit: threads have ended by then, and folders have finalizers of their own.
+        # Not at exit: threads have ended by then, and folders have their own finalizers.
         self._finalizer = weakref.finalize(self, _close_unreferenced, self._engine,
                                            self._resources, os.getpid())
         self._finalizer.atexit = False
@@ -315,7 +315,7 @@ class LLM(Session):
         """Generate a continuation of each prompt, and return outputs after each block.
 
         This call checks all prompts. Each step of the iterator computes a block. Other calls are
-        allowed between two steps, but need memory of their own. Closing or deleting the iterator
+        allowed between two steps, but need their own memory. Closing or deleting the iterator
         cancels the remaining prompts. `stats` covers the blocks so far.
 
         Parameters

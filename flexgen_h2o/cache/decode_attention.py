@@ -44,7 +44,7 @@ class PendingAttention:
 
 
 class HostAttentionQueue:
-    """Attention on the host for compute on a GPU: jobs on a lane of their own.
+    """Attention on the host for compute on a GPU: jobs on their own lane.
 
     Jobs run one after the other, and each waits for the copies of the one before. One buffer for
     inputs and one for outputs are enough.

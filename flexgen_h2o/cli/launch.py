@@ -114,7 +114,7 @@ def joined(config: RunConfig, command: str, *, replica: int | None = None
     command : str
         Module that torchrun starts, for error messages.
     replica : int, optional
-        Replica of this process; each replica has a pipeline of its own.
+        Replica of this process; each replica has its own pipeline.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def open_on_ranks(config: RunConfig, pipeline: Pipeline | None, *,
 def follow(pipeline: Pipeline) -> None:
     """Run the first rank's work on another rank, until it ends.
 
-    This rank reads, writes and prints nothing, except errors of its own.
+    This rank reads, writes and prints nothing, except its own errors.
     """
     with Ending(lambda: None):  # all ranks get the signals; the first one decides
         message = pipeline.receive_broadcast()

@@ -236,7 +236,7 @@ def check_flags(options: object) -> None:
 def command_parser(options: type, shared: Collection[str], *, prog: str, description: str,
                    defaults: Mapping[str, object], helps: Mapping[str, str] | None = None
                    ) -> Parser:
-    """Return the parser of a command with flags of its own and few of `generate`'s.
+    """Return the parser of a command with its own flags and few of `generate`'s.
 
     Every flag may be written with dashes or, as in the H2O repository, with underscores.
 

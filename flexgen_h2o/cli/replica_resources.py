@@ -92,7 +92,7 @@ def planned_bytes(arguments: Mapping[str, Any], workload: Workload, *, has_gpu: 
     workload : Workload
         The largest block.
     has_gpu : bool
-        The replica computes on a GPU, with memory of its own.
+        The replica computes on a GPU, with its own memory.
 
     Raises
     ------

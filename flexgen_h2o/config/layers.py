@@ -87,7 +87,7 @@ class ExpertsConfig:
     normalize : bool
         Normalize the weights of a token's experts to a sum of 1.
     shared_ffn_size : int
-        Intermediate size of the shared expert, which has a gate of its own; 0: there is none.
+        Intermediate size of the shared expert, which has its own gate; 0: there is none.
     gate_slope, gate_limit : float
         gpt-oss: the activation is ``x * sigmoid(gate_slope * x)`` with x clamped to `gate_limit`.
     """

@@ -119,7 +119,7 @@ SLOT_TILE = 64
 
 FEWEST_TASKS = 64
 """Minimum number of tasks into which few heads are split, for any number of threads; each task has
-partial results of its own."""
+its own partial results."""
 
 KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
            "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",

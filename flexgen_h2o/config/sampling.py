@@ -232,7 +232,7 @@ def expand_params(call_params: SamplingParams | Sequence[SamplingParams] | None,
                    keywords: Mapping[str, Any], count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts, with its seed.
 
-    One set for all prompts, also as keywords, gives each prompt a seed of its own. A sequence has
+    One set for all prompts, also as keywords, gives each prompt its own seed. A sequence has
     one set per prompt. Raises `UserError` for anything else.
     """
     if call_params is not None and keywords:

@@ -65,7 +65,7 @@ class ControlChannel:
         self._latest_run: object = None
 
     def device_name(self, name: str) -> str:
-        """Return the device of this rank: each rank of a host has a GPU of its own."""
+        """Return the device of this rank: each rank of a host has its own GPU."""
         if self._pipeline is None or name not in ("auto", "cuda"):
             return name
         return f"cuda:{self._pipeline.local_rank}" if torch.cuda.is_available() else name

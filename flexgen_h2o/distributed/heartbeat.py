@@ -29,7 +29,7 @@ class StoreTimeout(RuntimeError):
 
 
 def call_with_timeout(call: Callable[..., _T], *arguments: object, seconds: float) -> _T:
-    """Return the result of a call, which runs in a thread of its own.
+    """Return the result of a call, which runs in its own thread.
 
     Raises
     ------

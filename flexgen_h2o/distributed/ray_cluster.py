@@ -190,7 +190,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _guarded(folder: str) -> Iterator[None]:
     """End the processes that keep files open in a folder, and remove it, when this process ends."""
-    # In a session of its own, so that Ctrl-C in the terminal does not end it first.
+    # In its own session, so that Ctrl-C in the terminal does not end it first.
     guard = subprocess.Popen([sys.executable, "-m", __name__, folder], stdin=subprocess.PIPE,
                              start_new_session=True,
                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})

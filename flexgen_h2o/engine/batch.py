@@ -100,7 +100,7 @@ class Batch:
         share_prefixes = share_prefixes and not batch_layout.appends
         for lead in self.duplicates:
             length, prompt = self.requests[lead].shared
-            # A prompt that is no longer than the prefix would have no row of its own.
+            # A prompt that is no longer than the prefix would not have a row.
             has_prefix = share_prefixes and len(prompt) > SHARED_PREFIX
             key = (length, prompt[:SHARED_PREFIX]) if has_prefix else lead
             by_prefix.setdefault(key, []).append(lead)
@@ -185,7 +185,7 @@ class Batch:
     def chunks(self, forward_pass: int, most_rows: int) -> Iterator[RowChunk]:
         """Yield the rows of a prefill in chunks of whole spans, with at most `most_rows` rows.
 
-        A longer span is a chunk of its own.
+        A longer span is its own chunk.
         """
         spans: list[PromptChunk] = []
         row = rows = 0

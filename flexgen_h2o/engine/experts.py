@@ -132,7 +132,7 @@ class ExpertMatmuls:
 class HostExperts:
     """Experts that are computed in host memory, beside compute on a GPU.
 
-    Jobs run one after the other on a lane of their own, so that one buffer for inputs and one for
+    Jobs run one after the other on their own lane, so that one buffer for inputs and one for
     outputs suffice.
 
     Parameters

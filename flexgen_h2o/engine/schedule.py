@@ -5,7 +5,7 @@ for each layer, for each batch. Overlap is lookahead: loads are issued one layer
 computes (cache) or one (hidden states) ahead of their use, and the executor runs them beside
 compute. The cache is loaded two computes ahead, so that the disk is never idle between two loads.
 
-In a pipeline each rank has a contiguous range of the layer steps, and a schedule of its own: for
+In a pipeline each rank has a contiguous range of the layer steps, and its own schedule: for
 each forward pass, for each group of GPU batches, for each layer step of the range, for each batch
 of the group. While a rank computes a group, the previous rank computes the next group (the inner
 iterations of FlexGen's `dist_flex_opt`). Ranks exchange hidden states with their neighbours, and

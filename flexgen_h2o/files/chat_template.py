@@ -1,7 +1,7 @@
 """Chat templates: untrusted programs of a model, rendered in a sandboxed process. No torch.
 
 transformers renders a template in jinja's sandbox, which hides Python's own attributes. This
-happens in a process of its own (`serve`) with bounded time and memory, because only that can stop
+happens in its own process (`serve`) with bounded time and memory, because only that can stop
 an endless loop or a huge allocation.
 """
 
@@ -127,7 +127,7 @@ class ChatRenderer:
     def _answer(self, request: bytes) -> dict[str, str] | None:
         """Return the answer of the process; None if it ended, such as by its time limit."""
         if self._worker is None:
-            # A session of its own, so that Ctrl-C in the terminal does not end it.
+            # Its own session, so that Ctrl-C in the terminal does not end it.
             self._worker = subprocess.Popen(
                 [sys.executable, "-c", _WORKER, *sys.path], stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)

@@ -85,7 +85,7 @@ def sampled_memory(trace: Trace, device_bytes: Callable[[], int | None], *, inte
     trace : Trace
         Gets the resident bytes of this process and the bytes in use on the device.
     device_bytes : callable () -> int or None
-        Returns the bytes in use on the device; None where it has no memory of its own. It is called
+        Returns the bytes in use on the device; None if it has no separate memory. It is called
         from any thread.
     interval : float
         Seconds between samples.

@@ -246,7 +246,7 @@ def fetch_rates(device: Device, file: Path) -> tuple[float, float]:
     Parameters
     ----------
     device : Device
-        A device without memory of its own.
+        A device without its own memory.
     file : Path
         An existing file that is large enough for the cache; it is overwritten.
     """

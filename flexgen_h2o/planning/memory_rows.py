@@ -55,7 +55,7 @@ TUNING = 256 << 20
 def scratch_bytes(run: PlannedRun) -> int:
     """Return the scratch memory of the widest step: a chunk of prefill, or the logits."""
     model, load = run.model, run.workload
-    # Chunks end between sequences: a longer sequence is a chunk of its own.
+    # Chunks end between sequences: a longer sequence is its own chunk.
     chunk = max(run.chunk_rows, run.pass_rows)
     rows = min(load.gpu_batch_size * run.pass_rows, chunk)
     # Attention also allocates its output and copies of its inputs.

@@ -106,7 +106,7 @@ class BufferRing(Generic[Key]):
         busy: list[Handle] = []
 
         def job(lane: Lane) -> None:
-            # Iterate over `before` itself: its first job may still append jobs of its own.
+            # Iterate over `before` itself: its first job may still append its own jobs.
             for handle in chain(before, after):
                 handle.synchronize()
             busy.extend(fill(lane, buffer) or ())

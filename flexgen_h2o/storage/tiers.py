@@ -24,7 +24,7 @@ HUGE_PAGE = 2 << 20
 ARENA_BYTES = 64 << 20
 MADV_POPULATE_WRITE = 23  # madvise(2), Linux 5.14; not in the mmap module
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "_STATUS_ALLOC_FAILED")
-"""Messages of errors without a class of their own: PyTorch's CPU allocator; CUDA and Triton; cuBLAS
+"""Messages of errors without their own class: PyTorch's CPU allocator; CUDA and Triton; cuBLAS
 and cuDNN, which allocate outside of PyTorch."""
 
 
@@ -173,7 +173,7 @@ class Device:
         Raises
         ------
         UserError
-            The device has no memory of its own.
+            The device has no separate memory.
         """
         if nbytes is not None:
             raise UserError("--device-memory-limit has no effect without a GPU: give "

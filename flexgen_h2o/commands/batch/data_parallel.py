@@ -1,6 +1,6 @@
 """A job on several processes that a launcher has started: each answers windows of the same input.
 
-Replica 0 writes the results file. Every other replica writes a file of its own beside it
+Replica 0 writes the results file. Every other replica writes its own file beside it
 (OUTPUT.rank1 and so on). Replica 0 merges these files at the end. The next start, with or without
 several processes, merges what a killed job has left.
 """

@@ -38,7 +38,7 @@ class BatchGenerator(Replica):
         Report the error of a row in the column ``__inference_error__``; False: raise it, which ends
         the pipeline.
     seed : int
-        Seeds rows without a seed of their own, together with the prompt.
+        Seeds rows without their own seed, together with the prompt.
     preprocess : callable (dict) -> dict, optional
         Returns columns to add to a row or to replace, before it runs.
     postprocess : callable (dict) -> dict, optional

@@ -45,7 +45,7 @@ class ProcessorConfig:
     runtime_env : mapping, optional
         Ray's runtime environment of the replicas.
     seed : int
-        Seeds rows without a seed of their own, together with the prompt.
+        Seeds rows without their own seed, together with the prompt.
 
     Raises
     ------
@@ -148,7 +148,7 @@ class Processor:
         config, ray = self.config, ray_module()
         resources = config.resources()
         options = {} if config.runtime_env is None else {"runtime_env": dict(config.runtime_env)}
-        # Preprocessing runs in the replica: a step of its own would need a CPU, and never run if
+        # Preprocessing runs in the replica: its own step would need a CPU, and never run if
         # the replicas have all of them.
         return map_replicas(
             ray, dataset, BatchGenerator, config._range, batch_size=config.batch_size,
