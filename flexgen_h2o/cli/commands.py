@@ -21,15 +21,18 @@ from flexgen_h2o.files.terminal import print_stdout
 
 COMMANDS = {
     "generate": "generate text (the default command)",
-    "batch": "run a file of requests in the format of OpenAI's Batch API, with resume",
+    "batch": "run a file of requests in OpenAI's Batch format, with resume",
     "plan": "choose a policy for this machine or another, or predict its speed",
-    "bench": "measure throughput and latency of one configuration, beside its roofline",
+    "bench": "measure throughput and latency of one run, beside its roofline",
     "summarize": "summarize articles and compute ROUGE",
     "stream": "run endless conversations through a cache of fixed size",
     "cache": "list converted models and quantized weights on disk, or remove them",
     "doctor": "show what this machine has, what would be slow on it, and why",
 }
 """The help of each command, in the order of ``--help``."""
+
+EXAMPLE = "generate --model smollm2-135m --prompt 'Hello' --stream"
+"""Flags of the program, shown below the commands."""
 
 SHELLS = ("bash", "zsh", "tcsh")
 _OWN = ("-h", "--help", "--help-all", "--version", "--print-completion")
@@ -48,8 +51,9 @@ def parser() -> Parser:
     found = Parser(
         prog=program(), usage="%(prog)s COMMAND [flags]",
         description="Generate text with models that are larger than memory.\n"
-        "See COMMAND --help for the flags of a command.",
-        epilog=f"commands:\n{names}", formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"COMMAND --help shows the flags of a command.\n\ncommands:\n{names}\n\n"
+        f"example:\n  {program()} {EXAMPLE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--print-completion", metavar="|".join(SHELLS),
                        help="print a script that completes commands and flags in a shell")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,9 @@ MODULES = ("flex_opt", "batch")
 """Commands that are modules too, ``python -m flexgen_h2o.batch``, which torchrun starts."""
 
 _KINDS = {"int": int, "float": float, "bits": lambda text: int(text) if text.isdigit() else text}
+_REWORDED = {"^argument ": "", "invalid int value:": "expected an integer, got",
+             "invalid float value:": "expected a number, got",
+             r"(expected [\w ]*arguments?)$": r"\1, see --help"}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
 """Alternative flags: those of a key, when given, replace the values in a config file."""
@@ -91,10 +95,14 @@ class Parser(argparse.ArgumentParser):
                 meant = "--gen-len" if "--gen-len" in known and name in _GEN_LEN_ALIASES else name
                 raise UserError(f"unknown flag {name}{did_you_mean(meant, known)}")
         if unknown:
-            raise UserError(f"{unknown[0]!r} belongs to no flag: see --help")
+            raise UserError(f"{unknown[0]!r} belongs to no flag: put texts with spaces in quotes, "
+                            "and see --help")
         return values
 
     def error(self, message: str) -> NoReturn:
+        """Raise `UserError` with argparse's message in the words of the other checks."""
+        for words, ours in _REWORDED.items():
+            message = re.sub(words, ours, message)
         raise UserError(message)
 
 

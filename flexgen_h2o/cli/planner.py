@@ -196,7 +196,10 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
 
 def _other_machine(config: RunConfig, path: str) -> PlanSubject:
     """Return the machine in the file of `--hardware`, all of its memory, and the model's shape."""
-    hardware = load_hardware(path)
+    try:
+        hardware = load_hardware(path)
+    except UserError as error:
+        raise UserError(f"--hardware: {error}") from None
     if config.device_memory_limit is not None and not hardware.has_gpu:
         raise UserError(f"--device-memory-limit has no effect: {hardware.name} has no GPU")
     limits = MemoryLimits(hardware.gpu_bytes, hardware.cpu_bytes, hardware.disk_bytes)

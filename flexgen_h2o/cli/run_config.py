@@ -131,7 +131,11 @@ class RunConfig(RunFlags):
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
-        self.sampling()
+        try:
+            self.sampling()
+        except UserError as error:
+            name, _, rest = str(error).partition(" ")
+            raise UserError(f"{flag_name(name) if hasattr(self, name) else name} {rest}") from None
 
     def _check_lengths(self) -> None:
         cut = self.cut_gen_len

@@ -23,7 +23,7 @@ from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.files.writing import catch_write_errors
-from flexgen_h2o.metrics.report import align_columns, stats_table
+from flexgen_h2o.metrics.report import WIDTH, align_columns, fit_rows, stats_table
 from flexgen_h2o.metrics.run_stats import RunStats, ratio
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def run(options: BenchOptions) -> None:
         from flexgen_h2o.cli import planner  # only now: it loads scipy
 
         plan = planner.plan(config, workload(config, ()), config.num_prompts)
-        print_stdout(plan.text + "\n")
+        print_stdout(fit_rows(plan.text, 13) + "\n")
         config, best, implementations = plan.config, plan.best, plan.implementations
     with open_llm(config, workload=workload(config, ()), implementations=implementations,
                   progress=None if config.verbose else False) as llm:
@@ -189,7 +189,7 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
              *([name, *("-" if each is None else f"{each:.4g}" for each in row)]
                for name, row in rows.items())]
     note = f"\nroofline: {least}" if isinstance(least, str) else ""
-    return f"{stats_table(middle)}\n\n{align_columns(lines)}{note}"
+    return f"{stats_table(middle)}\n\n{align_columns(lines, WIDTH)}{note}"
 
 
 def _least(least: Choice, stats: RunStats) -> list[float | None]:

@@ -16,10 +16,9 @@ from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError, did_you_mean
 from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_left_over
 from flexgen_h2o.files.terminal import print_stdout
-from flexgen_h2o.metrics.report import format_bytes
+from flexgen_h2o.metrics.report import WIDTH, format_bytes
 
 ACTIONS = ("list", "prune")
-WIDTH = 80
 _UNITS = {"w": 604800, "d": 86400, "h": 3600, "min": 60, "s": 1}
 
 

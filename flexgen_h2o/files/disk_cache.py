@@ -36,6 +36,7 @@ _FORMAT = 5  # raise it when the files change, which invalidates older copies
 # megabyte are sampled completely. 100 MB take 1 ms, 35 ms without page cache.
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _PART_BYTES, _BLOCK_BYTES = 64 << 20, 1 << 20  # hashed by a thread at a time; read at a time
+_THREADS = min(16, os.cpu_count() or 1)
 _MOST_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
 """Files of an entry: what it was made from; the time of its last use, and the lock of its users."""
@@ -166,7 +167,7 @@ class _Source:
                 return folder
         if made:
             _log.info("comparing %s with the source of a copy", self.place["from"])
-            with self.hashing(min(4, os.cpu_count() or 1)) as digest:
+            with self.hashing(_THREADS) as digest:
                 equal = [(folder, about) for folder, about in made if about["digest"] == digest()]
             for folder, about in equal:
                 if use(folder):
@@ -242,7 +243,7 @@ def _build(temporary: Path, source: _Source, title: str, build: Callable[[Path],
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with source.hashing(1) as digest:
+        with source.hashing(max(1, _THREADS // 4)) as digest:  # beside the build
             build(temporary)
             source.check_unchanged()
             about = {"model": title, "form": source.form, "digest": digest(),

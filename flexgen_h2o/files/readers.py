@@ -161,7 +161,7 @@ def parse_json(where: str, line: str) -> Any:
 
 def parse_json_object(flag: str, text: str) -> dict[str, Any]:
     """Return the JSON object in the value of a flag. Raises `UserError`."""
-    value = parse_json(flag, text)
+    value = parse_json(f"{flag} {short_repr(text)}", text)
     if not isinstance(value, dict):
         raise UserError(f"{flag} must be a JSON object, got {short_repr(text)}")
     return value

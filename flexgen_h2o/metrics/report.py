@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from flexgen_h2o.metrics.trace import (
     union,
 )
 
+WIDTH = 80
+"""Columns of a terminal, which printed tables fit."""
 _UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
 
 
@@ -37,17 +40,44 @@ def _size(nbytes: int, digits: int) -> str:
     return f"{nbytes} bytes"
 
 
-def align_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Format rows of cells as columns: the first one left-aligned, the others right-aligned."""
+def align_columns(lines: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Format rows of cells as columns: the first one left-aligned, the others right-aligned.
+
+    Columns past `width` follow in further tables, each with the first column.
+    """
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join([line[0].ljust(widths[0]),
-                                *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    tables: list[list[int]] = [[]]
+    for column in range(1, len(widths)):
+        columns = [0, *tables[-1], column]
+        if width is not None and tables[-1] and (
+                sum(widths[each] + 2 for each in columns) - 2 > width):
+            tables.append([])
+        tables[-1].append(column)
+    return "\n\n".join("\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(line[each].rjust(widths[each]) for each in table)])
+        for line in lines) for table in tables)
+
+
+def fit_rows(text: str, indent: int) -> str:
+    """Wrap rows of a name and a text, which begins at column `indent`, to `WIDTH`.
+
+    Lines of flags end in a backslash, so that they can be pasted into a shell.
+    """
+    lines = []
+    for row in text.split("\n"):
+        parts = [row[indent:]]
+        if len(row) > WIDTH:
+            parts = textwrap.wrap(row[indent:], WIDTH - indent - 2, break_long_words=False,
+                                  break_on_hyphens=False)
+        end = " \\" if row.startswith(("policy ", "or ")) else ""
+        lines.append(row[:indent] + f"{end}\n{'':{indent}}".join(parts))
+    return "\n".join(lines)
 
 
 def stats_table(stats: RunStats) -> str:
     """Format the statistics of a run as aligned columns; projected figures are marked."""
     mark = " (projected)" if stats.projected else ""
-    cut = " (of the steps that were measured)" if stats.projected else ""
+    cut = " (measured)" if stats.projected else ""
     rows = [
         ("model", f"{stats.model}, {stats.num_parameters / 1e6:,.1f} M parameters", ""),
         ("computed in", f"{stats.dtype} on {stats.device}", ""),
@@ -114,8 +144,9 @@ def _of_the_weights(stats: RunStats) -> str:
 def _of_the_cache(stats: RunStats) -> str:
     """Return bytes per token, and the ratio to the full cache if it differs."""
     used, full = stats.kv_cache_bytes, stats.full_kv_cache_bytes
-    beside = f", {used / full:.3f} of the full {full / GB:.3f} GB" if full not in (0, used) else ""
-    return f"{stats.kv_bytes_per_token} bytes per token{beside}"
+    size = f"{full / GB:.3f}" if full < GB else f"{full / GB:.3g}"
+    beside = f", {used / full:.3f} of full {size} GB" if full not in (0, used) else ""
+    return f"{stats.kv_bytes_per_token} bytes/token{beside}"
 
 
 def _figure(value: float | None, unit: str) -> str:

@@ -142,7 +142,7 @@ def test_flags(argv, expected):
 
 @pytest.mark.parametrize(("argv", "match"), [
     (["--gen-len", "0"], "--gen-len must be at least 1"),
-    (["--gen-len", "ten"], "invalid int value"),
+    (["--gen-len", "ten"], "expected an integer"),
     (["--gen-lem", "3"], r"unknown flag --gen-lem: did you mean --gen-len\?"),
     (["--gen_len=3"], r"unknown flag --gen_len: did you mean --gen-len\?"),
     (["--max-new-tokens", "3"], r"unknown flag --max-new-tokens: did you mean --gen-len\?"),
@@ -158,7 +158,7 @@ def test_flags(argv, expected):
     (["--compress-weight", "--weight-bits", "auto"], "auto contradict"),
     (["--hh-ratio", "-0.1"], "--hh-ratio must be greater than 0"),
     (["--hh-ratio", "none.yaml"], "cannot read --hh-ratio none.yaml: No such file"),
-    (["--num-window-length", "9.5"], "invalid int value"),
+    (["--num-window-length", "9.5"], "expected an integer"),
     (["--key-bits", "8"], "key_bits 8 with value_bits 16 is not supported: use 16 for both"),
     (["--key-bits", "8", "--value-bits", "4", "--attn-sparsity", "0.5"],
      "attn_sparsity reads keys without their values"),

@@ -550,6 +550,11 @@ OF_TEXTS = ["--model", "opt-1.3b", "--path", "_DUMMY_", "--device", "cpu", *AUTO
 RUN = [*OF_TEXTS, "--prompt-len", "64"]
 
 
+def shown_flags(out: str) -> str:
+    """The flags of the policy, which a shell reads as one line."""
+    return re.search(r"^policy +(--percent .*)$", out.replace("\\\n", " "), re.MULTILINE)[1]
+
+
 def test_what_was_predicted_stands_in_the_results(here, capsys):
     assert generate.main([*RUN, "--csv", "c.csv", "--no-log", "--num-prompts", "5"]) == 0
     (llm,) = FakeLLM.made
@@ -570,7 +575,7 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
                           "--offload-dir", "there", "--goal", "latency"]) == 0
     captured = capsys.readouterr()
     assert captured.err == "measuring disk\n" and here == [("there", True)]
-    line = re.search(r"^policy +(--percent .*)$", captured.out, re.MULTILINE)[1]
+    line = shown_flags(captured.out)
     (llm,) = FakeLLM.made
     assert llm.options["policy"] == parser.parse_args(line.split()).policy()
     policy, load = llm.options["policy"], llm.options["workload"]
@@ -589,7 +594,7 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
 def test_planned_expert_slots_reach_the_run(here, capsys):
     argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
     assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
-    line = re.search(r"^policy +(--percent .*)$", capsys.readouterr().out, re.MULTILINE)[1]
+    line = shown_flags(capsys.readouterr().out)
     (llm,) = FakeLLM.made
     policy = llm.options["policy"]
     shown = parser.parse_args(line.split()).policy()
@@ -678,11 +683,11 @@ def test_another_machine_is_planned_for_without_torch(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "opt", "hidden_size": 64, '
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
     done = elsewhere(*plan[:3], "--model", str(tmp_path), "--prompt-len", "9")
-    assert f"{tmp_path} on a GPU, 9 + 32 tokens" in done.stdout
+    assert f"{tmp_path} on a GPU, 9 + 32 tokens" in " ".join(done.stdout.split())
     _, source = make("llama", tmp_path, random={"attn_q": "Q8_0", "ffn_up": "Q4_1"})
     done = elsewhere(*plan[:3], "--model", str(source), "--prompt-len", "9")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert f"{source} on a GPU, 9 + 32 tokens" in done.stdout
+    assert f"{source} on a GPU, 9 + 32 tokens" in " ".join(done.stdout.split())
     done = elsewhere(*plan, "--model", "someone/unknown")
     assert done.returncode == 2 and done.stdout == ""
     assert "'someone/unknown' is none of them" in done.stderr and done.stderr.count("\n") == 1

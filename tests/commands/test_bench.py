@@ -44,9 +44,11 @@ def rows_of(path) -> list[dict[str, str]]:
 
 
 def figures(out: str, name: str) -> list[float | None]:
-    """The figures of one line of the table."""
-    (line,) = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
-    return [None if word == "-" else float(word) for word in line[len(name):].split()]
+    """The figures of a row of the table, whose last columns may have lines of their own."""
+    lines = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
+    assert all(len(line) <= 80 for line in lines)
+    return [None if word == "-" else float(word) for line in lines
+            for word in line[len(name):].split()]
 
 
 def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):

@@ -300,7 +300,7 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     assert [one["h2o"] for one in fake.opened] == [None]
     text = capsys.readouterr()
     assert text.err == ""
-    assert [line.split("  ")[0] for line in text.out.splitlines()] == [
+    assert names_of(text.out) == [
         "cache", "full", "lead-1", "articles: 10; too long for the model and left out: 1"]
     with open(tmp_path / "r.csv", newline="", encoding="utf-8") as file:
         full, lead = csv.DictReader(file)
@@ -389,13 +389,19 @@ def test_no_tokenizer_and_no_chat_template(fake, articles, tmp_path, monkeypatch
     assert "has no tokenizer here" in capsys.readouterr().err
 
 
+def names_of(text: str) -> list[str]:
+    """The names of a table's rows, whose last columns may have lines of their own."""
+    assert all(len(line) <= 80 for line in text.splitlines())
+    return list(dict.fromkeys(line.split("  ")[0] for line in text.splitlines() if line))
+
+
 def test_a_sweep(fake, articles, tmp_path, capsys):
     out, table, plot = (tmp_path / name for name in ("o.jsonl", "r.csv", "p.svg"))
     command = ("--sweep", "16", "full", "8", "16", "--csv", table)
     assert run(articles, out, *command, "--plot", plot) == 0
     names = ["h2o 8", "h2o 16", "window 8", "window 16", "full", "lead-1"]
     text = capsys.readouterr().out
-    assert [line.split("  ")[0] for line in text.splitlines()][1:-1] == names
+    assert names_of(text)[1:-1] == names
     files = [f"o.{name.replace(' ', '-')}.jsonl" for name in names[:-1]]
     assert {path.name for path in tmp_path.iterdir()} == {
         "in.jsonl", "r.csv", "p.svg", *files, *(f"{name}.config.yaml" for name in files)}

@@ -16,7 +16,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import writing
 from flexgen_h2o.files.rows import check_header
 from flexgen_h2o.metrics import provenance, run_stats
-from flexgen_h2o.metrics.report import format_bytes, stats_table
+from flexgen_h2o.metrics.report import align_columns, fit_rows, format_bytes, stats_table
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import LinkStats
 
@@ -108,6 +108,35 @@ def test_projected_is_marked_in_the_row(tmp_path):
     stats = make_stats(projected=True)
     append_csv(tmp_path / "r.csv", stats, RunConfig())
     assert read_csv(tmp_path / "r.csv")[0]["projected"] == "true"
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_the_table_fits_a_terminal(projected):
+    stats = make_stats(
+        projected=projected, load_seconds=1234.5, prefill_seconds=1234.567, step_seconds=[0.012345],
+        decode_seconds=12345.678, predicted_prefill_seconds=12.3, predicted_decode_seconds=12.3,
+        kv_cache_bytes=10**11, full_kv_cache_bytes=3 * 10**11, kv_bytes_per_token=1_234_567,
+        peak_process_bytes=10**11, peak_device_bytes=10**11)
+    assert all(len(line) <= 80 for line in stats_table(stats).splitlines())
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=9))
+def test_wide_tables_are_split_between_columns(widths):
+    cells = [letter * width for letter, width in zip("abcdefghi", widths, strict=False)]
+    tables = align_columns([cells, cells], 80).split("\n\n")
+    assert all(len(line) <= 80 for table in tables for line in table.splitlines())
+    rows = [[table.splitlines()[row].split() for table in tables] for row in (0, 1)]
+    assert all([row[0][0], *(cell for part in row for cell in part[1:])] == cells for row in rows)
+
+
+@given(st.lists(st.text("ab-", min_size=1, max_size=40), min_size=1, max_size=30))
+def test_long_rows_are_wrapped_and_can_be_pasted(words):
+    text = " ".join(words)
+    for name in ("policy", "memory"):
+        shown = fit_rows(f"{name:<12} {text}", 13)
+        assert all(len(line) <= 80 for line in shown.split("\n"))
+        joined = shown.replace("\\\n" if name == "policy" else "\n", " ")
+        assert joined.split() == [name, *words]
 
 
 # LinkStats

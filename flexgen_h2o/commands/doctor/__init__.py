@@ -24,6 +24,7 @@ from flexgen_h2o.commands.doctor.facts import (
 )
 from flexgen_h2o.files.disk_cache import cache_dir, entries
 from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.metrics.trace import GB
 
 Row = tuple[str, str]
@@ -81,7 +82,8 @@ class Section:
 
     def text(self) -> str:
         """Return the section as lines, without the warnings."""
-        return "\n".join([self.title, *(f"  {name:<24} {text}" for name, text in self.rows)])
+        rows = [f"  {name:<24} {text}" for name, text in self.rows]
+        return fit_rows("\n".join([self.title, *rows]), 27)
 
 
 def guarded_section(title: str, look: Callable[[], Section]) -> Section:
@@ -238,7 +240,7 @@ def verdict(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the warnings of all sections."""
     slow = [line for each in sections for line in each.slow]
     yield "slow here" if slow else "nothing here is known to be slow"
-    yield from (f"  - {line}" for line in slow)
+    yield from (fit_rows(f"  - {line}", 4) for line in slow)
 
 
 def parts(options: DoctorOptions) -> dict[str, Callable[[], Section]]:

@@ -18,7 +18,7 @@ from flexgen_h2o.files.articles import Article
 from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.metrics.figures import LINES, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
-from flexgen_h2o.metrics.report import align_columns
+from flexgen_h2o.metrics.report import WIDTH, align_columns
 from flexgen_h2o.metrics.run_stats import ratio
 from flexgen_h2o.metrics.statistics import bootstrap_interval
 
@@ -161,7 +161,7 @@ def text(rows: Sequence[Row]) -> str:
         _number(row["generated_tokens_per_second"], ".1f")) for row in rows]
     too_long = rows[0]["too_long"]
     note = f"; too long for the model and left out: {too_long:.0f}" if too_long else ""
-    return f"{align_columns((head, *body))}\narticles: {rows[0]['articles']:.0f}{note}"
+    return f"{align_columns((head, *body), WIDTH)}\narticles: {rows[0]['articles']:.0f}{note}"
 
 
 def _number(value: float | None, form: str, *, scale: float = 1) -> str:
