@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
+from helpers.selection import full
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
@@ -49,9 +50,9 @@ def test_records_fill_pages_and_keep_their_tokens():
 
 
 @pytest.mark.parametrize("options", [
-    {}, {"cache_bits": 4, "prefill_chunk": 16}, {"cache_bits": (8, 4)},
-    {"prefill_chunk": 16, "overlap": False},
-    {"cache": SOME, "gpu_batch_size": 2}, {"fast_set": 0.4}, {"fast_set": 0.4, "overlap": False}])
+    {}, {"cache_bits": 4, "prefill_chunk": 16}, {"cache": SOME, "gpu_batch_size": 2},
+    {"fast_set": 0.4, "overlap": False},
+    *full({"cache_bits": (8, 4)}, {"prefill_chunk": 16, "overlap": False}, {"fast_set": 0.4})])
 def test_selective_fetch_equals_recall_in_memory(tiny_model, small_records, options):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)

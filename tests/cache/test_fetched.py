@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, run, tokens
-from helpers.selection import examples
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_sparse_attention import run as run_sparsely
@@ -58,9 +58,11 @@ def test_a_write_back_log_applies_updates_in_order(sequences, heads, slots, widt
     assert torch.equal(held, expected)
 
 
-@pytest.mark.parametrize("growth, bits", [(WRITE_BACK_TOKENS, 16), (5, 16), (5, 4), (5, (8, 4))])
-def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth, bits):
+@pytest.mark.parametrize("growth_bits", [(WRITE_BACK_TOKENS, 16), (5, (8, 4)),
+                                         *full((5, 16), (5, 4))], ids=str)
+def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth_bits):
     """With growth at the write-backs of the log on disk, and between them."""
+    growth, bits = growth_bits
     monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
@@ -107,11 +109,10 @@ def test_a_conversation_grows(tiny_model, device, monkeypatch):
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, chunk=8) as llm:
         expected = answers(llm, turns, 20, max_tokens=140)
-    for growth in (WRITE_BACK_TOKENS, 5):
+    for growth, place in ((WRITE_BACK_TOKENS, DISK), (5, Placement(0, 100, 0))):
         monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
-        for place in (Placement(0, 100, 0), DISK):
-            with open_llm(tiny, chunk=8, cache=place) as llm:
-                assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
+        with open_llm(tiny, chunk=8, cache=place) as llm:
+            assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
 
 
 def test_empty_slots_are_not_transferred(tiny_model):

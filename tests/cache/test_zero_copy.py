@@ -8,6 +8,7 @@ import pytest
 from h2o.test_h2o import prompts_of, run, tokens
 from helpers.fakes import LazyDevice
 from helpers.internals import cache_of, open_devices
+from helpers.selection import full
 from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -37,9 +38,10 @@ def loaded(monkeypatch) -> list:
 @pytest.mark.parametrize("fast", [{}, {"fetch_chosen": True}, {"fetch_chosen": True,
                                                               "fast_set": 0.7}])
 @pytest.mark.parametrize("options", [
-    {}, {"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
-    {"cache_bits": 4}, {"cache_bits": (8, 4)},
-    {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01}])
+    {}, {"prefill_chunk": 16, "cache_bits": (8, 4)},
+    {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01},
+    *full({"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
+          {"cache_bits": 4}, {"cache_bits": (8, 4)})])
 def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options, fast):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)

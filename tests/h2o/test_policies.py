@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from h2o.test_h2o import prompts_of, tokens
-from helpers.selection import examples
+from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,7 +104,7 @@ def test_a_registered_policy(tiny_model, positions):
     assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"}), new=20) == plain
 
 
-@pytest.mark.parametrize("bits", [16, 4, (8, 4)])
+@pytest.mark.parametrize("bits", [16, *full(4, (8, 4))])
 def test_caote_on_mixed_tiers_and_in_windows(tiny_model, bits):
     for key in ("llama", "mistral"):
         tiny = tiny_model(key)

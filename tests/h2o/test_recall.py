@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o.test_h2o import LENGTHS, prompts_of, tokens
+from helpers.selection import full_cases
 from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, transformers_tokens
 
@@ -19,8 +20,9 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 
 @pytest.mark.parametrize("key, options", [
-    ("opt", {}), ("llama", {}), ("llama", {"index_bits": 2}), ("llama", {"budget_of": "text"}),
-    ("neox", {"heavy_ratio": None, "heavy_tokens": 3}), ("mistral_window", {}),
+    ("opt", {}), ("llama", {"index_bits": 2, "budget_of": "text"}), ("mistral_window", {}),
+    *full_cases(("llama", {}), ("llama", {"index_bits": 2}), ("llama", {"budget_of": "text"}),
+                ("neox", {"heavy_ratio": None, "heavy_tokens": 3})),
 ])
 def test_recall_equals_its_simulation(tiny_model, key, options):
     tiny = tiny_model(key)

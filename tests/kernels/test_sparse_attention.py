@@ -10,7 +10,7 @@ import torch
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices, own_attention, sparse_attention
 from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
-from helpers.selection import examples
+from helpers.selection import examples, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
@@ -188,7 +188,7 @@ LENGTHS = [19, 4, 1, 37, 12]
 
 
 @pytest.mark.parametrize(("key", "bits", "chunk"), [
-    ("opt", 16, None), ("llama", 16, 8), ("llama", 4, 8)])
+    ("opt", 16, None), ("llama", 4, 8), *full_cases(("llama", 16, 8))])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, bits, chunk):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)

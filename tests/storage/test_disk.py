@@ -275,7 +275,8 @@ def test_run_folder_is_private_and_removed(tmp_path):
 
 def test_files_of_killed_runs_are_removed(tmp_path):
     if (process := os.fork()) == 0:
-        RunFolder(tmp_path).file("a.bin", 9)
+        folder = RunFolder(tmp_path)  # one that nothing refers to is removed
+        folder.file("a.bin", 9)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(process, 0)
     left, = tmp_path.glob(f"{RUN_PREFIX}*")
@@ -291,7 +292,7 @@ def test_files_of_killed_runs_are_removed(tmp_path):
 @pytest.mark.full
 def test_unclosed_run_folder_is_removed_at_exit(tmp_path):
     code = ("from flexgen_h2o.storage.disk import RunFolder;"
-            f"RunFolder({str(tmp_path)!r}).file('a.bin', 9)")
+            f"folder = RunFolder({str(tmp_path)!r}); folder.file('a.bin', 9)")
     subprocess.run([sys.executable, "-c", code], check=True)
     assert list(tmp_path.iterdir()) == []
 
