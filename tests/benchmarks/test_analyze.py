@@ -107,25 +107,6 @@ def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_m
                      for layer in range(len(expected)) for head in range(expected.shape[1])}
 
 
-def test_a_run_that_stops_keeps_what_it_has(numbers, command, tmp_path, monkeypatch, capsys):
-    probe, calls = LLM.probe, []
-
-    def stop(self, *arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return probe(self, *arguments)
-
-    monkeypatch.setattr(LLM, "probe", stop)
-    assert analyze.main([*command, "--only", "frequency", "evicted"]) == 130
-    out = tmp_path / "out"
-    assert {path.name for path in out.iterdir()} == {"frequency.csv", "frequency.png",
-                                                     "evicted.csv.partial"}
-    assert [row["evicted"] for row in read_csv(out / "evicted.csv.partial")] == ["none", "heavy"]
-    assert capsys.readouterr().err == (
-        f"interrupted (rows measured before that: {out / 'evicted.csv.partial'})\n")
-
-
 GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
 
 

@@ -162,22 +162,6 @@ def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model,
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
 
 
-@pytest.mark.parametrize("answer", [
-    {"status": "refused", "reason": "no CUDA"},
-    {"status": "out of memory in loading", "reason": "killed"},
-])
-def test_who_can_never_run_has_a_row_and_no_figures(bench, tiny_model, tmp_path, answer):
-    rows, do = cells(bench, tiny_model, tmp_path, {"plain": answer, "h2o": {}},
-                     {"batch": 2, "most": 2, "first_batch": 2})
-    mine = [row for row in rows if row["system"] == "plain"]
-    assert [(row["at"], row["batch"]) for row in mine] == [("equal", "2"), ("search", "2"),
-                                                           ("best", "1")]
-    assert all((row["status"], row["reason"], row["tokens_per_s"]) == (*answer.values(), "")
-               for row in mine)
-    assert sum(job[0] == "plain" for job in do.jobs) == 1, "once for all of them"
-    assert [row["equal_tokens"] for row in rows if row["system"] == "h2o"] == [""] * 3
-
-
 @pytest.mark.full
 def test_systems_generate_the_same_tokens_in_float32(bench, tiny_model, tmp_path, monkeypatch):
     """The real ones, each in its process: only the machine's rates are made up."""

@@ -59,31 +59,6 @@ def test_a_row_that_is_missing_or_wrong_is_found(rows, tmp_path):
     assert sum("may write registers" in line for line in lines) == 1 and len(lines) == 4
 
 
-REGISTERS = "tensor<128x16xf16, #ttg.dot_op<{opIdx = 0, parent = #mma, kWidth = 2}>>"
-SHARED = "!ttg.memdesc<128x64xf16, #shared, #smem>"
-
-
-def loop(operand: str, *pending: int, inner: str = "") -> str:
-    """Intermediate code of a loop with a product, and a wait for all but so many after each."""
-    parts = "".join(
-        f"      %d{n} = ttng.warp_group_dot %a, %b, %c {{isAsync = true}} : {operand} * x\n"
-        f"      %w{n}:2 = ttng.warp_group_dot_wait %d{n}, %b {{pendings = {pending} : i32}} : x\n"
-        for n, pending in enumerate(pending))
-    return ("    %r:2 = scf.for %i = %lo to %hi step %one iter_args(%c = %z) -> (x)  : i32 {\n"
-            f"{parts}{inner}      scf.yield %c : x\n    }} {{tt.num_stages = 4 : i32}}\n"
-            "    %e:2 = ttng.warp_group_dot_wait %r {pendings = 0 : i32} : x\n")
-
-
-@pytest.mark.parametrize(("code", "left"), [
-    (loop(REGISTERS, 3, 3, 3, 3), 3),
-    (loop(REGISTERS, 1, 1, 0), 0),
-    (loop(SHARED, 1), 0),
-    (loop(REGISTERS, 0, inner=loop(REGISTERS, 1).replace("    ", "      ")), 1),
-])
-def test_products_that_a_step_leaves_under_way(bench, code, left):
-    assert bench.gpu_compiler.left_under_way(code) == left
-
-
 def test_all_that_the_engine_uses_is_compiled_for_every_card(rows, bench):
     for architecture, card in bench.gpu_compiler.CARDS.items():
         mine = [row for row in rows if row["architecture"] == f"sm_{architecture}"]

@@ -143,36 +143,6 @@ def quality_row(policy: str, budget: float, over: float, **others) -> dict[str, 
     return {name: str(value) for name, value in (row | others).items()}
 
 
-def test_quality_stands_against_bytes_held_and_read(bench):
-    small = {"cached_tokens_mean": 30, "kv_cache_bytes_per_sequence": 30 * 512}
-    rows = [quality_row("full", 100, 1), quality_row("h2o", 30, 1.2, **small),
-            quality_row("h2o", 10, 1.5, cached_tokens_mean=10, kv_cache_bytes_per_sequence=5120),
-            quality_row("h2o", 30, 9.9, **small), quality_row("h2o", 30, 1.3, variant="rolling"),
-            quality_row("h2o", 30, 1.25, variant="8-bit", cache_bits=8, cached_tokens_mean=30,
-                        kv_cache_bytes_per_sequence=30 * 2 * 68),
-            quality_row("sparse-values", 20, 1.1), quality_row("recall", 30, 1.04),
-            quality_row("recall", 30, 1.02, variant="of the text"),
-            quality_row("recall", 30, 1.1, variant="2-bit index")]
-    found = bench.plot_quality.points(rows)
-    shares = {mode: [(round(point.held, 2), round(point.read, 2), point.over) for point in mine]
-              for mode, mine in found.items()}
-    # A key of 64 numbers of 16 bits takes 128 bytes, of a token's 256: 4 bits with two scales and
-    # zero points take 40 of them, 2 bits 24.
-    assert shares == {
-        ("full", ""): [(100, 100, 1)],
-        ("h2o", ""): [(5, 6.67, 1.5), (15, 20, 1.2)],
-        ("h2o", "8-bit"): [(7.97, 10.63, 1.25)],
-        ("sparse-values", ""): [(100, 60, 1.1)],
-        ("recall", ""): [(115.62, 35.62, 1.04)],
-        ("recall", "of the text"): [(115.62, 45.62, 1.02)],
-        ("recall", "2-bit index"): [(109.38, 29.37, 1.1)]}
-    figure = bench.plot_quality.draw(rows)
-    assert len(figure.axes) == 2 and {"recall, of the text so far", "h2o, cache of 8 bits",
-                                      "bytes that a token reads, % of the full cache's"} <= set(
-        texts(figure))
-    assert "Recall holds everything" in " ".join(figure.get_supxlabel().split())
-
-
 # Traces
 
 

@@ -61,32 +61,3 @@ def test_every_candidate_gives_a_row_once(tiny_model, study, tmp_path, capsys):
     assert [row["policy"] for row in found] == [one.name for one in study.CANDIDATES]
     assert all(float(row["over_full"]) > 0 for row in found)
     assert len(capsys.readouterr().out.splitlines()) == len(found)
-
-
-@pytest.mark.full
-@torch.no_grad()
-@pytest.mark.parametrize("part", ["cut", "decode"])
-def test_the_engine_has_a_row_beside_kvpress_with_its_time(tiny_model, study, tmp_path, monkeypatch,
-                                                           part):
-    monkeypatch.setattr("policy_study.kvpress", None)
-    tiny = tiny_model("llama")
-    texts = torch.tensor(make_prompts(tiny.model.config.vocab_size, [48, 48], 0))
-    masked = study.MaskedModel(tiny.model, texts, 40)
-    setting = study.Setting(20, "prompt", part == "decode")
-    rows = study.PolicyRows(str(tmp_path / "rows.csv"), {"model": "tiny", "articles": 2})
-    study.run_beside(masked, rows, part, [setting], str(tiny.folder))
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["policy"] for row in found] == ["sum", "mean", "caote", "recall"][: 3 + (
-        part == "decode")]
-    for row in found:
-        recalls = row["policy"] == "recall"
-        if recalls:  # a mask over a full cache, too
-            log_probs, _ = study.scored(str(tiny.folder), texts, 40, H2OConfig(
-                heavy_ratio=0.1, recall=True, simulate=True))
-        else:
-            log_probs = masked.log_probs(study.ENGINE[row["policy"]], setting)
-        expected = float(log_probs.mean().neg().exp())
-        assert float(row["perplexity"]) == pytest.approx(expected, rel=1e-4)
-        assert float(row["seconds"]) > 0
-        assert int(row["kept_tokens"]) == (40 if recalls else 8)

@@ -14,7 +14,6 @@ import quality_study as measures
 from helpers.fake_llm import FakeLLM
 from quality_study import configurations
 
-from flexgen_h2o import LLM, Policy
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles, select_articles, split_halves, strip_prompt
 from flexgen_h2o.metrics import statistics
@@ -207,41 +206,3 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
     refuses_flags(quality.main, flags, message)
-
-
-# --- the engine itself, on a random model and token ids
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("only", [
-    ("h2o", "window", "sink-window"),
-    ("weights",),
-    ("recall", "sparse-values"),
-])
-def test_the_real_engine(tiny_model, only, tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))  # of quantized weights
-    draw = random.Random(0)
-    pairs = split_halves([draw.choices(range(120), k=length) for length in (60, 41, 53)])
-    todo = configurations([5, 20], only)
-
-    def open_llm(one):
-        return LLM(str(tiny_model("llama").folder), policy=Policy(gpu_batch_size=2),
-                   device="cpu", dtype="float32", progress=False, **one.arguments())
-
-    rows = list(measures.compare(todo, open_llm, lambda llm: pairs, gen_len=6))
-    assert [row["configuration"] for row in rows] == [one.name for one in todo]
-    full = rows[0]
-    assert full["perplexity_over_full"] == 1 and full["greedy_equal_share"] == 1
-    for row in rows[1:]:
-        assert math.isfinite(row["perplexity"]) and row["delta_nats"] != 0
-        exact = row["cache_bits"] == row["weight_bits"] == 16
-        assert row["common_prefix_mean"] >= (1 if exact else 0)  # of an exact prefill
-        if row["policy"] in ("full", "recall", "sparse-values"):
-            assert row["kv_cache_bytes_per_sequence"] == full["kv_cache_bytes_per_sequence"]
-            continue
-        assert row["kv_cache_bytes_per_sequence"] < full["kv_cache_bytes_per_sequence"]
-        # The cache of the longest prompt, of 30 tokens, has these slots and no more.
-        longest = todo[rows.index(row)].sizes(30)
-        per_slot = 2 * 3 * 2 * 8 * 4  # keys and values, layers, KV heads, size of a head, float32
-        if row["cache_bits"] == 16:
-            assert row["kv_cache_bytes_per_sequence"] == longest.total * per_slot

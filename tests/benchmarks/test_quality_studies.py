@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from helpers.read_back import read_csv
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.errors import UserError
 
 
 @pytest.fixture
@@ -58,18 +56,3 @@ def test_rows_that_were_measured_stay(flags, monkeypatch, tmp_path, capsys, name
     assert f"{tmp_path}/rows.csv.partial" in capsys.readouterr().err
     assert [row[key] for row in read_csv(tmp_path / "rows.csv.partial")] == before
     assert read_csv(tmp_path / "rows.csv") == whole
-
-
-def test_a_prompt_whose_process_fails_is_told_in_a_line(monkeypatch, tmp_path):
-    study = program("benchmarks/studies/prefill_memory.py")
-    monkeypatch.setattr(sys, "argv", ["prefill_memory", "--lengths", "7", "--csv",
-                                      str(tmp_path / "rows.csv")])
-    row = dict.fromkeys(study.COLUMNS, 1.23456789)
-    ends = [subprocess.CompletedProcess([], 0, json.dumps(row), ""),
-            subprocess.CompletedProcess([], 2, "", "error: the run does not fit\n")]
-    monkeypatch.setattr(study.subprocess, "run", lambda *given, **options: ends.pop(0))
-    with pytest.raises(UserError, match="7 tokens, full, chunk 512 failed, status 2: the run does "
-                                        "not fit .*rows.csv.partial"):
-        study.main()
-    (kept,) = read_csv(tmp_path / "rows.csv.partial")
-    assert set(kept.values()) == {"1.2346"}

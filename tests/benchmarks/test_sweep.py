@@ -163,20 +163,6 @@ def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys, t
     assert sorted(each.name for each in tmp_path.iterdir()) == ["o.csv", "s.yaml"]
 
 
-def test_what_failed_is_run_again_when_asked(bench, tmp_path, monkeypatch):
-    swept(bench, tmp_path, monkeypatch, Fake(bench, {1: ("timed out", "stopped after 9 s")}))
-    kept = Fake(bench)
-    assert len(swept(bench, tmp_path, monkeypatch, kept)) == 6 and kept.runs == []
-    fake = Fake(bench)
-    rows = swept(bench, tmp_path, monkeypatch, fake, "--retry-failed")
-    assert fake.runs == [(100, 1), (0, 1)] * 2, "once more, and then what had been left out"
-    assert len(rows) == 8 and {row["status"] for row in rows} == {"ok"}
-    assert [row["hh_ratio"] for row in rows[:4]] == ["0.5", "1", "0.5", "1"], "in their places"
-    nothing = Fake(bench)
-    swept(bench, tmp_path, monkeypatch, nothing, "--retry-failed")
-    assert nothing.runs == []
-
-
 # The processes
 
 
