@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.internals import weight_sizes, weights_of
 from helpers.mixture_cases import MIXTURES, limit_as_configured
+from llm.test_llm import transformers_tokens
 from safetensors.torch import save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -34,13 +35,6 @@ class Hub:
     model: Any
     kept: dict[str, torch.Tensor]
     prompts: list[list[int]]
-
-    def tokens(self) -> list[list[int]]:
-        """What transformers continues the prompts with."""
-        made = [self.model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False,
-                                    pad_token_id=0) for prompt in self.prompts]
-        return [tokens[0, len(prompt):].tolist()
-                for tokens, prompt in zip(made, self.prompts, strict=True)]
 
 
 @pytest.fixture
@@ -77,7 +71,7 @@ def run(hub, *, bits, h2o=None, weight_cache=None, **policy):
 
 def test_gpt_oss_in_mxfp4_as_on_the_hub(hub):
     """Dequantized in 16 bits, wherever it rests."""
-    expected = hub.tokens()
+    expected = transformers_tokens(hub, hub.prompts, NEW)
     for experts in (HERE, DISK):
         assert run(hub, bits=16, experts=experts) == expected
 
@@ -112,7 +106,7 @@ def round_others(model):
 
 def test_tokens_with_4_bits_for_every_policy(hub, tmp_path):
     round_others(hub.model)
-    expected, cache = hub.tokens(), tmp_path / "cache"
+    expected, cache = transformers_tokens(hub, hub.prompts, NEW), tmp_path / "cache"
     for policy, kept in (({}, None), ({"experts": DISK, "expert_slots": 3}, None),
                          ({"experts": DISK, "weights": MIXED, "gpu_batch_size": 2,
                            "num_gpu_batches": 2}, cache),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.internals import before_logits, before_reads
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
@@ -480,51 +479,3 @@ def test_damaged_small_files_show_before_the_work(tiny_model, tmp_path, monkeypa
             LLM(str(tmp_path / "model"), dtype="float32") as llm:
         llm.generate([[5]], max_new_tokens=2, eos_token_id=-1)
     assert "\n" not in str(caught.value)
-
-
-def test_a_disk_error_ends_the_run_and_leaves_nothing(tiny_model, tmp_path, monkeypatch):
-    import errno
-    import os
-
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
-    with LLM(str(tiny_model("opt").folder), policy=policy, dtype="float32",
-             offload_dir=str(tmp_path)) as llm:
-        monkeypatch.setattr(os, "pwritev", fail)
-        with pytest.raises(UserError, match="is full"):
-            llm.generate([[5, 6, 7]], max_new_tokens=NEW)
-        monkeypatch.undo()
-        assert list(tmp_path.iterdir()) == []
-        assert len(llm.generate([[5, 6, 7]], max_new_tokens=3, eos_token_id=-1)[0].token_ids) == 3
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_read_error_ends_one_run_and_not_the_next(tiny_model, tmp_path, monkeypatch):
-    def fail():
-        raise UserError("reading failed")
-
-    tiny = tiny_model("opt")
-    prompts = make_prompts(96, [5])
-    with LLM(str(tiny.folder), policy=Policy(weights=Placement(0, 0, 100)), dtype="float32",
-             offload_dir=str(tmp_path)) as llm:
-        before_reads(monkeypatch, fail)
-        with pytest.raises(UserError, match="reading failed"):
-            llm.generate(prompts, max_new_tokens=NEW)
-        monkeypatch.undo()
-        got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-    assert [out.token_ids for out in got] == transformers_tokens(tiny, prompts)
-
-
-def test_an_interrupt_leaves_nothing(tiny_model, tmp_path, monkeypatch):
-    def interrupt(step):
-        raise KeyboardInterrupt
-
-    policy = Policy(cache=Placement(0, 0, 100), weights=Placement(0, 0, 100))
-    before_logits(monkeypatch, interrupt)
-    with pytest.raises(KeyboardInterrupt), LLM(
-            str(tiny_model("opt").folder), policy=policy, dtype="float32",
-            offload_dir=str(tmp_path)) as llm:
-        llm.generate([[5, 6, 7]], max_new_tokens=3)
-    assert list(tmp_path.iterdir()) == []

@@ -33,21 +33,16 @@ def test_each_method_has_a_reader_and_a_finder():
     assert METHODS.keys() == FINDERS.keys()
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", "eetq", "aqlm", "quanto", "torchao",
-                                    "nvfp4", "fbgemm_fp8", "auto-round", "bitnet", "modelopt"])
-def test_other_methods_are_refused_by_name(method):
-    settings_refused({"quant_method": method, "bits": 4}, f"quantized by '{method}'",
-                     "is not supported (supported: fp8, mxfp4, awq, gptq, compressed-tensors)",
-                     "use the original weights, and --weight-bits 8 or 4")
+def test_other_methods_are_refused_by_name():
+    settings_refused({"quant_method": "hqq", "bits": 4}, "'hqq'", "compressed-tensors",
+                     "--weight-bits")
 
 
 @pytest.mark.parametrize("settings, words", [
     ({"load_in_4bit": True}, ["quantized by 'bitsandbytes'"]),
-    ({"bits": 4}, ["quantized by None"]), ([], ["quantized by None"]), ("gptq", ["quantized by"]),
-    ({"quant_method": ["gptq"]}, ["quantized by ['gptq']"]),
+    ({"bits": 4}, ["quantized by None"]), ("gptq", ["quantized by"]),
     (GPTQ | {"bits": 3}, ["bits = 3 (supported: 2, 4, 8)"]),
-    (GPTQ | {"bits": True}, ["bits = True"]), (GPTQ | {"bits": "4"}, ["bits = '4'"]),
-    ({"quant_method": "gptq"}, ["bits = None"]),
+    (GPTQ | {"bits": True}, ["bits = True"]),
     (GPTQ | {"checkpoint_format": "marlin"}, ["checkpoint_format = 'marlin'", "gptq_v2"]),
     (GPTQ | {"is_marlin_format": True}, ["is_marlin_format = True"]),
     (GPTQ | {"group_size": -2}, ["group_size must be at least -1, got -2"]),
@@ -62,7 +57,6 @@ def test_other_methods_are_refused_by_name(method):
     ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, ["without quantized"]),
     ({"quant_method": "compressed-tensors", "config_groups": []}, ["config_groups", "object"]),
     (ct("marlin-24", **GROUP), ["format = 'marlin-24' (supported: pack-quantized"]),
-    (ct("nvfp4-pack-quantized", **GROUP), ["format = 'nvfp4-pack-quantized'"]),
     (ct("pack-quantized", **GROUP | {"num_bits": 3}), ["num_bits = 3"]),
     (ct("pack-quantized", **GROUP | {"strategy": "token"}), ["strategy = 'token'"]),
     (ct("float-quantized", **GROUP | {"type": "float"}), ["num_bits = 4 (supported: 8)"]),
@@ -96,22 +90,17 @@ DAMAGE = {
     "gptq no zeros": ("gptq", drop("qzeros"), ["has no tensor w.qzeros"]),
     "gptq scales of another group size": ("gptq", put("scales", lambda t: t[:1]),
                                           ["tensor w.scales has shape [1, 40], not [2, 40]"]),
-    "gptq zeros too narrow": ("gptq", put("qzeros", lambda t: t[:, :2]), ["w.qzeros has shape"]),
-    "gptq index too short": ("gptq", put("g_idx", lambda t: t[:5]), ["tensor w.g_idx has shape"]),
     "gptq index beyond": ("gptq", indexed(2), ["w.g_idx names group 2, but there are 2"]),
     "gptq index below": ("gptq", indexed(-1), ["w.g_idx names group -1"]),
     "gptq index of floats": ("gptq", put("g_idx", torch.Tensor.float), ["is stored as float32"]),
-    "gptq codes of floats": ("gptq", put("qweight", torch.Tensor.float), ["not int32"]),
     "gptq vector": ("gptq", put("qweight", lambda t: t[0]), ["w.qweight has shape [40]"]),
     "gptq empty": ("gptq", put("qweight", lambda t: t[:0]), ["which is no quantized weight"]),
     "gptq NaN": ("gptq", put("scales", scalar_nan), ["tensor w.weight", "not finite"]),
-    "awq no scales": ("awq", drop("scales"), ["has no tensor w.scales"]),
     "awq zeros": ("awq", put("qzeros", lambda t: t[:1]), ["tensor w.qzeros has shape [1, 5]"]),
     "awq scales": ("awq", put("scales", lambda t: t[:, :8]), ["tensor w.scales has shape"]),
     "awq infinite": ("awq", put("scales", lambda t: t / 0), ["not finite"]),
     "awq both": ("awq", lambda parts: parts.update(weight=torch.zeros(40, 64)),
                  ["a tensor w.weight and its quantized parts"]),
-    "fp8 no scales": ("fp8", drop("weight_scale_inv"), ["has no tensor w.weight_scale_inv"]),
     "fp8 scales": ("fp8", put("weight_scale_inv", lambda t: t[:, :1]),
                    ["has shape [2, 1], which holds no scales of a weight [40, 64] in blocks"]),
     "fp8 scales of a stack": ("fp8", put("weight_scale_inv", lambda t: t[None]), ["holds no"]),
@@ -122,7 +111,6 @@ DAMAGE = {
     "ct no shape": ("ct_group", drop("weight_shape"), ["has no tensor w.weight_shape"]),
     "ct no scales": ("ct_group", drop("weight_scale"), ["has no tensor w.weight_scale"]),
     "ct huge": ("ct_group", put("weight_shape", lambda t: t << 40), ["holds no weight"]),
-    "ct negative": ("ct_group", put("weight_shape", lambda t: -t), ["holds no weight"]),
     "ct no columns": ("ct_group", put("weight_shape", lambda t: t * 0), ["holds no weight"]),
     "ct one number": ("ct_group", put("weight_shape", lambda t: t[:1]), ["has shape [1]"]),
     "ct scales": ("ct_group", put("weight_scale", lambda t: t[:, :0]), ["holds no scales"]),
@@ -130,7 +118,6 @@ DAMAGE = {
     "ct zeros": ("ct_asymmetric", put("weight_zero_point", lambda t: t[:2]),
                  ["tensor w.weight_zero_point has shape [2, 4], not [5, 4]"]),
     "ct index": ("ct_act_order", put("weight_g_idx", lambda t: t + 1), ["names group 2"]),
-    "ct NaN": ("ct_group", put("weight_scale", scalar_nan), ["not finite"]),
     "ct int8 no scales": ("ct_int8", drop("weight_scale"), ["has no tensor w.weight_scale"]),
     "ct int8 zeros": ("ct_int8_tensor", put("weight_zero_point", lambda t: t.repeat(2)),
                       ["holds no scales"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from helpers.error_cases import refused
 from helpers.gguf_cases import CASES, add_tokenizer, make
+from llm.test_llm import transformers_tokens
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM
@@ -119,11 +121,7 @@ def test_tokens_are_those_of_transformers(tmp_path, name):
     """In float32, past the window where there is one."""
     model, source = make(name, tmp_path)
     prompts = [[int(token) for token in torch.randint(2, 260, (length,))] for length in (21, 7)]
-    expected = []
-    for prompt in prompts:
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False,
-                             eos_token_id=None, pad_token_id=0)
-        expected.append(out[0, len(prompt):].tolist())
+    expected = transformers_tokens(SimpleNamespace(model=model), prompts, 12)
     with LLM(str(source), dtype="float32", device="cpu") as llm:
         found = llm.generate(prompts, max_new_tokens=12, eos_token_id=-1)
     assert [each.token_ids for each in found] == expected

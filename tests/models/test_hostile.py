@@ -347,7 +347,6 @@ GGUFS = {
     "a long key": (gguf(values=1, body=text(b"x", 1 << 60)), "a text of"),
     "a key past the end": (gguf(values=1, body=text(b"x", 999)), "goes on past"),
     "a list of numbers": (gguf(values=1, body=listed(0, 1 << 60)), "a list of"),
-    "a list past the end": (gguf(values=1, body=listed(0, 1 << 12)), "goes on past"),
     "a list of texts": (gguf(values=1, body=listed(8, 1 << 12)), "goes on past"),
     "a list of lists": (gguf(values=1, body=listed(9, 1) * 999), "unknown type 9"),
     "type": (gguf(values=1, body=text(b"x") + struct.pack("<I", 99)), "unknown type 99"),
@@ -408,11 +407,6 @@ def test_a_gguf_tensor_of_no_columns_and_terabytes_of_rows(tmp_path, harmless, c
     sizes = raw.index(name) + len(name) + 4  # behind their number
     source.write_bytes(raw[:sizes] + struct.pack("<QQ", 0, 1 << 40) + raw[sizes + 16 :])
     refuse(capfd, "attn_k.weight is empty", model="model.gguf")
-
-
-def test_what_is_good_is_taken(model, harmless):
-    open_checkpoint(model).close()
-    assert load_tokenizer(model) is not None
 
 
 def test_many_tensors_of_the_same_bytes(tmp_path, harmless, capfd):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TINY
 from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
+from helpers.selection import full
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -98,7 +99,7 @@ def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, 
     assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
 
 
-@pytest.mark.parametrize("key", ["opt", "llama", "neox"])
+@pytest.mark.parametrize("key", ["llama", *full("opt", "neox")])
 def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
