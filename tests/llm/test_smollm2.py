@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import selection
+from helpers.selection import full
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
 from flexgen_h2o.models import checkpoint_folder
 
-NAME, NEW = "smollm2-135m", 64
+NAME, NEW = "smollm2-135m", 64 if selection.every_case else 24
 
 # Of different lengths, so that a batch of them has pads.
 PROMPTS = [
@@ -87,6 +89,8 @@ ALIKE = {  # by name: options of transformers' generate, and ours where they are
     "together": ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 12,
                   "eos_token_id": [30], "sequence_bias": [[[525], 2.0]]},
                  {"logit_bias": {525: 2.0}})}
+SOME = ALIKE if selection.every_case else {
+    name: ALIKE[name] for name in ("stop_strings", "stop_token_ids", "top_p", "together")}
 
 
 def test_each_parameter_gives_the_tokens_of_transformers(llm, generate, expected):
@@ -94,19 +98,20 @@ def test_each_parameter_gives_the_tokens_of_transformers(llm, generate, expected
     prompt, plain = PROMPTS[3], expected[3][:24]
     params = [SamplingParams(**{"max_new_tokens": 24, "eos_token_id": -1}
                              | {name: value for name, value in (theirs | ours).items()
-                                if name != "sequence_bias"}) for theirs, ours in ALIKE.values()]
+                                if name != "sequence_bias"}) for theirs, ours in SOME.values()]
     outputs = llm.generate([prompt] * len(params), params)
-    for (name, (theirs, _)), out in zip(ALIKE.items(), outputs, strict=True):
+    for (name, (theirs, _)), out in zip(SOME.items(), outputs, strict=True):
         want = generate(prompt, max_new_tokens=24, **theirs)
         assert out.token_ids == want, name
         greedy = name in ("top_k", "top_p", "min_p", "temperature")
         assert (want == plain) == greedy, f"{name} should change something"
 
 
-@pytest.mark.parametrize(("bits", "read"), [(16, 500e6), ("auto", 90e6)])
-def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits, read):
+@pytest.mark.parametrize("bits", ["auto", *full(16)])
+def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
     """Straight from the bytes of a real checkpoint, and from its codes, in other batches."""
     disk, some = Placement(0, 0, 100), slice(1, 4)
+    read = {16: 500e6, "auto": 90e6}[bits]
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=disk, cache=disk, activations=disk)
     with LLM(NAME, dtype="float32", device="cpu", policy=policy, progress=False,
              weight_bits=bits, offload_dir=str(tmp_path)) as llm:
