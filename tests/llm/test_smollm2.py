@@ -12,19 +12,20 @@ from flexgen_h2o.models import checkpoint_folder
 
 NAME, NEW = "smollm2-135m", 64 if selection.every_case else 24
 
+STORY = "Once upon a time, in a village by the sea, there lived"
 # Of different lengths, so that a batch of them has pads.
 PROMPTS = [
     "The capital of France is",
     "Bread rises because yeast eats the sugar in the dough and gives off a gas. To bake a simple "
     "loaf at home, you need flour, water, salt and",
+    STORY,
     "Dear Mr. Ortega,\n\nThank you for your letter about the noise from the workshop next door. We "
     "have spoken to the owner, who has agreed to close the windows after six in the evening and "
     "to move the large saw to the far side of the building. If the noise does not get better "
     "within two weeks, please",
-    "Once upon a time, in a village by the sea, there lived",
     "In 1928 Alexander Fleming came back from a holiday and saw that a mould had grown on one of "
     "his dishes. Around it, the bacteria were dead. He wrote:",
-]
+][: None if selection.every_case else 3]
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +96,13 @@ SOME = ALIKE if selection.every_case else {
 
 def test_each_parameter_gives_the_tokens_of_transformers(llm, generate, expected):
     """All of them in one call, so that they share blocks."""
-    prompt, plain = PROMPTS[3], expected[3][:24]
+    plain = expected[PROMPTS.index(STORY)][:24]
     params = [SamplingParams(**{"max_new_tokens": 24, "eos_token_id": -1}
                              | {name: value for name, value in (theirs | ours).items()
                                 if name != "sequence_bias"}) for theirs, ours in SOME.values()]
-    outputs = llm.generate([prompt] * len(params), params)
+    outputs = llm.generate([STORY] * len(params), params)
     for (name, (theirs, _)), out in zip(SOME.items(), outputs, strict=True):
-        want = generate(prompt, max_new_tokens=24, **theirs)
+        want = generate(STORY, max_new_tokens=24, **theirs)
         assert out.token_ids == want, name
         greedy = name in ("top_k", "top_p", "min_p", "temperature")
         assert (want == plain) == greedy, f"{name} should change something"
