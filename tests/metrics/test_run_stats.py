@@ -46,7 +46,7 @@ def test_rates_are_as_defined():
 @pytest.mark.parametrize(("measured", "shown"), [
     ({"predicted_prefill_seconds": 1.0, "predicted_decode_seconds": 2.0},
      ["1.000 + 2.000 s", "0.50 of prefill and decode"]),
-    ({"full_kv_cache_bytes": 4 * 10**6}, ["0.250 of the full"]),
+    ({"full_kv_cache_bytes": 4 * 10**6}, ["0.250 of full"]),
     ({"decode_slots": 40, "idle_slots": 10}, ["idle", "25.0 %"]),
     ({"expert_touches": 9, "expert_hits": 2, "expert_loads": 6, "expert_bytes": 4 * 10**9},
      ["experts", "4.000 GB", "25.0 % hits"]),
