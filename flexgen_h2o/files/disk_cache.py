@@ -181,21 +181,31 @@ class _Source:
     def hashing(self, threads: int) -> Iterator[Callable[[], str]]:
         """Hash all bytes in other threads. Yields a function that waits for the digest."""
         name = json.dumps([self.key, self.files])
+        parts = [] if name in self._digests else [
+            (path, start, min(end, start + _PART_BYTES))
+            for path, end in self._ends for start in range(0, end, _PART_BYTES)]
+        hashes, waiting = [b""] * len(parts), iter(enumerate(parts))
+
+        def hash_parts() -> None:
+            for number, part in waiting:
+                hashes[number] = _hashed(*part)
+
         pool = ThreadPoolExecutor(threads, thread_name_prefix="hashing sources")
         try:
-            parts = [] if name in self._digests else [
-                pool.submit(_hashed, path, start, min(end, start + _PART_BYTES))
-                for path, end in self._ends for start in range(0, end, _PART_BYTES)]
+            workers = [pool.submit(hash_parts) for _ in parts[:threads]]
 
             def digest() -> str:
+                for worker in workers:
+                    worker.result()
                 if name not in self._digests:
-                    whole = b"".join(part.result() for part in parts)
-                    self._digests[name] = hashlib.sha256(whole).hexdigest()
+                    self._digests[name] = hashlib.sha256(b"".join(hashes)).hexdigest()
                 return self._digests[name]
 
             yield digest
         finally:
-            pool.shutdown(cancel_futures=True)
+            for _ in waiting:
+                pass  # the workers stop after the parts that they are at
+            pool.shutdown()
 
     def check_unchanged(self) -> None:
         """Raise `UserError` if the files have changed: a copy would mix both versions."""
