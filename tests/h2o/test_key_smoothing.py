@@ -138,7 +138,7 @@ def test_soft_caps_and_attention_sinks_get_exact_logits(tiny_model, key, options
 def test_a_cache_of_four_bits_survives_outliers_of_key_biases(outliers, monkeypatch, options):
     exact = losses(outliers, **options)
     smoothed = (losses(outliers, cache_bits=4, **options) - exact).abs().mean()
-    monkeypatch.setattr(KeySmoothing, "of", classmethod(
+    monkeypatch.setattr(KeySmoothing, "fit", classmethod(
         lambda cls, keys, queries, *, centered=True: cls(torch.zeros(keys.shape[1:]),
                                                          torch.ones(keys.shape[1:]))))
     assert smoothed < 0.3 * (losses(outliers, cache_bits=4, **options) - exact).abs().mean()
@@ -160,8 +160,8 @@ def test_a_registered_policy_gets_keys_before_smoothing(outliers):
 def test_slowly_measured_smoothing_is_cached(outliers, tmp_path, monkeypatch):
     cache, measured = tmp_path / "cache", []
     monkeypatch.setattr(source, "LEAST_KEPT_SECONDS", 0.0)
-    monkeypatch.setattr(KeySmoothing, "of", classmethod(
-        lambda cls, keys, *_, of=KeySmoothing.fit, **options: measured.append(1) or of(
+    monkeypatch.setattr(KeySmoothing, "fit", classmethod(
+        lambda cls, keys, *_, fit=KeySmoothing.fit, **options: measured.append(1) or fit(
             keys, *_, **options)))
     options = {"dtype": "float32", "cache_bits": 4, "progress": False}
     runs = []
