@@ -135,9 +135,11 @@ def _steps(order: _ComputeOrder) -> Iterator[LayerStep]:
             yield from order.load_weights(order.next_layer_step(number))
         if loads_hidden_early:
             yield from order.load_hidden(following)
-        # If attention starts one compute early, its cache is loaded one compute earlier too. What
-        # the previous forward pass has not stored yet cannot be loaded.
-        load_end = min(number + (2 + early if overlap else 0), number + order.period - 1)
+        # If attention starts one compute early, its cache is loaded one compute earlier too, unless
+        # the current compute still needs its own cache: there are CACHE_BUFFERS buffers. What the
+        # previous forward pass has not stored yet cannot be loaded.
+        sooner = early and (order.starts_early(number) or not order.attends(current))
+        load_end = min(number + (2 + sooner if overlap else 0), number + order.period - 1)
         for ahead in range(loaded, load_end + 1):
             yield from order.load_cache(order.compute(ahead))
         loaded = max(loaded, load_end + 1)

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY
 from helpers.kernel_cases import BUILT
+from helpers.tiny_models import TINY
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams

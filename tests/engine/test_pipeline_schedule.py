@@ -10,10 +10,11 @@ import math
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.h2o import H2OConfig
+from flexgen_h2o.config.limits import CACHE_BUFFERS, HIDDEN_BUFFERS
 from flexgen_h2o.config.parallel import Stage, split_batches
 from flexgen_h2o.engine.schedule import Kind, LayerStep, num_layer_steps, schedule
 from flexgen_h2o.errors import UserError
@@ -126,6 +127,8 @@ def test_ranks_compute_everything_once_in_order_and_never_wait_for_each_other(pi
 
 
 @given(pipelines())
+@example((1, [0, 1, 3], 3, {"overlap": True, "split_from": 0, "sep_layer": False,
+                            "keep_cache": False, "groups": 1}))
 def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
     """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
@@ -144,7 +147,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
             elif step.kind is Kind.LOAD_CACHE:
                 assert stored.get(key, step.forward_pass - 1) == step.forward_pass - 1
                 cache[key] = step.forward_pass
-                assert len(cache) <= 3
+                assert len(cache) <= CACHE_BUFFERS
             elif step.kind is Kind.STORE_CACHE:
                 assert key in started
                 started.discard(key)
@@ -153,7 +156,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
             elif step.kind is Kind.LOAD_HIDDEN:
                 assert where not in hidden
                 hidden[where] = step.layer
-                assert len(hidden) <= 3
+                assert len(hidden) <= HIDDEN_BUFFERS
             elif step.kind in (Kind.STORE_HIDDEN, Kind.SEND_HIDDEN):
                 assert hidden.pop(where) == step.layer
             elif step.kind in (Kind.ATTEND, Kind.COMPUTE):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import TINY
 from helpers.internals import shards_out_of_order, staging_bytes, weights_of
 from helpers.selection import examples
+from helpers.tiny_models import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from llm.test_llm import make_prompts

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 from helpers.selection import full
+from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
 from llm.test_llm import transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from conftest import TINY
 from helpers.selection import examples
+from helpers.tiny_models import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

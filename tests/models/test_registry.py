@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LINEAR_ROPE, LLAMA3_ROPE, TINY
+from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, TINY
 
 from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError

@@ -11,9 +11,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import TINY
 from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
 from helpers.selection import full
+from helpers.tiny_models import TINY
 from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

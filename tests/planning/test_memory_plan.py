@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import TINY
 from helpers.internals import own_attention
 from helpers.selection import examples
+from helpers.tiny_models import TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

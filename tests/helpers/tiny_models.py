@@ -1,0 +1,141 @@
+"""Tiny random transformers models that cover every branch of the families.
+
+Nothing is downloaded, and no tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers.mixture_cases import MIXTURES, limit_as_configured
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """A saved model: its folder (config.json, safetensors), the float32 model and its config."""
+
+    folder: Path
+    model: Any
+    config: Any
+
+
+def _opt(**options):
+    from transformers import OPTConfig
+
+    return OPTConfig(**{
+        "vocab_size": 112, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "ffn_dim": 96, "max_position_embeddings": 256, "word_embed_proj_dim": 48, **options})
+
+
+def _sizes(**options) -> dict[str, Any]:
+    return {"vocab_size": 120, "hidden_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "intermediate_size": 80, "max_position_embeddings": 256,
+            **options}
+
+
+def _llama(**options):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_sizes(**{"num_key_value_heads": 2, **options}))
+
+
+def _mistral(**options):
+    from transformers import MistralConfig
+
+    return MistralConfig(**_sizes(num_key_value_heads=3, **options))
+
+
+def _neox(*, rotary: float = 0.25, **options):
+    from transformers import GPTNeoXConfig
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary}
+    return GPTNeoXConfig(**_sizes(**{"hidden_size": 64, "num_attention_heads": 4,
+                                     "rope_parameters": rope, **options}))
+
+
+def _of(name: str, **options):
+    import transformers
+
+    return getattr(transformers, f"{name}Config")(**_sizes(**{
+        "num_key_value_heads": 2, "pad_token_id": None, **options}))
+
+
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0,
+             "original_max_position_embeddings": 64}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+             "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+             "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]}
+
+# Each makes the transformers config of one branch; the folder of a model is named by its key.
+TINY: dict[str, Callable[[], Any]] = {
+    "opt": _opt,
+    "opt_350m_style": lambda: _opt(word_embed_proj_dim=32, do_layer_norm_before=False),
+    "opt_no_bias": lambda: _opt(enable_bias=False, layer_norm_elementwise_affine=False,
+                                activation_function="gelu"),
+    "opt_untied": lambda: _opt(tie_word_embeddings=False, _remove_final_layer_norm=True),
+    "llama": lambda: _llama(tie_word_embeddings=True),
+    "llama_untied_bias": lambda: _llama(attention_bias=True, mlp_bias=True,
+                                        num_key_value_heads=6),
+    "llama3_rope": lambda: _llama(rope_parameters=LLAMA3_ROPE),
+    "llama_linear_rope": lambda: _llama(rope_parameters=LINEAR_ROPE),
+    "llama_head_dim": lambda: _llama(head_dim=12, hidden_act="gelu_pytorch_tanh"),
+    "mistral": lambda: _mistral(sliding_window=None),
+    "mistral_window": lambda: _mistral(sliding_window=7),
+    "llama_yarn": lambda: _llama(rope_parameters=YARN_ROPE),
+    "llama_dynamic": lambda: _llama(rope_parameters=LINEAR_ROPE | {"rope_type": "dynamic"}),
+    "qwen2": lambda: _of("Qwen2", num_key_value_heads=3),
+    "qwen2_windows": lambda: _of("Qwen2", use_sliding_window=True, sliding_window=9,
+                                 max_window_layers=1),
+    "qwen3": lambda: _of("Qwen3", head_dim=12, tie_word_embeddings=True),
+    "seed_oss": lambda: _of("SeedOss", head_dim=12, attention_out_bias=False),
+    "phi3": lambda: _of("Phi3", sliding_window=20),
+    "phi3_longrope": lambda: _of("Phi3", hidden_size=96, original_max_position_embeddings=128,
+                                 tie_word_embeddings=True, rope_parameters=LONG_ROPE),
+    "gemma2": lambda: _of("Gemma2", head_dim=12, sliding_window=8, query_pre_attn_scalar=20,
+                          attn_logit_softcapping=5.0, final_logit_softcapping=4.0),
+    "gemma3": lambda: _of("Gemma3Text", head_dim=12, sliding_window=6, query_pre_attn_scalar=20,
+                          layer_types=["sliding_attention", "full_attention",
+                                       "sliding_attention"]),
+    "granite": lambda: _of("Granite", attention_multiplier=0.2, residual_multiplier=0.4,
+                           embedding_multiplier=3.0, logits_scaling=0.5),
+    "olmo2": lambda: _of("Olmo2"),
+    "stablelm": lambda: _of("StableLm", hidden_size=96, use_qkv_bias=True),
+    "stablelm_12b": lambda: _of("StableLm", hidden_size=96, qk_layernorm=True,
+                                use_parallel_residual=True),
+    "neox": _neox,
+    "neox_sequential": lambda: _neox(rotary=1.0, use_parallel_residual=False,
+                                     hidden_act="gelu_fast"),
+    "neox_partial": lambda: _neox(hidden_act="gelu_new", attention_bias=False,
+                                  tie_word_embeddings=True),
+    "neox_linear_rope": lambda: _neox(rope_parameters=LINEAR_ROPE | {
+        "partial_rotary_factor": 0.5}),
+}
+
+
+def make_tiny(key: str, folder: Path) -> TinyModel:
+    """Build the model of a key of `TINY` or `MIXTURES` with seeded random weights, and save it."""
+    from transformers import AutoModelForCausalLM
+
+    config = (TINY | MIXTURES)[key]()
+    config.eos_token_id = None  # a random model must not happen to stop
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if hasattr(model, "set_experts_implementation"):  # grouped products want even shapes
+        model.set_experts_implementation("eager")
+    limit_as_configured(model)
+    generator = torch.Generator().manual_seed(sum(map(ord, key)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # transformers starts biases at 0 and norms at 1: a forgotten one would go unnoticed.
+            norm = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(1.0 if norm else 0.0, 0.2, generator=generator)
+            parameter.requires_grad_(False)
+    model.save_pretrained(folder)
+    return TinyModel(folder, model, model.config)
