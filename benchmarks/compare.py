@@ -378,7 +378,7 @@ def check_limits(config: Comparison) -> None:
 
 
 def summary(rows: Sequence[dict[str, str]]) -> str:
-    """Return the rows, without those of the batch size search, as an aligned table."""
+    """Format the rows as an aligned table. Rows of the batch size search are omitted."""
     lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
     for row in rows:
         if row["at"] == SEARCH:

@@ -192,7 +192,7 @@ def _scenario(name: str, spec: Mapping[str, Any], selected: Mapping[str, System]
              if spec.get(key) is not None}
     values = {key: value for key, value in spec.items() if value is not None}  # null: left out
     scenario = validate(ComparisonScenario,
-                    {"systems": list(known), **values, **sizes, "name": name}, where)
+                        {"systems": list(known), **values, **sizes, "name": name}, where)
     for key, names in (("systems", known), ("cut_gen_len", scenario.systems),
                        ("best_batch", scenario.systems)):
         for system in getattr(scenario, key):

@@ -186,7 +186,7 @@ class NeedleRows:
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
             scores, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
-                                                     question)
+                                             question)
         else:
             scores, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
                                              question)

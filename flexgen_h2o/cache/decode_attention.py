@@ -173,7 +173,7 @@ class SparseAttention:
         else:
             values = gather_slots(cache[1], index)
         return ops.attend_selected(k, v, slots=cache, values=values, weights=weights,
-                                 metadata=metadata, layout=layout)
+                                   metadata=metadata, layout=layout)
 
     def _copy(self, x: Tensor, device, link: str) -> Tensor:
         """Return a copy on the other side of a link, and wait for it."""

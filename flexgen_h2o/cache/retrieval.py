@@ -245,7 +245,7 @@ class Recall:
         index, step = self.index(*where, part), self._steps[self._step_key(layer, batch, part)]
         slots = part.get(*where)
         top_k = max(self._num_selected(layer, length, length + new)
-                           for length, new in self._batch_layouts[batch].sizes)
+                    for length, new in self._batch_layouts[batch].sizes)
         # One buffer for all layers: it is free after attention.
         selected = self._selected.setdefault(
             (len(q), top_k),

@@ -65,24 +65,24 @@ def parse_age(text: str | None) -> float:
     """Return a time such as 30d in seconds; None is 0. Raises `UserError`."""
     if text is None:
         return 0
-    found = re.fullmatch(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})", text.strip().lower())
-    if found is None:
+    match = re.fullmatch(rf"(\d{{1,9}}(?:\.\d+)?) ?({'|'.join(_UNITS)})", text.strip().lower())
+    if match is None:
         raise UserError(f"--older-than takes a number of {', '.join(_UNITS)}, such as 30d or 12h, "
                         f"got {text!r}")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    found = Parser(
+    flags = Parser(
         prog=program("cache"), argument_default=SUPPRESS, allow_abbrev=False,
         description="List converted models, quantized weights and measured rates on disk, or "
         "remove them (prune). What a running process uses is not removed.")
-    found.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
+    flags.add_argument("action", nargs="?", metavar="|".join(ACTIONS),
                        help="list the entries, or remove them (default: list)")
     for spec in flag_fields(CacheFlags):
-        found.add_argument(flag_name(spec.name), **arguments(spec))
-    return found
+        flags.add_argument(flag_name(spec.name), **arguments(spec))
+    return flags
 
 
 def parse_args(argv: Sequence[str] | None = None) -> CacheFlags:
@@ -92,19 +92,19 @@ def parse_args(argv: Sequence[str] | None = None) -> CacheFlags:
 
 def run(options: CacheFlags) -> None:
     """List or remove the entries that the flags choose."""
-    chosen = [entry for entry in entries() if options.selects(entry)]
+    selected = [entry for entry in entries() if options.selects(entry)]
     if options.action == "prune":
-        prune(chosen, dry_run=options.dry_run)
+        prune(selected, dry_run=options.dry_run)
         return
-    print_stdout(f"{cache_dir()}: {total(chosen)}")
-    for line in table(chosen):
+    print_stdout(f"{cache_dir()}: {total(selected)}")
+    for line in table(selected):
         print_stdout(line)
 
 
-def prune(chosen: Sequence[Entry], *, dry_run: bool) -> None:
+def prune(selected: Sequence[Entry], *, dry_run: bool) -> None:
     """Remove entries, and report each."""
     removed = []
-    for entry in chosen:
+    for entry in selected:
         try:
             gone = not entry.in_use if dry_run else entry.remove()
         except OSError as error:
@@ -119,17 +119,17 @@ def prune(chosen: Sequence[Entry], *, dry_run: bool) -> None:
     print_stdout(f"{'would remove' if dry_run else 'removed'} {total(removed)}")
 
 
-def total(chosen: Sequence[Entry]) -> str:
+def total(selected: Sequence[Entry]) -> str:
     """Return the number of entries and their size as text."""
-    number = f"{len(chosen)} {'entry' if len(chosen) == 1 else 'entries'}"
-    return f"{number}, {_size(sum(entry.nbytes for entry in chosen))}"
+    number = f"{len(selected)} {'entry' if len(selected) == 1 else 'entries'}"
+    return f"{number}, {_size(sum(entry.nbytes for entry in selected))}"
 
 
-def table(chosen: Sequence[Entry]) -> Iterator[str]:
+def table(selected: Sequence[Entry]) -> Iterator[str]:
     """Yield the lines of a list: each entry, and below it what it was made from."""
-    if chosen:
+    if selected:
         yield f"{'size':>9}  {'last use':>8}  model (format)"
-    for entry in chosen:
+    for entry in selected:
         age = "in use" if entry.in_use else _age(time.time() - entry.used)
         yield _fitted(f"{_size(entry.nbytes):>9}  {age:>8}  ", entry)
         for source in entry.sources:

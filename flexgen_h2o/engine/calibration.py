@@ -108,7 +108,7 @@ def _importance(source: ModelSource, sequences: Sequence[list[int]], device: Dev
                     calibration="", measure=None)
     specs = _matrices(source)
     importance = plain.cached_constants(partial(_measure, plain, specs, sequences, device, args),
-                                 f"importance-{source.calibration}", args.weight_cache)
+                                        f"importance-{source.calibration}", args.weight_cache)
     parts = torch.from_numpy(importance).split([spec.shape[1] for spec in specs])
     return {spec.name: part for spec, part in zip(specs, parts, strict=True)}
 

@@ -206,7 +206,7 @@ class ModelSource:
         return model_title(self.folder) if self.gguf is None else self.gguf.source.stem
 
     def cached_constants(self, measure: Callable[[], np.ndarray], what: str,
-                       weight_cache: str | os.PathLike | None) -> np.ndarray:
+                         weight_cache: str | os.PathLike | None) -> np.ndarray:
         """Return constants that are measured by running the model, from the weight cache if it has
         them.
 

@@ -80,15 +80,15 @@ class Article:
 
 
 def read_summary_tasks(path: str, *, max_tasks: int | None = None, max_tokens: int | None = None
-                  ) -> list[Article]:
-    """Read the first `max_tasks` lines of a .jsonl file; `max_tokens` overrides that of the lines.
+                       ) -> list[Article]:
+    """Read at most `max_tasks` tasks from a .jsonl file. `max_tokens` overrides each task's value.
 
     A line has `article` and `summary_gt`, and may have `stop` (a text or several) and `max_tokens`.
     Temperature and top_p are ignored, because decoding is greedy. Raises `UserError`, with the line
     number, if the file is missing or a line has another form.
     """
     records = read_json_records("--input-path", path,
-                           if_empty="holds no articles: write one JSON object a line")
+                                if_empty="holds no articles: write one JSON object a line")
     tasks = []
     for number, record in records:
         where = f"--input-path {path} line {number}"

@@ -1,9 +1,9 @@
 """The cache on disk: converted models, quantized weights, measured rates. No torch.
 
-A converted copy is found by the content of its source files, wherever they are. Its name has a hash
-of samples of them. Files at a known place (path, size and time) need no more than that. Files at
-another place are hashed completely, once, and compared with the hash that the copy keeps: samples
-alone would take a fine-tune that changes a few rows for the model that it was made from.
+A converted copy is keyed by the content of its source files, not by their path. Its name contains a
+hash of samples of them. For files with a known path, size and modification time this is enough.
+Files at a new path are hashed completely, once, and compared with the digest stored with the copy:
+samples alone could confuse a fine-tune that changes a few rows with its base model.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 def cache_dir() -> Path:
     """Return `$FLEXGEN_H2O_CACHE`, or flexgen_h2o in `$XDG_CACHE_HOME` or in ``~/.cache``."""
-    if chosen := os.environ.get("FLEXGEN_H2O_CACHE"):
-        return Path(os.path.expanduser(chosen))
+    if folder := os.environ.get("FLEXGEN_H2O_CACHE"):
+        return Path(os.path.expanduser(folder))
     base = os.environ.get("XDG_CACHE_HOME", "")
     # The specification says to ignore a relative path.
     return Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache")) / "flexgen_h2o"
@@ -99,8 +99,8 @@ def build_once(
         If the folder cannot be written, or the sources change meanwhile.
     """
     source = _Source(sources, form, ends)
-    if (found := source.find(keep.root)) is not None:
-        return found
+    if (copy := source.find(keep.root)) is not None:
+        return copy
     try:
         keep.root.mkdir(parents=True, exist_ok=True)
         temporary = keep.root / f".{form}-{source.key}.tmp"
@@ -417,7 +417,7 @@ def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
 
 def entries() -> list[Entry]:
     """Return what the cache holds, the latest used first."""
-    found = []
+    held = []
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):
             about = _made_from(path)
@@ -428,7 +428,7 @@ def entries() -> list[Entry]:
             with contextlib.suppress(OSError):  # removed meanwhile
                 mark = path / _USED
                 used = (mark if mark.exists() else path).stat().st_mtime
-                found.append(Entry(path, kind, about["model"], about["form"],
-                                   tuple(dict.fromkeys(sources)),
-                                   sum(512 * file.lstat().st_blocks for file in inside), used))
-    return sorted(found, key=lambda entry: -entry.used)
+                held.append(Entry(path, kind, about["model"], about["form"],
+                                  tuple(dict.fromkeys(sources)),
+                                  sum(512 * file.lstat().st_blocks for file in inside), used))
+    return sorted(held, key=lambda entry: -entry.used)

@@ -39,7 +39,7 @@ class PartShapes:
 
     @classmethod
     def from_specs(cls, specs: Mapping[str, TensorSpec],
-           exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
+                   exact: Collection[tuple[int, ...]] = ()) -> PartShapes:
         """Return the sizes of tensors by short name.
 
         Matrices with a shape in `exact`, which are never quantized, count as vectors.
@@ -365,7 +365,7 @@ class ModelConfig:
         """Return the sizes of the head; without the output matrix if it is tied."""
         tied = {spec.name for spec in self.weights.embed.values()}
         return PartShapes.from_specs({short: spec for short, spec in self.weights.head.items()
-                              if spec.name not in tied})
+                                      if spec.name not in tied})
 
     def embed_parameters(self) -> int:
         """Return the parameters of the embeddings, including a tied token table."""

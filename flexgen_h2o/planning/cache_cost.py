@@ -323,7 +323,7 @@ class CacheCosts:
         load, attended = run.workload, self._attended(layer)
         selected = num_selected(run.cache.h2o, layer, load.prompt_len, load.gen_len // 2)
         hot_slots = num_hot_slots(run.cache.h2o, layer, load.prompt_len + load.gen_len - 1,
-                         run.policy.fast_set)
+                                  run.policy.fast_set)
         return None if selected is None else RecalledTokens(
             min(selected, attended), attended, run.model.num_kv_heads, self._record, hot_slots)
 

@@ -73,7 +73,7 @@ def test_small_buffers_change_nothing(tiny_model, small_records, monkeypatch):
 
 
 def test_tokens_that_the_kernel_does_not_fetch_are_read_singly(tiny_model, small_records,
-                                                             monkeypatch):
+                                                               monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected, fetch, left = tokens(tiny, prompts, RECALL, new=24), ops.fetch_tokens, []

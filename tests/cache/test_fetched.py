@@ -83,8 +83,7 @@ def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatc
         assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
 
 
-def test_layers_that_evict_beside_layers_that_grow(tiny_model, device,
-                                                                   monkeypatch):
+def test_layers_that_evict_beside_layers_that_grow(tiny_model, device, monkeypatch):
     monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)

@@ -105,8 +105,7 @@ def test_a_hot_set_without_a_cache_in_host_memory_is_an_error(tiny_model, loaded
 
 
 @pytest.mark.parametrize("zero_copy, kind", [(True, ZeroCopyPart), (False, FetchedPart)])
-def test_devices_without_zero_copy_fetch_whole_layers(tiny_model, monkeypatch, zero_copy,
-                                                             kind):
+def test_devices_without_zero_copy_fetch_whole_layers(tiny_model, monkeypatch, zero_copy, kind):
     open_devices(monkeypatch, LazyDevice)
     monkeypatch.setattr(LazyDevice, "zero_copy", zero_copy)
     tiny = tiny_model("llama")

@@ -55,8 +55,7 @@ def test_every_step_comes_once_and_computes_come_in_order(passes, layers, batche
 
 @given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
        | st.just(MOVES), **SIZES)
-def test_no_ops_are_left_out(passes, layers, batches, overlap,
-                                                      split_from, sep, keeps, no_ops):
+def test_no_ops_are_left_out(passes, layers, batches, overlap, split_from, sep, keeps, no_ops):
     whole = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
     assert steps_of(passes, layers, batches, overlap, split_from, sep, keeps, no_ops=no_ops) == [
         step for step in whole if step.kind not in no_ops]

@@ -117,7 +117,7 @@ def test_a_tokenizer_of_own_code_is_read_from_its_json(tiny_model, tmp_path):
 
 
 def test_a_tokenizers_limit_below_the_models_is_no_warning(tiny_model, tmp_path, monkeypatch,
-                                                          caplog):
+                                                           caplog):
     folder = tmp_path / "model"
     with_words(tiny_model("llama").folder, folder)
     path = folder / "tokenizer_config.json"

@@ -141,8 +141,7 @@ def test_replicas_answer_as_one_process_though_one_is_killed(
 
 
 @pytest.mark.full
-def test_a_killed_command_leaves_no_process_and_resumes(words, tmp_path,
-                                                                            capsys):
+def test_a_killed_command_leaves_no_process_and_resumes(words, tmp_path, capsys):
     write(tmp_path, requests())
     argv = flags(tmp_path, words, "out.jsonl", "--window", "1")
     process = subprocess.Popen(

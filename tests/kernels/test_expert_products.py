@@ -55,7 +55,7 @@ def table_of(made):
        st.sampled_from([*abi.ACTIVATIONS, (1.7, 0.6)]), st.integers(1, 3), st.integers(0, 2**31))
 @settings(max_examples=examples(80))
 def test_experts_equal_the_reference(way, bits, rows, hidden, wide, count, each, function,
-                                            team, seed):
+                                     team, seed):
     """With an activation, or with biases and gpt-oss's gate."""
     options = {"function": function, "max_rows": 16}
     missing = {0} if count > 2 else set()
@@ -98,14 +98,14 @@ def test_routing_equals_the_reference(way, normalize):
                 ids, shares = native_experts.route(x, router, added, per_token=each,
                                                    normalize=normalize)
             wanted, parts = reference_layers.route(x, router, added, per_token=each,
-                                                    normalize=normalize)
+                                                   normalize=normalize)
             assert torch.equal(ids, wanted)
             torch.testing.assert_close(shares, parts, rtol=1e-4, atol=1e-6)
 
 
 def test_nan_inputs_route_to_valid_experts():
     ids, _ = native_experts.route(torch.full((2, 8), float("nan")).bfloat16(),
-                           torch.ones(4, 8).bfloat16(), per_token=3, normalize=True)
+                                  torch.ones(4, 8).bfloat16(), per_token=3, normalize=True)
     assert ((ids >= 0) & (ids < 4)).all()
 
 

@@ -73,8 +73,7 @@ def test_sizes():
 @given(WAYS, st.integers(1, 40), st.integers(1, 90), st.sampled_from([8, 32, 64]),
        st.sampled_from([0.0, 1.0, 5.0]), st.integers(0, 2**31))
 @settings(max_examples=examples(80))
-def test_values_near_the_largest_are_exact(way, outputs, inputs, group, spread,
-                                                              seed):
+def test_values_near_the_largest_are_exact(way, outputs, inputs, group, spread, seed):
     generator = torch.Generator().manual_seed(seed)
     shape = outputs, inputs
     weight = torch.randn(shape, generator=generator) * torch.exp(

@@ -139,7 +139,7 @@ def recall(some, *, capture=None):
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
                              records=key_records(some), **noted)
     selected = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
-                                       layout=some["layout"], top_k=99, **told, **noted)
+                                         layout=some["layout"], top_k=99, **told, **noted)
     return selected, *native_recall.attend_recalled(
         some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
         layout=some["records"], **told, **noted)
@@ -242,7 +242,7 @@ def test_results_do_not_depend_on_threads():
         with threads(count):
             ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
             selected = ops.choose_keys(some["q"], some["k"], index=some["index"], top_k=60,
-                                     metadata=some["metadata"], layout=some["layout"])
+                                       metadata=some["metadata"], layout=some["layout"])
             found.append((selected, ops.attend_recalled(
                 some["q"], some["k"], some["v"], slots=some["slots"].clone(), selected=selected,
                 metadata=some["metadata"])[0]))

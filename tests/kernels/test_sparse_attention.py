@@ -67,7 +67,7 @@ def attend(case, sparsity: float):
                                        sparsity=sparsity, layout=layout)
     values = gather_slots(slots[1].contiguous(), index)
     out, taken = ops.attend_selected(mine["k"], mine["v"], slots=slots, values=values,
-                                   weights=weights, metadata=metadata, layout=layout)
+                                     weights=weights, metadata=metadata, layout=layout)
     return index, weights, out, taken, mine
 
 

@@ -122,8 +122,8 @@ def test_recalled_codes_are_read_in_place(monkeypatch, bits, dim, form):
         some = case(group=group, dim=dim, form=bits, attention=form, sequences=2)
         most = int(some["metadata"][1].max())
         selected = torch.stack([torch.stack([torch.randperm(cached)[:most] for _ in range(2)])
-                              if cached >= most else torch.full((2, most), -1)
-                              for cached in some["metadata"][0].tolist()]).int()
+                                if cached >= most else torch.full((2, most), -1)
+                                for cached in some["metadata"][0].tolist()]).int()
         some["metadata"][1] *= selected[:, 0, 0] >= 0
         with assume_gpu(gpu):
             check_attention(KERNELS, some, selected)

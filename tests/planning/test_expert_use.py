@@ -51,8 +51,7 @@ def test_frequencies_are_of_tokens_that_choose_so_many(pair):
 
 
 @given(made(), st.floats(0.5, 40), st.integers(1, 60), st.floats(0, 1), st.floats(0, 14))
-def test_untouched_experts_are_not_fetched(pair, sequences, tokens,
-                                                                       first, kept):
+def test_untouched_experts_are_not_fetched(pair, sequences, tokens, first, kept):
     _, found = pair
     touched = found.touched(sequences * found.independent(tokens), first)
     missed = [found.missed(sequences, tokens, first, each) for each in (0, kept, kept + 1)]

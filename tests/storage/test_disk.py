@@ -147,8 +147,7 @@ def test_demand_reads_go_before_read_ahead(tmp_path_factory, order):
     assert not any(buffer.any() for buffer in buffers)
 
 
-def test_interrupted_read_does_not_block_later_reads(tmp_path, disk,
-                                                                           monkeypatch):
+def test_interrupted_read_does_not_block_later_reads(tmp_path, disk, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 

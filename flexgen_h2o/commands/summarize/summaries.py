@@ -123,7 +123,7 @@ def _row(llm: LLM, number: int, article: Article, output: Output, batch: int, sc
     length, new_tokens = len(output.prompt_token_ids), len(output.token_ids)
     layers = llm.model_config.num_layers
     slots = sum(num_cached(llm.h2o, layer, length,
-                              new_tokens - 1) for layer in range(layers)) / layers
+                           new_tokens - 1) for layer in range(layers)) / layers
     return {
         **_empty_row(number, article.reference, length), "summary": summary,
         **score(summary, article.reference), "generated_tokens": new_tokens,

@@ -119,7 +119,7 @@ def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected:
     check(len(k) == sequences, name, f"{len(k)} new keys for {sequences} queries")
     check_slots(name, slots, sequences, k, layout)
     check_tensors(name, torch.int32, metadata=(metadata, (2, sequences)),
-           chosen=(selected, (sequences, k.shape[1], selected.shape[-1])))
+                  chosen=(selected, (sequences, k.shape[1], selected.shape[-1])))
     check_form(name, form, q.shape[1], sequences)
     out = q.new_empty(q.shape) if out is None else out
     check_tensors(name, dtype, out=(out, q.shape))
