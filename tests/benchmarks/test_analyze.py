@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
 
 import analyze
 import pytest
 import torch
-from attention_report import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN, mean_by
+from attention_report import EVICTED, NAMES, PARTS, RANKS, RUN, SEEN
 from attention_survey import KINDS
 from helpers.read_back import read_csv
+from helpers.selection import full
 
 from flexgen_h2o import LLM
-
-ARTICLES = Path(__file__).parents[2] / "examples/data/articles.jsonl"
 
 
 class NumberTokenizer:
@@ -53,9 +51,6 @@ def command(articles, tiny_model, tmp_path) -> list[str]:
             "--output-dir", str(tmp_path / "out")]
 
 
-# --- the command
-
-
 def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_path, capsys):
     out = tmp_path / "out"
     assert analyze.main([*command, "--budgets", "50", "20", "--evict", "10", "100"]) == 0
@@ -82,7 +77,7 @@ def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_p
     assert text.err == "" and "attention lost at" in text.out and "heavy 100 %" in text.out
 
 
-@pytest.mark.parametrize("key", ["llama", "opt"])
+@pytest.mark.parametrize("key", ["llama", *full("opt")])
 def test_sparsity_is_that_of_transformers_own_attention(numbers, command, tiny_model, key,
                                                         tmp_path):
     """Of a whole model: rotation, scale and the order of heads are as they should be."""
@@ -119,24 +114,3 @@ GIVEN = ["--input-path", "in.txt", "--output-dir", "out"]
 ])
 def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, message):
     refuses_flags(analyze.main, flags, message)
-
-
-# --- the real model
-
-
-@pytest.mark.full
-def test_a_real_model_is_as_the_paper_says(tmp_path):
-    """Sparse but for the first layer, heavy hitters known early, and it breaks without them."""
-    assert analyze.main(["--input-path", str(ARTICLES), "--articles", "1", "--max-tokens", "96",
-                         "--evict", "10", "--budgets", "20", "--output-dir", str(tmp_path)]) == 0
-    figures = ("sparsity", "overlap", "miss_rate", "perplexity", "slope", "chance")
-    rows = {name: [{key: float(value) if key in figures else value for key, value in row.items()}
-                   for row in read_csv(tmp_path / f"{name}.csv")] for name in NAMES}
-    by_layer = mean_by(rows["sparsity"], "layer", "sparsity")
-    assert by_layer.pop("0") < min(by_layer.values()) and min(by_layer.values()) > 0.3
-    assert all(row["slope"] < -0.2 for row in rows["scores"])
-    assert mean_by(rows["local"], "seen_percent", "overlap")["50"] > 0.6
-    lost = mean_by(rows["misses"], "policy", "miss_rate")
-    assert lost["best"] < lost["h2o"] < lost["sink-window"] < lost["window"]
-    perplexity = {row["evicted"]: row["perplexity"] for row in rows["evicted"]}
-    assert perplexity["heavy"] > 2 * max(perplexity[kind] for kind in ("random", "lowest", "none"))

@@ -11,7 +11,6 @@ from helpers.read_back import read_csv
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.errors import UserError
 
 
 @pytest.fixture
@@ -65,10 +64,3 @@ def test_a_mode_that_exceeds_its_bound_fails_the_command(gate, run, monkeypatch,
     error = capsys.readouterr().err
     assert "1 modes exceed their bounds" in error
     assert "smollm2-135m cache-4 (10 + 6 tokens)" in error
-
-
-def test_modes_bring_those_that_their_bounds_refer_to(gate):
-    names = [mode.name for mode in gate.chosen(["recall-5"], "short")]
-    assert names == ["full", "h2o-5", "recall-5"]
-    with pytest.raises(UserError, match="there is no mode 'recall-7': choose from full, "):
-        gate.chosen(["recall-7"], "short")

@@ -31,16 +31,6 @@ def articles(tmp_path):
     return path
 
 
-def test_an_item_is_cut_where_its_article_ends(study):
-    items = [{"article": "a b", "choices": ["x", "yz"], "gold": 1}]
-    (item,) = study.make_items(items, CharacterTokenizer())
-    context = "Article: a b\nSummary:"
-    assert item.prompt == CharacterTokenizer()(context)["input_ids"]
-    assert item.choices == [CharacterTokenizer()(text)["input_ids"] for text in (" x", " yz")]
-    assert (item.lengths, item.gold) == ([1, 2], 1)
-    assert not item.right([-1.0, -1.5]) and item.right_by_length([-1.0, -1.5])
-
-
 def test_rows_of_every_cache_are_made_once(tiny_model, study, articles, tmp_path, monkeypatch,
                                            capsys):
     path = tmp_path / "rows.csv"

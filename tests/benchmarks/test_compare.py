@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from helpers.programs import ROOT, benchmark_modules
+from helpers.subprocesses import environment
 
 from flexgen_h2o.errors import UserError
 
@@ -160,6 +163,22 @@ def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model,
     assert failed["reason"] == "killed" and failed["tokens_per_s"] == failed["total_s"] == ""
     assert rows[0]["total_over_roofline"] == "" and rows[-1]["total_over_roofline"] != ""
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
+
+
+@pytest.mark.full
+def test_a_memory_group_limits_a_child(bench):
+    """Skipped where cgroups may not be made."""
+    try:
+        with bench.processes.MemoryGroup(256 << 20) as group:
+            done = subprocess.run(
+                [sys.executable, "-c", "from flexgen_h2o.storage.free_memory import cgroup_free;"
+                 "print(cgroup_free())"], preexec_fn=group.enter, capture_output=True, text=True,
+                cwd=ROOT, check=True, env=environment())
+            peak, folder, kills = group.peak(), group._folder, group.kills()
+    except UserError as error:
+        pytest.skip(str(error))
+    assert 0 < int(done.stdout) < 256 << 20 and 0 < peak <= 256 << 20
+    assert not folder.exists() and kills == 0
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""benchmarks/links.py: rates, ratios, rows and cleanup."""
+"""benchmarks/links.py: rows and cleanup."""
 
 import csv
 import os
@@ -27,26 +27,6 @@ def no_odirect(tmp_path):
         os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
     except OSError:
         pytest.skip("the file system of temporary files refuses O_DIRECT")
-
-
-def test_rates_are_medians_and_the_first_round_does_not_count(links, monkeypatch):
-    times, clock, order = [100, 7, 2, 4, 9], iter(range(10)), []
-    ticks = iter([tick for took in times for tick in (0, took)])
-    monkeypatch.setattr("links.time.perf_counter", lambda: next(ticks))
-    found = links.rates({("a",): links.TimedWork(lambda: order.append(next(clock)), 55)}, 4)
-    assert found == {("a",): 55 / 5.5}
-    assert order == [0, 1, 2, 3, 4]
-
-
-def test_the_ratio_is_that_of_neighbours(links, monkeypatch):
-    """A disk that slows down by itself: each pair has its own rate, and the engine half of it."""
-    seconds = iter([1, 2, 20, 10, 3, 6])  # raw, engine; engine, raw; raw, engine
-    ticks = iter([tick for took in seconds for tick in (0, took)])
-    monkeypatch.setattr("links.time.perf_counter", lambda: next(ticks))
-    order = []
-    raw, engine = (links.TimedWork(lambda name=name: order.append(name), 60) for name in "re")
-    assert links.beside(raw, engine, 3) == (20, 10, 0.5)
-    assert order == list("reerre")
 
 
 def test_a_quick_run_writes_every_link_and_leaves_nothing(links, tmp_path, no_odirect, tiny_model,

@@ -28,24 +28,6 @@ class WordTokenizer:
                               for piece in pieces]}
 
 
-@pytest.mark.parametrize("tokens", [120, 301])
-def test_each_text_hides_the_numbers_that_are_asked_for(study, tokens):
-    encode, hay = WordTokenizer(), list(range(1000, 1000 + 3 * tokens))
-    tasks = study.make_tasks(hay, encode, tokens=tokens, texts=3)
-    assert len(tasks) == 3 * len(study.QUESTIONS)
-    seen: list[int] = []
-    for task in tasks:
-        assert len(task.text) == tokens and len(task.answer) == 5
-        needle = task.question + task.answer
-        assert sum(task.text[at : at + len(needle)] == needle for at in range(tokens)) == 1
-        for asked in study.ASKED:
-            prompt, rest = task.parts(asked)
-            assert prompt + rest == task.text + needle and rest[-5:] == task.answer
-        if task.text[0] not in seen:
-            seen += [token for token in task.text if token >= 1000]
-    assert seen == hay[: len(seen)]  # the articles in order, each once
-
-
 def test_rows_of_every_cache_are_made_once(tiny_model, study, tmp_path, monkeypatch, capsys):
     path, articles = tmp_path / "rows.csv", tmp_path / "in.jsonl"
     articles.write_text(json.dumps({"article": "word " * 300}), encoding="utf-8")

@@ -118,26 +118,6 @@ def test_halves_lose_nothing():
         ([1, 2], [3, 4]), ([5], [6, 7]), ([8], [9])]
 
 
-# --- the arithmetic
-
-
-def measurement(log_probs, tokens) -> measures.Measurement:
-    return measures.Measurement(log_probs, tokens, None, 1.0)
-
-
-def test_figures_by_hand():
-    full = measurement([[-1.0, -2.0], [-3.0]], [[1, 2, 3, 4], [5, 6, 7, 8]])
-    less = measurement([[-1.0, -3.0], [-5.0]], [[1, 2, 9, 4], [0, 6, 7, 8]])
-    found = measures.figures(less, full)
-    assert found["perplexity"] == pytest.approx(math.exp(3))
-    assert found["perplexity_over_full"] == pytest.approx(math.e)
-    assert found["delta_nats"] == pytest.approx(1.0)  # 3 nats over 3 tokens
-    # Of two articles drawn: both the first, 2 / 4 nats a token; both the second, 2 / 1.
-    assert (found["delta_nats_low"], found["delta_nats_high"]) == pytest.approx((0.5, 2.0))
-    assert found["greedy_equal_share"] == 6 / 8
-    assert found["common_prefix_mean"] == 1.0  # 2 and 0
-
-
 def test_a_token_of_probability_0_makes_it_infinite():
     assert statistics.perplexity([[-1.0], [-math.inf]]) == math.inf
     assert statistics.perplexity([[-1e6]]) == math.inf

@@ -9,6 +9,7 @@ import sys
 import pytest
 from helpers.programs import program
 from helpers.read_back import read_csv
+from helpers.selection import full_cases
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.command import exit_status
@@ -39,7 +40,7 @@ def stop_at(monkeypatch, study, call: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "before"), [
-    ("quality_by_position", ["full"] * 4), ("rounding_quality", ["16"])])
+    ("rounding_quality", ["16"]), *full_cases(("quality_by_position", ["full"] * 4))])
 def test_rows_that_were_measured_stay(flags, monkeypatch, tmp_path, capsys, name, before):
     study = program(f"benchmarks/studies/{name}.py")
     monkeypatch.setattr(sys, "argv", [name, *flags])

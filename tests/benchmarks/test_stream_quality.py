@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import json
-import math
 import types
 
 import pytest
@@ -68,35 +67,10 @@ def articles(tmp_path) -> str:
     return str(path)
 
 
-def measure(h2o, *, most=240, tokens=240, piece=20, llm=None) -> list[dict]:
-    one = Streamed("full" if h2o is None else "h2o", h2o, most, 10.0)
-    return list(segments.measure(llm or FakeLLM(h2o=h2o), one, list(range(tokens)),
-                                 piece=piece))
-
-
-# --- pieces
-
-
-def test_an_evicting_cache_goes_to_the_end():
-    llm = FakeLLM(h2o=H2O)
-    rows = measure(H2O, llm=llm)
-    assert set(rows[0]) == set(segments.COLUMNS)
-    assert [row["position"] for row in rows] == list(range(20, 260, 20))
-    assert [row["tokens"] for row in rows] == [19] + [20] * 11  # the first has no prediction
-    assert llm.given.seen == list(range(240)) and llm.asked == {}
-    assert {row["reason"] for row in rows} == {""}
-    last = rows[-1]
-    assert (last["budget_tokens"], last["heavy_tokens"], last["recent_tokens"],
-            last["sink_tokens"], last["positions"], last["cached_tokens"],
-            last["kv_cache_bytes"], last["trained_positions"]) == (
-        16, 8, 8, 0, "rolling", 16, 1600, 100)
-    assert (last["nll_mean"], last["perplexity"]) == pytest.approx((1, math.e))
-    assert (last["ms_per_token_median"], last["ms_per_token_p95"]) == pytest.approx((229.5, 238.05))
-
-
 def test_the_full_cache_stops_when_it_has_failed():
     llm = FakeLLM(h2o=None)
-    rows = measure(None, llm=llm)
+    rows = list(segments.measure(llm, Streamed("full", None, 240, 10.0), list(range(240)),
+                                 piece=20))
     assert llm.asked == {"max_tokens": 240, "past_context": True}
     assert [row["position"] for row in rows] == [20, 40, 60, 80, 100, 120, 140, 160]
     assert [row["reason"] for row in rows[:-1]] == [""] * 7
@@ -104,21 +78,11 @@ def test_the_full_cache_stops_when_it_has_failed():
     assert rows[-1]["budget_tokens"] is None and rows[-1]["positions"] == "original"
 
 
-# --- the command
-
-
-def run(articles, *flags) -> int:
-    return stream_quality.main(["--input-path", articles, "--tokens", "240", "--piece", "20",
-                                *map(str, flags)])
-
-
-SMALL = ("--num-window-length", 16)
-
-
 def test_a_whole_run(fake, articles, tmp_path, capsys):
     out = tmp_path / "out.csv"
-    assert run(articles, *SMALL, "--policies", "h2o", "sink-window", "window", "full",
-               "--csv", out) == 0
+    assert stream_quality.main([
+        "--input-path", articles, "--tokens", "240", "--piece", "20", "--num-window-length", "16",
+        "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out)]) == 0
     with open(out, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == segments.COLUMNS

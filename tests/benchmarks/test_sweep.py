@@ -143,8 +143,8 @@ def test_a_cell_that_fails_is_a_row_without_figures(bench, tmp_path, monkeypatch
     assert "place=disk hh_ratio=1, repeat 1: does not fit: the run does not fit" in captured.err
 
 
-@pytest.mark.parametrize("torn", ["", "s,--model m --pro"])
-def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys, torn):
+def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys):
+    """Its last row is torn."""
     path = written(tmp_path, {"base": BASE, "grid": GRID, "repeats": 2})
     argv = ["--config", str(path), "--out", str(tmp_path / "o.csv")]
     monkeypatch.setattr(bench.sweep, "run_engine", Fake(bench, most=5))
@@ -153,7 +153,7 @@ def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys, t
     assert said == f"interrupted (rows measured before that: {tmp_path / 'o.csv.partial'})"
     assert len(read_csv(tmp_path / "o.csv.partial")) == 5
     with open(tmp_path / "o.csv.partial", "a", encoding="utf-8") as file:
-        file.write(torn)
+        file.write("s,--model m --pro")
     fake = Fake(bench)
     rows = swept(bench, tmp_path, monkeypatch, fake)
     assert fake.runs == ALL[1:], "the rest of the second time"
