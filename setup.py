@@ -41,11 +41,11 @@ if sysconfig.get_platform().endswith(("x86_64", "amd64")):  # the target platfor
                          "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
                          "amx_emulated": [*AVX2, "-DH2O_EMULATE"]}
 VECTORS = ("portable", "avx2", "avx512")
-PRODUCTS = (*VECTORS, "avx512bf16", "amx", "amx_emulated")
-SOURCES = {"choose": (*VECTORS, "avx512vnni"),
-           "decode": (*VECTORS, "amx", "amx_emulated"),
-           "linear": PRODUCTS, "prefill": PRODUCTS, "product": PRODUCTS,
-           "rounded_product": (*VECTORS, "avxvnni", "avx512vnni", "amx_emulated")}
+MATMULS = (*VECTORS, "avx512bf16", "amx", "amx_emulated")
+SOURCES = {"decode": (*VECTORS, "amx", "amx_emulated"),
+           "int8_linear": (*VECTORS, "avxvnni", "avx512vnni", "amx_emulated"),
+           "linear": MATMULS, "prefill": MATMULS, "quantized_linear": MATMULS,
+           "select_keys": (*VECTORS, "avx512vnni")}
 """Instruction sets that each source is compiled for; `VECTORS` for sources not listed.
 
 dispatch.cpp chooses the kernels of the other instruction sets from these.

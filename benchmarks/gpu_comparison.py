@@ -28,7 +28,7 @@ from flexgen_h2o.files.rows import report_partial_rows
 
 BENCHMARKS = Path(__file__).parent
 CONFIG = BENCHMARKS.parent / "configs" / "compare_gpu_check.yaml"
-LEAST = 20.0
+MIN_SECONDS = 20.0
 """Least seconds to start a system; none loads faster."""
 
 
@@ -166,7 +166,7 @@ def compare(path: Path, checkpoint: WrittenModel, deadline: Deadline,
     UserError
         The model is missing, or the machine's rates cannot be measured.
     """
-    checkpoint.ready(deadline.left() - LEAST)
+    checkpoint.ready(deadline.left() - MIN_SECONDS)
     config = load(CONFIG, models=checkpoint.folder.parent)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         table = Table(os.path.join(folder, path.name))
@@ -186,7 +186,7 @@ def _within(run: Callable[..., dict], config: Comparison, deadline: Deadline, sc
     if job["kind"] == "rates" and rates:
         return rates
     left = deadline.left()
-    if left < LEAST:
+    if left < MIN_SECONDS:
         return {"status": TIME, "reason": "no time was left", "page_cache": "as it was"}
     limit = min(job.get("timeout") or config.timeout, int(left))
     result = run(job, threads=config.threads, timeout=limit, memory=memory, scratch=scratch)

@@ -53,7 +53,7 @@ class Recalled(NamedTuple):
     slots: Tensor
     index: Tensor
     layout: IndexLayout
-    records: CacheLayout | None
+    cache_layout: CacheLayout | None
 
 
 def make_cache(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
@@ -61,21 +61,21 @@ def make_cache(case: RecallCase, sequences: int, kv_heads: int) -> Recalled:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, device=GPU).to(case.dtype)
 
-    records = CacheLayout.from_bits(case.dim, case.bits)
+    cache_layout = CacheLayout.from_bits(case.dim, case.bits)
     slots = normal(2, sequences, kv_heads, case.tokens + 1, case.dim)
-    slots = reference.pack_slots(slots, records)
-    slots[:, :, :, -1] = float("nan") if records is None else 255
+    slots = reference.pack_slots(slots, cache_layout)
+    slots[:, :, :, -1] = float("nan") if cache_layout is None else 255
     layout = IndexLayout(case.dim, case.index_bits)
     index = torch.full((sequences, kv_heads, layout.tiles(case.tokens + 1), layout.tile_bytes),
                        255, dtype=torch.uint8, device=GPU)
     if case.on_host:
         slots = slots.cpu().pin_memory()
     spans = torch.tensor([[0] * sequences, [0] * sequences, [case.tokens] * sequences])
-    ops.index_keys(split_slots(slots, records)[0], index, spans.int(), layout=layout,
-                   records=records and records.keys)
+    ops.index_keys(split_slots(slots, cache_layout)[0], index, spans.int(), layout=layout,
+                   key_layout=cache_layout and cache_layout.keys)
     heads = kv_heads * case.group
     return Recalled(normal(sequences, heads, case.dim), normal(sequences, kv_heads, case.dim),
-                    normal(sequences, kv_heads, case.dim), slots, index, layout, records)
+                    normal(sequences, kv_heads, case.dim), slots, index, layout, cache_layout)
 
 
 def metadata_of(tokens: int, count: int, sequences: int) -> Tensor:
@@ -85,11 +85,11 @@ def metadata_of(tokens: int, count: int, sequences: int) -> Tensor:
 
 def step(cache: Recalled, metadata: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the selected tokens and the attention output."""
-    selected = ops.choose_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
+    selected = ops.select_keys(cache.q, cache.k, index=cache.index, metadata=metadata,
                                layout=cache.layout, top_k=top_k)
-    return selected, ops.attend_recalled(cache.q, cache.k, cache.v, slots=cache.slots,
-                                         selected=selected,
-                                         metadata=metadata, layout=cache.records)[0]
+    return selected, ops.recall_attention(cache.q, cache.k, cache.v, slots=cache.slots,
+                                          selected=selected,
+                                          metadata=metadata, layout=cache.cache_layout)[0]
 
 
 def check_recall(rows, case: RecallCase) -> None:
@@ -100,16 +100,17 @@ def check_recall(rows, case: RecallCase) -> None:
     before = cache.slots.to(GPU)
     right = torch.full_like(cache.index, 255)
     spans = torch.tensor([[0, 0], [0, 0], [case.tokens] * 2]).int()
-    reference_recall.index_keys(split_slots(before, cache.records)[0], right, spans,
-                                layout=cache.layout, records=cache.records and cache.records.keys)
+    reference_recall.index_keys(split_slots(before, cache.cache_layout)[0], right, spans,
+                                layout=cache.layout,
+                                key_layout=cache.cache_layout and cache.cache_layout.keys)
     rows.add("check", "index", shape, case.dtype, (right != cache.index).sum().item(),
              "differences", limit=0)
     count = case.tokens // 5
     metadata = metadata_of(case.tokens, count, 2)
     selected, out = step(cache, metadata, count + 3)
-    expected, _ = reference_recall.attend_recalled(
+    expected, _ = reference_recall.recall_attention(
         cache.q, cache.k, cache.v, slots=before, selected=selected, metadata=metadata,
-        layout=cache.records)
+        layout=cache.cache_layout)
     same = torch.equal(before, cache.slots.to(GPU)) and bool((selected[..., count:] == -1).all())
     rows.add("check", "recall", shape, case.dtype,
              error(out, expected) if same else float("nan"), "error", limit=BOUND[case.dtype])
@@ -178,12 +179,12 @@ class FastSteps:
         self._query = 0.97 * self._query + 0.243 * torch.randn_like(self._query)
         q = self._query.half()
         log_weights = self._set["log_weights"].view(*cache.k.shape[:2], -1)
-        selected = ops.choose_keys(q, cache.k, index=cache.index, metadata=self._metadata,
+        selected = ops.select_keys(q, cache.k, index=cache.index, metadata=self._metadata,
                                    layout=cache.layout, top_k=self._count, log_weights=log_weights)
         taken, moves, counts = ops.claim_slots(selected, **self._set)
         ops.copy_tokens(cache.slots, self._fast, moves, counts)
-        ops.attend_recalled(q, cache.k, cache.v, slots=self._fast, selected=taken,
-                            metadata=self._places)
+        ops.recall_attention(q, cache.k, cache.v, slots=self._fast, selected=taken,
+                             metadata=self._places)
         self.loads.append(counts.sum())
 
     def hits(self) -> float:

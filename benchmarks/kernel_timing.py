@@ -33,8 +33,8 @@ DTYPE = torch.bfloat16
 ROTATED = 1 << 30
 """Bytes of all copies of an input, more than caches hold."""
 PATIENCE = 6.0
-"""Seconds after which a contestant is done, once it has had `FEWEST` calls."""
-FEWEST = 3
+"""Seconds after which a contestant is done, once it has had `MIN_CALLS` calls."""
+MIN_CALLS = 3
 IN_A_ROW = 8
 """Successive calls of a contestant: in a run, calls of layers follow each other, too."""
 READ = 1 << 30
@@ -87,7 +87,7 @@ class TimedRows:
             if not flops and repeat:
                 rates.append(READ / took)
             for name, function in functions.items():
-                if len(seconds[name]) >= FEWEST and sum(seconds[name]) > PATIENCE:
+                if len(seconds[name]) >= MIN_CALLS and sum(seconds[name]) > PATIENCE:
                     continue
                 for arguments in itertools.islice(inputs[name], IN_A_ROW):
                     took = _seconds(function, **arguments)
@@ -291,10 +291,10 @@ def reference_step(step: dict, *, share: float, bits: int) -> torch.Tensor:
     layout, tokens = IndexLayout(DIM, bits), step_metadata(step, share)
     metadata = tokens["metadata"]
     reference_recall.index_keys(slots[0], index, tokens["spans"], layout=layout)
-    selected = reference_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+    selected = reference_recall.select_keys(q, k, index=index, metadata=metadata, layout=layout,
                                             top_k=int(metadata[1].max()))
-    return reference_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
-                                            metadata=metadata)[0]
+    return reference_recall.recall_attention(q, k, v, slots=slots, selected=selected,
+                                             metadata=metadata)[0]
 
 
 def captured_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCalls, torch.Tensor]:
@@ -304,13 +304,13 @@ def captured_recall(step: dict, *, share: float, bits: int) -> tuple[CapturedCal
                              step["indexes"][bits])
     layout, tokens = IndexLayout(DIM, bits), step_metadata(step, share)
     metadata = tokens["metadata"]
-    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, records=None,
+    native_recall.index_keys(slots[0], index, tokens["spans"], layout=layout, key_layout=None,
                              capture=program)
-    selected = native_recall.choose_keys(q, k, index=index, metadata=metadata, layout=layout,
+    selected = native_recall.select_keys(q, k, index=index, metadata=metadata, layout=layout,
                                          top_k=int(metadata[1].max()), capture=program)
-    return program, native_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
-                                                  layout=None,
-                                                  metadata=metadata, capture=program)[0]
+    return program, native_recall.recall_attention(q, k, v, slots=slots, selected=selected,
+                                                   layout=None,
+                                                   metadata=metadata, capture=program)[0]
 
 
 def captured_full(step: dict) -> CapturedCalls:

@@ -266,7 +266,7 @@ def groups(rows: TimedRows, quick: bool) -> None:
         results = [function(small, layout) for function in functions.values()]
         check(f"{operation}: {OURS}, {bits} bits", error(*results), bound=1e-6)
         nbytes = block.nbytes + block[..., 0].numel() * results[0][0].nbytes
-        key = "x" if operation == "quantize" else "records"
+        key = "x" if operation == "quantize" else "packed"
         blocks = itertools.cycle([{key: x, "layout": layout} for x in copies(block, quick)])
         rows.measure(operation, f"{bits} bits, {' x '.join(map(str, shape))}", functions,
                      dict.fromkeys(functions, blocks), nbytes=dict.fromkeys(functions, nbytes))

@@ -75,7 +75,7 @@ def log_numbers(axis, values: Sequence[float], *, base: int = 10) -> None:
 
 
 Row = Mapping[str, str]
-_MOST_NAMED = 3  # of hosts or commits in a caption
+_MAX_NAMED = 3  # of hosts or commits in a caption
 
 
 def read_rows(path: str, required: Iterable[str]) -> list[dict[str, str]]:
@@ -158,8 +158,8 @@ def what_ran(about: Mapping) -> str:
 
 def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
     values = distinct(rows, name)
-    more = len(values) - _MOST_NAMED
-    shown = "/".join(values[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    more = len(values) - _MAX_NAMED
+    shown = "/".join(values[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
     return form.format(shown) if values else ""
 
 

@@ -34,7 +34,7 @@ from flexgen_h2o.metrics.statistics import compare_to_full
 _SHARED = ("path", "device", "dtype")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32"}
 _ARTICLES, _ARTICLE_TOKENS = 20, 500  # by default
-_FEWEST = 4  # tokens: a first half of two, and a query in the second
+_MIN_TOKENS = 4  # tokens: a first half of two, and a query in the second
 _USED_BY = {"budgets": ("local", "misses"), "evict": ("evicted",)}
 
 
@@ -59,11 +59,11 @@ class AnalyzeOptions:
         help="look at the first so many long enough",
     )
     min_tokens: int | None = flag(
-        "int", None, ge=_FEWEST,
-        shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_FEWEST} for a plain text",
+        "int", None, ge=_MIN_TOKENS,
+        shown=f"{_ARTICLE_TOKENS}, at most --max-tokens, and {_MIN_TOKENS} for a plain text",
         help="shorter articles are passed over, a shorter text is refused",
     )
-    max_tokens: int = flag("int", 512, ge=_FEWEST, help="texts are cut to this")
+    max_tokens: int = flag("int", 512, ge=_MIN_TOKENS, help="texts are cut to this")
     budgets: tuple[float, ...] = flag(
         "numbers", (5, 10, 20, 40, 60), gt=0, le=100, metavar="P",
         help="percent of the tokens that are heavy hitters (local), and cache budgets in percent "
@@ -108,7 +108,7 @@ class AnalyzeOptions:
         """Texts of fewer tokens are passed over."""
         if self.min_tokens is not None:
             return self.min_tokens
-        usual = _ARTICLE_TOKENS if self.has_articles else _FEWEST
+        usual = _ARTICLE_TOKENS if self.has_articles else _MIN_TOKENS
         return min(usual, self.max_tokens)
 
     def texts(self) -> list[str]:

@@ -176,14 +176,14 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
     slots = _slots(dtype, size, bits, 1, 4, length)
     index = torch.empty(1, 4, layout.tiles(length), layout.tile_bytes, dtype=torch.uint8)
     metadata = torch.empty(2, 1, dtype=torch.int32)
-    selected = triton_recall.choose_keys(
+    selected = triton_recall.select_keys(
         q, k, index=index, metadata=metadata, layout=layout, top_k=length // 80 * 16,
         log_weights=None, form=DEFAULT_ARGUMENTS)
-    triton_recall.attend_recalled(q, k, k, slots=slots, selected=selected, metadata=metadata,
-                                  layout=CacheLayout.from_bits(size, bits), form=DEFAULT_ARGUMENTS)
+    triton_recall.recall_attention(q, k, k, slots=slots, selected=selected, metadata=metadata,
+                                   layout=CacheLayout.from_bits(size, bits), form=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
                              layout=layout,
-                             records=None if bits == 16 else GroupLayout(size, bits))
+                             key_layout=None if bits == 16 else GroupLayout(size, bits))
     slot_of, token_of, weights = (torch.empty(4, count, dtype=torch.int32)
                                   for count in (length, length // 40 * 16, length))
     _, moves, counts = triton_hot_set.claim_slots(selected, slot_of=slot_of, token_of=token_of,

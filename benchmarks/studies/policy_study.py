@@ -74,7 +74,7 @@ SNAP_WINDOW = 32
 """Observation window of SnapKV for prompts."""
 INTERVAL = 8
 """Decode steps between evictions of kvpress, whose mean cache size is the budget."""
-FEWEST = 7
+DECODE_WINDOW = 7
 """Observation window of SnapKV while decoding."""
 
 
@@ -129,7 +129,7 @@ def make_press(rival: Rival, part: str, keep: int, prompt: int):
     cut = press(1 - (keep + 0.5) / prompt, SNAP_WINDOW if keep > SNAP_WINDOW else keep // 2)
     if part == "cut":
         return cut
-    decoding = kvpress.DecodingPress(press(0.0, FEWEST), compression_interval=INTERVAL,
+    decoding = kvpress.DecodingPress(press(0.0, DECODE_WINDOW), compression_interval=INTERVAL,
                                      target_size=keep - INTERVAL // 2)
     return kvpress.PrefillDecodingPress(prefilling_press=cut, decoding_press=decoding)
 

@@ -1,7 +1,7 @@
 """A cache on disk of which decode steps fetch only the selected tokens, and the choice of parts.
 
-On disk the cache is in *records* of whole pages: some neighbouring tokens of one KV head, keys and
-values side by side (`config.cache_layout.PageLayout`).
+On disk the cache is in *pages*, each with the keys and values of adjacent tokens of one KV head
+(`config.cache_layout.PageLayout`).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:
     return PageLayout(slot_layout.kv_heads, token_bytes, slots)
 
 
-def view_records(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
-    """View a buffer of records, uint8 [n * record_bytes], as [n, tokens, kinds, width]."""
-    rows = buffer.view(-1, pages.record_bytes)[:, : pages.tokens * pages.token_bytes]
+def view_pages(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
+    """View a buffer of pages, uint8 [n * page_bytes], as [n, tokens, kinds, width]."""
+    rows = buffer.view(-1, pages.page_bytes)[:, : pages.tokens * pages.token_bytes]
     return rows.view(slot_layout.dtype).unflatten(
         1, (pages.tokens, slot_layout.kinds, slot_layout.width))
 
 
 def view_slots(buffer: Tensor, pages: PageLayout, slot_layout: SlotLayout) -> Tensor:
-    """View a buffer of equally many records of each head as slots in the order of their tokens.
+    """View a buffer with the same number of pages per head as slots in token order.
 
-    Strided: [kinds, kv_heads, records, tokens, width].
+    Strided: [kinds, kv_heads, pages, tokens, width].
     """
-    records = view_records(buffer, pages, slot_layout).unflatten(0, (pages.kv_heads, -1))
-    return records.permute(3, 0, 1, 2, 4)
+    by_head = view_pages(buffer, pages, slot_layout).unflatten(0, (pages.kv_heads, -1))
+    return by_head.permute(3, 0, 1, 2, 4)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class DiskRecallPart(FetchedPart):
 
     Prompts are fetched and stored by whole layers, as in `FetchedPart`. After that memory holds,
     of each (layer, batch), a hot set of tokens, and the newest tokens, which are written when
-    their record is full.
+    their page is full.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class DiskRecallPart(FetchedPart):
         sizes = [self._hot_bytes(layer, last - first) for layer in range(len(hot_slots))]
         self._starts = [0, *accumulate(size * capacity.batches for size in sizes)]
         self._buffer = self._device.empty(self._starts[-1])
-        self._landing = self._device.host_empty(CHUNK)
+        self._read_buffer = self._device.host_empty(CHUNK)
         self._hot: dict[tuple[int, int], _HotTokens] = {}
 
     @staticmethod
@@ -120,10 +120,10 @@ class DiskRecallPart(FetchedPart):
         unselected_slots = tuple(slots for slots, hot in zip(capacity.slots, hot_slots, strict=True)
                                  if not hot)
         pages = cls._page_layouts(slot_layout, capacity, hot_slots)
-        records = sum(layout.sequence_bytes for layout in pages if layout is not None)
+        sequence_bytes = sum(layout.sequence_bytes for layout in pages if layout is not None)
         return cls.file_bytes(slot_layout, sequences,
                               Capacity(capacity.batches, unselected_slots)) + (
-            capacity.batches * sequences * records)
+            capacity.batches * sequences * sequence_bytes)
 
     def _layer_bytes(self, sequences: int, capacity: Capacity) -> list[tuple[int, int]]:
         return [sizes if pages is None else (
@@ -183,25 +183,25 @@ class DiskRecallPart(FetchedPart):
         fill = partial(self._read_all, layer=layer, batch=batch, cached=tuple(hot.cached))
         self._ring.load((layer, batch), fill if fetch else lambda lane, staging: None, after=before)
 
-    def _record_extents(self, layer: int, batch: int, sequence: int, tokens: range
+    def _page_extents(self, layer: int, batch: int, sequence: int, tokens: range
                         ) -> Iterator[tuple[slice, list[Extent]]]:
-        """Yield rows of records that hold tokens of a sequence, and their extent for each head.
+        """Yield rows of pages that hold tokens of a sequence, and their extent for each head.
 
         Each item has some MB at most.
         """
         pages, extent = self._pages[layer], self._stores[layer, batch].extent
-        step = max(1, CHUNK // (pages.kv_heads * pages.record_bytes))
+        step = max(1, CHUNK // (pages.kv_heads * pages.page_bytes))
         last = -(-tokens.stop // pages.tokens)
         heads = range(sequence * pages.kv_heads, (sequence + 1) * pages.kv_heads)
         for row in range(tokens.start // pages.tokens, last, step):
             rows = slice(row, min(row + step, last))
             yield rows, [Extent(extent.path,
-                                extent.offset + (head * pages.rows + row) * pages.record_bytes,
-                                (rows.stop - row) * pages.record_bytes) for head in heads]
+                                extent.offset + (head * pages.rows + row) * pages.page_bytes,
+                                (rows.stop - row) * pages.page_bytes) for head in heads]
 
-    def _landing_for(self, pages: PageLayout) -> Tensor:
-        """Return a buffer for an item of `_record_extents`."""
-        return self._device.host_empty(max(CHUNK, pages.kv_heads * pages.record_bytes))
+    def _new_read_buffer(self, pages: PageLayout) -> Tensor:
+        """Return a buffer for an item of `_page_extents`."""
+        return self._device.host_empty(max(CHUNK, pages.kv_heads * pages.page_bytes))
 
     def _newest(self, layer: int, batch: int) -> Tensor:
         """Return the newest tokens, [sequences, kv_heads, newest, kinds, width]."""
@@ -216,15 +216,15 @@ class DiskRecallPart(FetchedPart):
                   cached: Sequence[int]) -> None:
         """Fill a staging buffer with all cached tokens, from disk and then from the newest."""
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
-        newest, landing = self._newest(layer, batch), self._landing_for(pages)
+        newest, read_buffer = self._newest(layer, batch), self._new_read_buffer(pages)
         for sequence, count in enumerate(cached):
-            by_record = cache[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extents in self._record_extents(layer, batch, sequence, range(count)):
+            by_page = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            for rows, extents in self._page_extents(layer, batch, sequence, range(count)):
                 size = extents[0].nbytes
-                buffer = landing[: len(extents) * size]
+                buffer = read_buffer[: len(extents) * size]
                 lane.disk.read([AlignedRead(extent.path, extent.offset, size, head * size)
                                 for head, extent in enumerate(extents)], buffer)
-                by_record[:, :, rows] = view_slots(buffer, pages, self.slot_layout)
+                by_page[:, :, rows] = view_slots(buffer, pages, self.slot_layout)
             tokens = torch.arange(pages.first_recent_token(count), count)
             cache[:, sequence, :, tokens] = newest[
                 sequence, :, tokens % newest.shape[2]].permute(2, 0, 1, 3)
@@ -257,14 +257,14 @@ class DiskRecallPart(FetchedPart):
 
     def _write_all(self, lane: Lane, staging: StagingBuffer, *, layer: int, batch: int,
                    new: Sequence[range]) -> None:
-        """Write the records of new tokens of each sequence."""
+        """Write the pages of new tokens of each sequence."""
         pages, cache = self._pages[layer], self._staged(staging, layer, batch)
-        landing = self._landing_for(pages)
+        read_buffer = self._new_read_buffer(pages)
         for sequence, tokens in enumerate(new):
-            by_record = cache[:, sequence].unflatten(2, (-1, pages.tokens))
-            for rows, extents in self._record_extents(layer, batch, sequence, tokens):
-                buffer = landing[: sum(extent.nbytes for extent in extents)]
-                view_slots(buffer, pages, self.slot_layout).copy_(by_record[:, :, rows])
+            by_page = cache[:, sequence].unflatten(2, (-1, pages.tokens))
+            for rows, extents in self._page_extents(layer, batch, sequence, tokens):
+                buffer = read_buffer[: sum(extent.nbytes for extent in extents)]
+                view_slots(buffer, pages, self.slot_layout).copy_(by_page[:, :, rows])
                 lane.disk.write_each(extents, buffer)
 
     # New tokens: selected ones
@@ -286,7 +286,7 @@ class DiskRecallPart(FetchedPart):
         if self._pages[layer] is None:
             return super().fetch_selected(layer, batch, rows, selected)
         pages, hot, positions = self._pages[layer], self._hot[layer, batch], selected.spans[1]
-        self._write_full_records(layer, batch, rows, positions.tolist())
+        self._write_full_pages(layer, batch, rows, positions.tolist())
         slots, hits, loads = self._fetch_missing(layer, batch, rows, selected)
         self.counts.hits += hits
         self.counts.loads += loads
@@ -330,9 +330,9 @@ class DiskRecallPart(FetchedPart):
         Return the slots of all selected tokens, how many were in memory, and how many were not.
         """
         pages, hot = self._pages[layer], self._hot[layer, batch]
-        firsts = [pages.first_recent_token(cached) for cached in selected.spans[1].tolist()]
-        slots, missing, hits = hot.hot_set.take(
-            selected.slots, torch.tensor(firsts, dtype=torch.int32),
+        first_recent = [pages.first_recent_token(cached) for cached in selected.spans[1].tolist()]
+        slots, missing, hits = hot.hot_set.assign(
+            selected.slots, torch.tensor(first_recent, dtype=torch.int32),
             head=rows.start * self.slot_layout.kv_heads)
         if missing.numel():
             store = self._stores[layer, batch]
@@ -347,18 +347,18 @@ class DiskRecallPart(FetchedPart):
         """Read missing tokens [3, n] (head, token, slot) from an extent into slots."""
         done = lane.disk.read_by(extent.path, partial(
             ops.fetch_tokens, missing, slots, offset=extent.offset, layout=pages,
-            landing=self._landing))
-        record = self._landing[: pages.record_bytes]
+            read_buffer=self._read_buffer))
+        page = self._read_buffer[: pages.page_bytes]
         for head, token, slot in missing[:, done:].T.tolist():  # `read` raises what went wrong
             row = head * pages.rows + token // pages.tokens
-            lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.record_bytes,
-                                        pages.record_bytes, 0)], record)
-            slots.flatten(0, 1)[head, slot] = view_records(
-                record, pages, self.slot_layout)[0, token % pages.tokens]
+            lane.disk.read([AlignedRead(extent.path, extent.offset + row * pages.page_bytes,
+                                        pages.page_bytes, 0)], page)
+            slots.flatten(0, 1)[head, slot] = view_pages(
+                page, pages, self.slot_layout)[0, token % pages.tokens]
 
-    def _write_full_records(self, layer: int, batch: int, rows: slice, cached: Sequence[int]
+    def _write_full_pages(self, layer: int, batch: int, rows: slice, cached: Sequence[int]
                             ) -> None:
-        """Start writing the records of the newest tokens that have become full."""
+        """Start writing the pages of the newest tokens that have become full."""
         pages, hot = self._pages[layer], self._hot[layer, batch]
         store = self._stores[layer, batch]
         if rows.start == 0:  # once a step: wait for the writes of earlier steps
@@ -372,17 +372,17 @@ class DiskRecallPart(FetchedPart):
                 continue
             hot.written[sequence] = full * pages.tokens
             # [kv_heads, tokens, kinds, width]
-            record = newest[sequence, :, (full - 1) % newest.shape[2]]
-            (_, extents), = self._record_extents(layer, batch, sequence, range(
+            page = newest[sequence, :, (full - 1) % newest.shape[2]]
+            (_, extents), = self._page_extents(layer, batch, sequence, range(
                 (full - 1) * pages.tokens, full * pages.tokens))
             store.busy.append(self._transfers.submit(
-                "stores", partial(self._write_record, pages=pages, extents=extents,
-                                  record=record)))
+                "stores", partial(self._write_page, pages=pages, extents=extents,
+                                  page=page)))
 
-    def _write_record(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent],
-                      record: Tensor) -> None:
+    def _write_page(self, lane: Lane, *, pages: PageLayout, extents: Sequence[Extent],
+                    page: Tensor) -> None:
         buffer = self._device.host_empty(sum(extent.nbytes for extent in extents))
-        view_records(buffer, pages, self.slot_layout).copy_(record)
+        view_pages(buffer, pages, self.slot_layout).copy_(page)
         lane.disk.write_each(extents, buffer)
 
 

@@ -70,7 +70,7 @@ class HotSet:
     Attributes
     ----------
     log_weights : int32 Tensor [heads, tokens]
-        The running means. `ops.choose_keys` updates them: `reference.recall.update_log_weights`.
+        The running means. `ops.select_keys` updates them: `reference.recall.update_log_weights`.
     """
 
     def __init__(self, heads: int, tokens: int, slots: int, newest: int, *,
@@ -81,16 +81,16 @@ class HotSet:
         self.log_weights = torch.zeros((heads, tokens), **options)
         self._newest = newest
 
-    def take(self, selected: Tensor, firsts: Tensor, *, head: int = 0
+    def assign(self, selected: Tensor, first_recent: Tensor, *, head: int = 0
              ) -> tuple[Tensor, Tensor, int]:
         """Assign slots to the tokens that heads from number `head` on have selected.
 
-        Arguments and results are those of `reference_recall.take_slots`, but missing tokens have
+        Arguments and results are those of `reference_recall.assign_slots`, but missing tokens have
         the head's number in this set.
         """
         heads = slice(head, head + selected.shape[0] * selected.shape[1])
-        slots, missing, hits = ops.take_slots(
-            selected, firsts, slot_of=self._slot_of[heads], token_of=self._token_of[heads],
+        slots, missing, hits = ops.assign_slots(
+            selected, first_recent, slot_of=self._slot_of[heads], token_of=self._token_of[heads],
             log_weights=self.log_weights[heads], newest=self._newest)
         missing[0] += head
         return slots, missing, hits
@@ -100,14 +100,14 @@ class HotSet:
         return ops.claim_slots(selected, slot_of=self._slot_of, token_of=self._token_of,
                                log_weights=self.log_weights)
 
-    def forget(self, firsts: Tensor) -> None:
+    def forget(self, first: Tensor) -> None:
         """Free the slots of tokens from a position on, int Tensor [heads]."""
-        forgotten = self._token_of >= firsts[:, None]
+        forgotten = self._token_of >= first[:, None]
         head, slot = forgotten.nonzero(as_tuple=True)
         self._slot_of[head, self._token_of[head, slot].long()] = -1
         self._token_of.masked_fill_(forgotten, -1)
-        positions = torch.arange(self.log_weights.shape[1], device=firsts.device)
-        self.log_weights.masked_fill_(positions >= firsts[:, None], 0)
+        positions = torch.arange(self.log_weights.shape[1], device=first.device)
+        self.log_weights.masked_fill_(positions >= first[:, None], 0)
 
 
 @dataclass

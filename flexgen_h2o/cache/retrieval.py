@@ -150,7 +150,7 @@ class Recall:
             counts = [end - first for _, first, end in tokens]
             ops.index_keys(self._keys(part.get(layer, batch)[:, rows]), index[rows],
                            torch.tensor([firsts, firsts, counts], dtype=torch.int32),
-                           layout=self._layout, records=self._key_groups)
+                           layout=self._layout, key_layout=self._key_groups)
         part.on_prompt_cached(layer, batch, tokens)
 
     def step(self, layer: int, batch: int, part: CachePart, *, tokens: Sequence[int],
@@ -186,7 +186,7 @@ class Recall:
     def select(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any
                ) -> SelectedTokens:
         """Return the tokens that new tokens attend to, by their queries and keys; see `attend`."""
-        slots = ops.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
+        slots = ops.select_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
                                 top_k=step.top_k, **options)
         return SelectedTokens(slots, step.metadata, step.spans)
 
@@ -225,11 +225,11 @@ class Recall:
         results = []
         for rows, selected in zip(groups, fetches, strict=True):
             entries = part.selected_entries(*where, rows)
-            results.append(ops.attend_recalled(
+            results.append(ops.recall_attention(
                 q[rows], k[rows], v[rows], slots=entries, selected=selected.slots,
                 metadata=selected.metadata, layout=self._shape.layout, **narrowed_options(rows)))
             ops.index_keys(self._keys(entries), index[rows], selected.spans, layout=self._layout,
-                           records=self._key_groups)
+                           key_layout=self._key_groups)
         if len(results) == 1:
             return results[0]
         out, slots = zip(*results, strict=True)
@@ -250,10 +250,10 @@ class Recall:
         selected = self._selected.setdefault(
             (len(q), top_k),
             step.metadata.new_empty((len(q), self._shape.kv_heads, top_k)))
-        native_recall.choose_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
+        native_recall.select_keys(q, k, index=index, metadata=step.metadata, layout=self._layout,
                                   top_k=top_k, form=form, out=selected, capture=capture)
-        native_recall.attend_recalled(q, k, v, slots=slots, selected=selected,
-                                      metadata=step.metadata, layout=self._shape.layout,
-                                      form=form, out=out, capture=capture)
+        native_recall.recall_attention(q, k, v, slots=slots, selected=selected,
+                                       metadata=step.metadata, layout=self._shape.layout,
+                                       form=form, out=out, capture=capture)
         native_recall.index_keys(self._keys(slots), index, step.spans, layout=self._layout,
-                                 records=self._key_groups, capture=capture)
+                                 key_layout=self._key_groups, capture=capture)

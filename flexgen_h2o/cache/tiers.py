@@ -193,7 +193,7 @@ class CachePart:
         """Start fetching tokens that the next `fetch_selected` may ask for."""
 
     def log_weights(self, layer: int, batch: int, rows: slice) -> torch.Tensor | None:
-        """Return running means of attention weights that `ops.choose_keys` updates in place.
+        """Return running means of attention weights that `ops.select_keys` updates in place.
 
         int32 [sequences, kv_heads, tokens], for some sequences; None if the part keeps none.
         """

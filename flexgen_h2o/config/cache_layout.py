@@ -11,7 +11,7 @@ from flexgen_h2o.config.limits import (
     GROUP_SIZE,
     INDEX_TILE,
     MAX_READ_GAP,
-    NEWEST_RECORDS,
+    NEWEST_PAGES,
     PAGE,
     READ_BYTES,
 )
@@ -24,10 +24,10 @@ CACHE_BITS = (16, 8, 4)
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """The record of one quantized vector: codes, then a scale and a zero point for each group.
+    """The layout of a quantized vector: codes, then a scale and a zero point for each group.
 
-    A record is contiguous, so storage can move and overwrite vectors without knowing that they are
-    quantized. Its bytes are:
+    The bytes of a vector are contiguous, so storage can move and overwrite vectors without knowing
+    that they are quantized. They are:
 
     ===================================  ===================================================
     ``code_bytes``                       uint8 codes; with 4 bits, element i is the low half
@@ -92,16 +92,16 @@ class GroupLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a record."""
+        """Bytes of a quantized vector."""
         return self.code_bytes + 4 * self.groups
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The records of keys and values of a quantized cache.
+    """The layout of keys and values of a quantized cache.
 
     If keys and values have the same layout, slots are ``[2, ..., slots, width]``, as in a cache of
-    plain vectors. Otherwise one record holds both, the key first: ``[1, ..., slots, width]``. Code
+    plain vectors. Otherwise a slot holds both, the key first: ``[1, ..., slots, width]``. Code
     that moves slots needs no knowledge of their contents.
     """
 
@@ -122,7 +122,7 @@ class CacheLayout:
 
     @cached_property
     def mixed(self) -> bool:
-        """Whether a slot holds key and value in one record."""
+        """Whether key and value have different layouts, and lie side by side in a slot."""
         return self.keys != self.values
 
     @cached_property
@@ -132,7 +132,7 @@ class CacheLayout:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of a record: the size of the last axis of slots."""
+        """Bytes of a slot: the size of its last axis."""
         return self.keys.nbytes + self.values.nbytes if self.mixed else self.keys.nbytes
 
 
@@ -207,7 +207,7 @@ class CacheOptions:
         return self.key_bits, self.value_bits
 
     def layout(self, head_dim: int) -> CacheLayout | None:
-        """Return the layout of records; None for 16 bits."""
+        """Return the layout of slots; None for 16 bits."""
         return CacheLayout.from_bits(head_dim, *self.kind_bits)
 
     @property
@@ -323,11 +323,11 @@ class IndexLayout:
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The layout on disk of a layer's cache with recall: records [sequences, kv_heads, rows].
+    """The layout on disk of a layer's cache with recall: pages [sequences, kv_heads, rows].
 
-    A record holds the keys and values of adjacent tokens of one KV head, padded to whole pages; key
-    and value of a token are adjacent. Records of a head are contiguous in the order of tokens,
-    because the misses of a head are often neighbours.
+    A page holds the keys and values of adjacent tokens of one KV head, padded to a multiple of
+    `PAGE` bytes; key and value of a token are adjacent. The pages of a head are contiguous in token
+    order, because the misses of a head are often close together.
 
     Attributes
     ----------
@@ -344,39 +344,39 @@ class PageLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens per record."""
+        """Tokens per page."""
         return max(1, PAGE // self.token_bytes)
 
     @property
-    def record_bytes(self) -> int:
-        """Bytes of a record."""
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
         return -(-self.tokens * self.token_bytes // PAGE) * PAGE
 
     @property
     def rows(self) -> int:
-        """Records per KV head of a sequence."""
+        """Pages per KV head of a sequence."""
         return -(-self.slots // self.tokens)
 
     @property
     def gap(self) -> int:
-        """Maximum number of unneeded records between two that one request reads."""
-        return MAX_READ_GAP // self.record_bytes
+        """Maximum number of unneeded pages between two that one request reads."""
+        return MAX_READ_GAP // self.page_bytes
 
     @property
-    def max_read_records(self) -> int:
-        """Maximum records per read request."""
-        return max(1, READ_BYTES // self.record_bytes)
+    def max_read_pages(self) -> int:
+        """Maximum pages per read request."""
+        return max(1, READ_BYTES // self.page_bytes)
 
     @property
     def sequence_bytes(self) -> int:
         """Bytes per sequence."""
-        return self.kv_heads * self.rows * self.record_bytes
+        return self.kv_heads * self.rows * self.page_bytes
 
     @property
     def newest(self) -> int:
-        """Maximum number of newest tokens that are held in memory."""
-        return NEWEST_RECORDS * self.tokens
+        """Maximum number of newest tokens that are also in memory."""
+        return NEWEST_PAGES * self.tokens
 
     def first_recent_token(self, cached: int) -> int:
         """Return the first of the newest tokens, for a number of cached tokens."""
-        return max(0, (cached // self.tokens - NEWEST_RECORDS + 1) * self.tokens)
+        return max(0, (cached // self.tokens - NEWEST_PAGES + 1) * self.tokens)

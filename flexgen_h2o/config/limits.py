@@ -9,8 +9,8 @@ ROW_BLOCK = 2048
 bounds the MLP's scratch memory; matmuls reach full speed with far fewer rows."""
 
 CHUNK_ROWS = {"cpu": ROW_BLOCK, "cuda": 8 * ROW_BLOCK}
-"""Rows of a prefill that go through a layer together, by device type. Their scratch memory is small
-enough for the caches of a CPU, and its matmuls stay busy; more rows would only cost memory."""
+"""Rows of a prefill that go through a layer together, by device type. Their scratch memory fits in
+the caches of a CPU, and matmuls run at full speed. More rows would only cost memory."""
 
 LOGIT_ROWS = 512
 """Rows whose logits are computed together, because a vocabulary is large."""
@@ -49,19 +49,20 @@ PAGE = 4096
 HOT_SET_FACTOR = 2
 """Size of the hot set of a cache on disk, in multiples of the tokens that a step attends to."""
 
-NEWEST_RECORDS = 2
-"""Records of the newest tokens of such a cache in memory: one being filled, one being written."""
+NEWEST_PAGES = 2
+"""Pages of a cache on disk whose tokens, the newest, are also in memory: one is being filled, one
+being written."""
 
 RECALL_GROUPS = 2
 """Maximum number of groups of a batch that recall one after the other: a group attends while the
 tokens of the next one are read."""
 
 MAX_READ_GAP = 32 << 10
-"""Maximum gap in bytes between two records that are read by one request: one more request would
-take a disk about as long as reading the gap."""
+"""Maximum gap in bytes between two pages of a cache that are read by one request. A second request
+would take a disk about as long as reading the gap."""
 
 READ_BYTES = 256 << 10
-"""Maximum bytes of a read request of such a cache, unless a record is larger."""
+"""Maximum bytes of a request that reads pages of a cache, unless a page is larger."""
 
 INDEX_TILE = 16
 """Tokens that are interleaved in the key index: the lanes of the widest vectors."""
@@ -88,7 +89,7 @@ MATRIX_TILE = 16
 MXFP4_GROUP = 32
 """Inputs that share a scale in MXFP4."""
 
-PRODUCT_ROWS, PRODUCT_OUTPUTS = 256, 2 * MATRIX_TILE
+MATMUL_ROWS, MATMUL_OUTPUTS = 256, 2 * MATRIX_TILE
 """Blocking of quantized matmuls: input rows per weight block in the L1 cache, and outputs that a
 thread accumulates together in float32."""
 
@@ -97,7 +98,7 @@ TILED_OUTPUTS, TILED_INPUTS, TILED_ROWS = 128, 2048, 1024
 and rows whose partial sums a thread keeps.
 """
 
-PRODUCT_DEPTH = 128
+MATMUL_DEPTH = 128
 """Inputs per block of float32 matmuls, which dequantize a panel of this depth."""
 
 SKINNY_ROWS = 128
@@ -117,11 +118,11 @@ AMX it may be twice as many, with the weights of some keys only."""
 SLOT_TILE = 64
 """Cache slots whose keys or values a thread dequantizes at once."""
 
-FEWEST_TASKS = 64
+MIN_TASKS = 64
 """Minimum number of tasks into which few heads are split, for any number of threads; each task has
 its own partial results."""
 
-KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "PRODUCT_ROWS", "PRODUCT_OUTPUTS",
-           "PRODUCT_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "FEWEST_TASKS", "INDEX_TILE",
+KERNELS = ("EMPTY", "MATRIX_TILE", "MXFP4_GROUP", "MATMUL_ROWS", "MATMUL_OUTPUTS",
+           "MATMUL_DEPTH", "SKINNY_ROWS", "QUERY_LANES", "SLOT_TILE", "MIN_TASKS", "INDEX_TILE",
            "MEAN_SHIFT", "EXPERT_ROUND", "TILED_ROWS", "TILED_OUTPUTS", "TILED_INPUTS")
 """Constants that the C++ kernels are compiled with."""

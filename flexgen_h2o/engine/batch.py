@@ -182,8 +182,8 @@ class Batch:
         return [lengths[span.sequence] for span in self.spans(forward_pass)
                 for _ in range(len(span))]
 
-    def chunks(self, forward_pass: int, most_rows: int) -> Iterator[RowChunk]:
-        """Yield the rows of a prefill in chunks of whole spans, with at most `most_rows` rows.
+    def chunks(self, forward_pass: int, max_rows: int) -> Iterator[RowChunk]:
+        """Yield the rows of a prefill in chunks of whole spans, with at most `max_rows` rows.
 
         A longer span is its own chunk.
         """
@@ -192,7 +192,7 @@ class Batch:
         for span in self.spans(forward_pass):
             if not len(span):
                 continue
-            if spans and rows + len(span) > most_rows:
+            if spans and rows + len(span) > max_rows:
                 yield RowChunk(tuple(spans), row, row + rows)
                 spans, row, rows = [], row + rows, 0
             spans.append(span)

@@ -44,7 +44,7 @@ from flexgen_h2o.storage.tiers import Device
 SEQUENCES, LENGTH = 16, 512
 """Upper limits of the sequences of the text, and of the tokens of each."""
 
-FEWEST_TOKENS = 128
+MIN_TOKENS = 128
 """A text of fewer tokens is refused."""
 
 _BATCH = 4  # sequences; more than one batch to a block, so that layers come whole from disk
@@ -74,9 +74,9 @@ def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: Engin
     path = os.path.expanduser(args.calibration)
     sequences = prompts.windows(_read(path), "calibration", count=SEQUENCES, length=LENGTH)
     tokens = sum(map(len, sequences))
-    if tokens < FEWEST_TOKENS:
+    if tokens < MIN_TOKENS:
         raise UserError(f"calibration {path} has {tokens} tokens: give a text of at least "
-                        f"{FEWEST_TOKENS}, better of {SEQUENCES * LENGTH}")
+                        f"{MIN_TOKENS}, better of {SEQUENCES * LENGTH}")
     key = json.dumps([_VERSION, sequences]).encode()
     source.calibration = hashlib.sha256(key).hexdigest()[:16]
     if args.pipeline is not None and not source.is_cached(args.weight_cache):

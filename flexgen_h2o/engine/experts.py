@@ -64,8 +64,8 @@ class ExpertMatmuls:
             activation(config.activation))
         self._group_table = ExpertTable(mixture.count)
 
-    def begin(self, x: Tensor, ids: Tensor, shares: Tensor, sums: Tensor, counts: Sequence[int]
-              ) -> None:
+    def begin(self, x: Tensor, ids: Tensor, routing_weights: Tensor, sums: Tensor,
+              counts: Sequence[int]) -> None:
         """Begin a layer.
 
         Parameters
@@ -73,14 +73,14 @@ class ExpertMatmuls:
         x : Tensor [rows, hidden]
             Normalized inputs.
         ids : int64 Tensor [rows, experts per token]
-        shares : float32 Tensor [rows, experts per token]
+        routing_weights : float32 Tensor [rows, experts per token]
             Weight of each expert's output.
         sums : Tensor [rows, hidden] of `sums_dtype`
             The sums that `add` updates.
         counts : sequence of int
             Rows of each expert.
         """
-        self._x, self._ids, self._shares, self._sums = x, ids, shares, sums
+        self._x, self._ids, self._routing_weights, self._sums = x, ids, routing_weights, sums
         self._counts = counts
         self._picks: Sequence[Tensor] | None = None
         fusible = (isinstance(self._activation, tuple)
@@ -109,7 +109,7 @@ class ExpertMatmuls:
             if table is None:
                 for number, w in fused.items():
                     put(fused_table, number, w)
-            experts(self._x, self._ids, self._shares, fused_table, self._sums,
+            experts(self._x, self._ids, self._routing_weights, fused_table, self._sums,
                     function=self._activation, max_rows=self._max_fused_rows)
             if table is None:
                 for number in fused:
@@ -120,13 +120,14 @@ class ExpertMatmuls:
     def _add_one(self, number: int, w: Mapping[str, Weight]) -> None:
         if self._picks is None:
             self._picks = self._ids.flatten().argsort(stable=True).split(list(self._counts))
-        shares = self._shares.flatten()
+        routing_weights = self._routing_weights.flatten()
         for picks in self._picks[number].split(ROW_BLOCK):
             rows = picks // self._ids.shape[1]
             x = self._operations.get("gathered", (len(rows), self._x.shape[1]), self._x.dtype)
             torch.index_select(self._x, 0, rows, out=x)
             out = self._family.expert(self._config, w, x, self._operations)
-            self._sums.index_add_(0, rows, out.to(self._sums.dtype).mul_(shares[picks, None]))
+            out = out.to(self._sums.dtype).mul_(routing_weights[picks, None])
+            self._sums.index_add_(0, rows, out)
 
 
 class HostExperts:
@@ -147,7 +148,7 @@ class HostExperts:
         self._matmuls = ExpertMatmuls(config, Operations("cpu"), slots.options)
         self._buffers: list[Tensor] = []
 
-    def start(self, keys: Sequence[ExpertKey], x: Tensor, ids: Tensor, shares: Tensor
+    def start(self, keys: Sequence[ExpertKey], x: Tensor, ids: Tensor, routing_weights: Tensor
               ) -> tuple[Tensor, Tensor, Handle]:
         """Start the computation of some experts.
 
@@ -156,7 +157,7 @@ class HostExperts:
         keys : sequence of (layer, number)
             Chosen experts of one layer, in host memory.
         x : Tensor [rows, hidden], on the GPU
-        ids, shares : Tensor [rows, experts per token], on the GPU
+        ids, routing_weights : Tensor [rows, experts per token], on the GPU
 
         Returns
         -------
@@ -169,16 +170,16 @@ class HostExperts:
         numbers = torch.tensor([number for _, number in keys], device=ids.device)
         rows = torch.isin(ids, numbers).any(1).nonzero().flatten()
         inputs = x[rows]
-        chosen_ids, chosen_shares = ids[rows].cpu(), shares[rows].cpu()
+        host_ids, host_weights = ids[rows].cpu(), routing_weights[rows].cpu()
         sums = torch.empty(inputs.shape, dtype=sums_dtype(x.dtype), device=x.device)
 
         def job(lane: Lane) -> None:
             host_inputs, host_sums = self._host_buffers(inputs, sums)
             lane.copy(host_inputs, inputs, D2H)
             lane.flush()
-            counts = torch.bincount(chosen_ids.flatten(), minlength=self._count)
+            counts = torch.bincount(host_ids.flatten(), minlength=self._count)
             with self._transfers.host_span("experts", "cpu experts"):
-                self._matmuls.begin(host_inputs, chosen_ids, chosen_shares, host_sums.zero_(),
+                self._matmuls.begin(host_inputs, host_ids, host_weights, host_sums.zero_(),
                                     counts.tolist())
                 self._matmuls.add(self._slots.host_weights(keys),
                                   partial(self._slots.host_table, keys[0][0]))
@@ -218,7 +219,7 @@ class ExpertLayers:
         self._computed = True
         self._inputs: Tensor
         self._ids: Tensor
-        self._shares: Tensor
+        self._routing_weights: Tensor
         self._counts: list[int]
         self._routed = slice(0, 0)  # the rows that `route` was last called with
         self._predicted: Counter[int] = Counter()
@@ -264,9 +265,9 @@ class ExpertLayers:
         if layer != self._layer or self._computed:
             self._begin_layer(layer, rows, x)
         place = slice(first, first + len(x))
-        ids, shares = self._family.route(self._config, w, x, self._operations,
-                                         out=self._inputs[place])
-        self._ids[place], self._shares[place] = ids, shares
+        ids, routing_weights = self._family.route(self._config, w, x, self._operations,
+                                                  out=self._inputs[place])
+        self._ids[place], self._routing_weights[place] = ids, routing_weights
         self._routed = place
         counts = torch.bincount(ids.flatten(), minlength=len(self._counts)).tolist()
         self._counts = [total + new for total, new in zip(self._counts, counts, strict=True)]
@@ -296,7 +297,7 @@ class ExpertLayers:
         self._inputs = get("experts' inputs", (rows, x.shape[1]), x.dtype)
         self._sums = get("experts' sums", (rows, x.shape[1]), sums_dtype(x.dtype))
         self._ids = get("experts of rows", (rows, mixture.per_token), torch.int64)
-        self._shares = get("experts' shares", (rows, mixture.per_token), torch.float32)
+        self._routing_weights = get("experts' shares", (rows, mixture.per_token), torch.float32)
 
     def add_(self, w: Mapping[str, Weight], x: Tensor, *, batch: int, forward_pass: int) -> None:
         """Add the outputs of the experts to the rows of a batch that `route` was called with.
@@ -325,11 +326,12 @@ class ExpertLayers:
         self._slots.prefetch((self._layer + 1, number)
                              for number, _ in self._predicted.most_common())
         rows = self._routed.stop  # fewer than planned if a batch has finished in between
-        inputs, ids, shares = self._inputs[:rows], self._ids[:rows], self._shares[:rows]
+        inputs, ids = self._inputs[:rows], self._ids[:rows]
+        routing_weights = self._routing_weights[:rows]
         sums, on_host = self._sums[:rows].zero_(), self._slots.requested_on_host
         if on_host:
-            host_rows, host_sums, handle = self._host.start(on_host, inputs, ids, shares)
-        self._matmuls.begin(inputs, ids, shares, sums, self._counts)
+            host_rows, host_sums, handle = self._host.start(on_host, inputs, ids, routing_weights)
+        self._matmuls.begin(inputs, ids, routing_weights, sums, self._counts)
         for group, table in self._slots.arrivals():
             self._matmuls.add({number: w for (_, number), w in group}, table)
         if on_host:

@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 ByteProgress = Callable[[int, int], None]
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _COMPARED = 1 << 20  # elements of two tensors at a time
-LEAST_KEPT_SECONDS = 1.0
+MIN_KEPT_SECONDS = 1.0
 """Constants that are measured in less time are not kept in the weight cache."""
 
 
@@ -228,7 +228,7 @@ class ModelSource:
                 return np.load(folder / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
         constants = measure()
-        if time.perf_counter() - began > LEAST_KEPT_SECONDS:
+        if time.perf_counter() - began > MIN_KEPT_SECONDS:
             with suppress(UserError):  # an unwritable folder must not end the run
                 build_once(self._files, form, self._title, lambda folder: np.save(
                     folder / "constants.npy", constants, allow_pickle=False), keep=keep)

@@ -37,7 +37,7 @@ _FORMAT = 5  # raise it when the files change, which invalidates older copies
 _SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
 _PART_BYTES, _BLOCK_BYTES = 64 << 20, 1 << 20  # hashed by a thread at a time; read at a time
 _THREADS = min(16, os.cpu_count() or 1)
-_MOST_PLACES = 32  # of sources that a copy remembers
+_MAX_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
 """Files of an entry: what it was made from; the time of its last use, and the lock of its users."""
 
@@ -171,7 +171,7 @@ class _Source:
                 equal = [(folder, about) for folder, about in made if about["digest"] == digest()]
             for folder, about in equal:
                 if use(folder):
-                    about["places"] = [*about["places"], self.place][-_MOST_PLACES:]
+                    about["places"] = [*about["places"], self.place][-_MAX_PLACES:]
                     with contextlib.suppress(OSError):  # a cache that is only readable
                         _write_source(folder, about)
                     return folder
@@ -322,7 +322,7 @@ def _folders(root: Path) -> list[Path]:
 _in_use: dict[Path, int] = {}
 """Open lock files of the entries that this process uses."""
 _in_use_lock = threading.Lock()
-_MOST_IN_USE = 64  # a process that opens model after model must not run out of descriptors
+_MAX_IN_USE = 64  # a process that opens model after model must not run out of descriptors
 
 
 def use(entry: Path) -> bool:
@@ -344,7 +344,7 @@ def use(entry: Path) -> bool:
                     return False
             _in_use[entry] = fd
             os.utime(fd)
-            while len(_in_use) > _MOST_IN_USE:
+            while len(_in_use) > _MAX_IN_USE:
                 os.close(_in_use.pop(next(iter(_in_use))))
     except FileNotFoundError:
         return False

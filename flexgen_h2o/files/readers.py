@@ -20,12 +20,12 @@ import yaml
 
 from flexgen_h2o.errors import UserError, check_text, short_repr
 
-_MOST_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
-_MOST_JSON = 64 << 20  # and the largest indexes 20
-_MOST_YAML = 1 << 20
-_POINTER, _MOST_POINTER = b"version https://git-lfs.github.com/spec/", 1024
-_MOST_BITS = 4096  # of an integer in a YAML file
-_MOST_VALUES = 1 << 17  # of a YAML file, with aliases expanded
+_MAX_TEXT = 256 << 20  # bytes; the largest tokenizers have 40 MB
+_MAX_JSON = 64 << 20  # and the largest indexes 20
+_MAX_YAML = 1 << 20
+_POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024
+_MAX_BITS = 4096  # of an integer in a YAML file
+_MAX_VALUES = 1 << 17  # of a YAML file, with aliases expanded
 _MERGE = "tag:yaml.org,2002:merge"
 
 
@@ -51,7 +51,7 @@ def check_checkpoint_file(path: Path) -> Path:
 
     Raises `UserError` like `check_regular_file`, and for a git-LFS pointer instead of the file.
     """
-    if 0 < _size(path) < _MOST_POINTER:
+    if 0 < _size(path) < _MAX_POINTER:
         with suppress(OSError), open(path, "rb") as file:
             if file.read(len(_POINTER)) == _POINTER:
                 raise UserError(f"{path} is a git-LFS pointer and not the file itself: run "
@@ -59,7 +59,7 @@ def check_checkpoint_file(path: Path) -> Path:
     return path
 
 
-def check_text_file(path: Path, max_bytes: int = _MOST_TEXT) -> Path:
+def check_text_file(path: Path, max_bytes: int = _MAX_TEXT) -> Path:
     """Return the path of a checkpoint's text file, which is read completely.
 
     Raises `UserError` like `check_checkpoint_file`, for a file of more than `max_bytes` bytes, and
@@ -79,7 +79,7 @@ def check_text_file(path: Path, max_bytes: int = _MOST_TEXT) -> Path:
 def read_checkpoint_json(path: Path) -> Any:
     """Return the value of a checkpoint's JSON file. Raises `UserError`; see `check_text_file`."""
     try:
-        return json.loads(check_text_file(path, _MOST_JSON).read_text(encoding="utf-8"))
+        return json.loads(check_text_file(path, _MAX_JSON).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -175,11 +175,11 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
     """
     try:
         with open(os.path.expanduser(path), encoding="utf-8") as file:
-            text = file.read(_MOST_YAML + 1)
-        if len(text) > _MOST_YAML:
+            text = file.read(_MAX_YAML + 1)
+        if len(text) > _MAX_YAML:
             raise _TooMuch
         value = yaml.load(text, _Loader)
-        if _values(value, {}) > _MOST_VALUES:
+        if _values(value, {}) > _MAX_VALUES:
             raise _TooMuch
         return value
     except OSError as error:
@@ -197,7 +197,7 @@ def read_yaml(flag: str, path: str | os.PathLike) -> object:
 
 
 class _TooMuch(Exception):
-    """A YAML file has more values than `_MOST_VALUES`."""
+    """A YAML file has more values than `_MAX_VALUES`."""
 
 
 class _Twice(Exception):
@@ -229,7 +229,7 @@ class _Loader(yaml.SafeLoader):
                     if isinstance(item, yaml.MappingNode):
                         self.flatten_mapping(item)
                         size += len(item.value)
-        if size > _MOST_VALUES:
+        if size > _MAX_VALUES:
             raise _TooMuch
         super().flatten_mapping(node)
 
@@ -238,7 +238,7 @@ def _values(value: object, known: dict[int, float]) -> float:
     """Count the values in a YAML value, with aliases expanded; infinite if it contains itself."""
     if not isinstance(value, (dict, list)):
         # 59:59:59 is an integer of base 60 and any length; a long one cannot be printed.
-        return math.inf if isinstance(value, int) and value.bit_length() > _MOST_BITS else 1
+        return math.inf if isinstance(value, int) and value.bit_length() > _MAX_BITS else 1
     if id(value) not in known:
         known[id(value)] = math.inf
         inner = [*value, *value.values()] if isinstance(value, dict) else value

@@ -22,11 +22,11 @@ STRUCTS = MappingProxyType({
     "Matrix": "void*: data; int64_t: outputs inputs bits group activation_bits",
     # arguments.FormArguments: sinks [heads] and offsets [sequences, heads] or null; a scale of 0 is
     # 1 / sqrt(head_dim), a softcap or a window of 0 is none. Decode attention ignores the window,
-    # see Decode.
+    # see DecodeAttention.
     "Form": "const float*: sinks offsets; double: scale softcap; int64_t: window",
     # reference.attention.prefill_attention: q [rows, heads, head_dim], k and v [key_rows, kv_heads,
     # head_dim], out contiguous as q, scores [kv_heads, key_rows] or null.
-    "Prefill": """const void*: q k v; void*: out; float*: scores;
+    "PrefillAttention": """const void*: q k v; void*: out; float*: scores;
         const int64_t*: lengths key_lengths;
         int64_t: dtype sequences heads kv_heads head_dim
                  q_row q_head k_row k_head v_row v_head scores_head threads;
@@ -35,8 +35,9 @@ STRUCTS = MappingProxyType({
     # [kv_heads, rows] or null, cuts [sequences, 3], slots as CacheLayout of config/cache_layout.py,
     # with values slots_kind elements after their keys; kept_scores, positions and ranks [sequences,
     # kv_heads, num_slots] are contiguous.
-    "Select": """const void*: k v; const float*: scores; const int64_t*: cuts; void*: slots;
-        float*: kept_scores; int32_t*: positions ranks; Layout: key_layout value_layout;
+    "SelectHeavyHitters": """const void*: k v; const float*: scores; const int64_t*: cuts;
+        void*: slots; float*: kept_scores; int32_t*: positions ranks;
+        Layout: key_layout value_layout;
         int64_t: dtype sequences kv_heads head_dim num_slots
                  k_row k_head v_row v_head scores_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks threads""",
@@ -45,9 +46,9 @@ STRUCTS = MappingProxyType({
     # positions both or neither null; cos and sin [rope_rows, half_rotary]; a window other than 0
     # masks cached positions outside of it; factor and shift [kv_heads, head_dim] of smoothed keys,
     # with ranks, or null.
-    "Decode": """const void*: q k v; void*: out slots; const int32_t*: metadata; float*: scores;
-        int32_t*: positions ranks; const float*: cos sin factor shift; int64_t*: taken;
-        Layout: key_layout value_layout;
+    "DecodeAttention": """const void*: q k v; void*: out slots; const int32_t*: metadata;
+        float*: scores; int32_t*: positions ranks; const float*: cos sin factor shift;
+        int64_t*: written_slots; Layout: key_layout value_layout;
         int64_t: dtype sequences heads kv_heads head_dim num_slots rope_rows half_rotary
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot mean sinks window threads;
@@ -57,57 +58,59 @@ STRUCTS = MappingProxyType({
     "IndexKeys": """const void*: keys; void*: index; const int32_t*: spans; Layout: layout;
         int64_t: dtype sequences kv_heads head_dim bits groups num_keys num_tiles
                  keys_sequence keys_head keys_slot index_sequence index_head threads""",
-    # reference.recall.choose_keys: metadata [2, sequences], chosen [sequences, kv_heads, most] and
-    # log_weights [sequences, kv_heads, tokens] or null, all contiguous.
-    "Choose": """const void*: q k index; const int32_t*: metadata; int32_t*: chosen log_weights;
-        int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles most tokens
+    # reference.recall.select_keys: metadata [2, sequences], selected [sequences, kv_heads, top_k]
+    # and log_weights [sequences, kv_heads, tokens] or null, all contiguous.
+    "SelectKeys": """const void*: q k index; const int32_t*: metadata;
+        int32_t*: selected log_weights;
+        int64_t: dtype sequences heads kv_heads head_dim bits groups num_tiles top_k tokens
                  q_row q_head k_row k_head index_sequence index_head threads;
         Form: form""",
-    # reference.recall.attend_recalled: as Decode; chosen as in Choose.
-    "Recalled": """const void*: q k v; void*: out slots; const int32_t*: chosen metadata;
-        int64_t*: taken; Layout: key_layout value_layout;
-        int64_t: dtype sequences heads kv_heads head_dim num_slots most
+    # reference.recall.recall_attention: as DecodeAttention; selected as in SelectKeys.
+    "RecallAttention": """const void*: q k v; void*: out slots; const int32_t*: selected metadata;
+        int64_t*: written_slots; Layout: key_layout value_layout;
+        int64_t: dtype sequences heads kv_heads head_dim num_slots top_k
                  q_row q_head k_row k_head v_row v_head
                  slots_kind slots_sequence slots_head slots_slot threads;
         Form: form""",
-    # reference.recall.take_slots: chosen and slots [sequences, kv_heads, most], slot_of and
-    # log_weights [heads, tokens] and token_of [heads, num_slots], of all heads of all sequences;
-    # missing [3, heads * most], of which the first counts[0] of each row are written, and counts
-    # [2].
-    "TakeSlots": """const int32_t*: chosen firsts log_weights; int32_t*: slots slot_of token_of;
-        int64_t*: missing counts;
-        int64_t: sequences kv_heads most tokens num_slots newest threads""",
+    # reference.recall.assign_slots: selected and slots [sequences, kv_heads, top_k], slot_of
+    # and log_weights [heads, tokens] and token_of [heads, num_slots], of all heads of all
+    # sequences; missing [3, heads * top_k], of which the first counts[0] of each row are written,
+    # and counts [2].
+    "AssignSlots": """const int32_t*: selected first_recent log_weights;
+        int32_t*: slots slot_of token_of; int64_t*: missing counts;
+        int64_t: sequences kv_heads top_k tokens num_slots newest threads""",
     # reference.recall.fetch_tokens: missing [3, count], slots [heads, num_slots] of token_bytes
-    # each, counts [2]; reads of at most `most` pages.
-    "FetchTokens": """const int64_t*: missing; void*: slots landing; int64_t*: counts;
-        int64_t: file direct offset missing_row count heads rows tokens token_bytes record_bytes
-                 num_slots landing_bytes gap most threads""",
-    # reference.attention.quantize_groups and its inverse: x [rows, length] and records [rows,
+    # each, counts [2]; pages of page_tokens tokens, head_pages per head.
+    "FetchTokens": """const int64_t*: missing; void*: slots read_buffer; int64_t*: counts;
+        int64_t: file direct offset missing_row count heads head_pages page_tokens token_bytes
+                 page_bytes num_slots read_buffer_bytes gap max_read_pages threads""",
+    # reference.attention.quantize_groups and its inverse: x [rows, length] and packed [rows,
     # nbytes]; x is float32 if it is the output.
-    "Groups": """void*: x records; Layout: layout;
-        int64_t: dtype rows length x_row record_row threads""",
+    "Groups": """void*: x packed; Layout: layout;
+        int64_t: dtype rows length x_row packed_row threads""",
     # reference.attention.linear_skinny: x [rows, inputs], weight [outputs, inputs], bias [outputs]
     # or null, out [rows, outputs]; next: another matmul of the same x, or null.
     "Linear": """const void*: x weight bias; void*: out; const Linear*: next;
         int64_t: dtype rows inputs outputs x_row weight_row out_row add threads""",
     # reference.matrix.linear_quantized: x [rows, inputs], bias [outputs] or null, out [rows,
     # outputs]; next: another matmul of the same x, with a matrix of equal bits, group and inputs.
-    "Product": """const void*: x bias; void*: out; Matrix: matrix; const Product*: next;
+    "QuantizedLinear": """const void*: x bias; void*: out; Matrix: matrix;
+        const QuantizedLinear*: next;
         int64_t: dtype rows x_row out_row add threads""",
     # reference.matrix.unpack_rows: rows [count], out [count, inputs].
-    "Rows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
+    "UnpackRows": "const int64_t*: rows; void*: out; Matrix: matrix; int64_t: dtype count threads",
     # reference.matrix.quantize_matrix: weight [outputs, inputs], importance [inputs] or null.
-    "Quantize": """const void*: weight; const float*: importance; Matrix: matrix;
+    "QuantizeMatrix": """const void*: weight; const float*: importance; Matrix: matrix;
         int64_t: dtype weight_row search threads""",
-    # reference.blocks.repack: blocks [.., row_bytes] of GGUF type `kind`; rows [outputs] are
-    # indices of blocks, or null for all in order; broken: the number of non-finite scales and zero
-    # points.
-    "Repack": """const void*: blocks; const int64_t*: rows; Matrix: matrix; int64_t*: broken;
-        int64_t: kind row_bytes threads""",
+    # reference.blocks.repack: blocks [.., row_bytes] of GGUF type `ggml_type`; rows [outputs] are
+    # indices of blocks, or null for all in order; non_finite: the number of tiles with non-finite
+    # scales or zero points.
+    "Repack": """const void*: blocks; const int64_t*: rows; Matrix: matrix; int64_t*: non_finite;
+        int64_t: ggml_type row_bytes threads""",
     # reference.layers.norm: x and out [rows, width], which may be the same, weight and bias [width]
-    # or null; not centred: RMSNorm.
+    # or null; not centered: RMSNorm.
     "Norm": """const void*: x weight bias; void*: out;
-        int64_t: dtype rows width x_row out_row centred threads; double: eps""",
+        int64_t: dtype rows width x_row out_row centered threads; double: eps""",
     # reference.layers.rotate: x [rows, heads, head_dim], cos and sin [rows, half] contiguous, null
     # if half is 0; factor, shift and mean [kv_heads, head_dim] contiguous, the last two or all
     # null; offsets [rows, heads] with mean.
@@ -117,29 +120,33 @@ STRUCTS = MappingProxyType({
     "Activate": """void*: x; const void*: factor;
         int64_t: dtype function rows width x_row factor_row threads""",
     # reference.layers.route: x [rows, hidden], router [count, hidden], bias [count] or null, ids
-    # and shares [rows, each] contiguous.
-    "Route": """const void*: x router bias; int64_t*: ids; float*: shares;
-        int64_t: rows hidden count each x_row router_row normalise threads""",
+    # and routing_weights [rows, per_token] contiguous.
+    "Route": """const void*: x router bias; int64_t*: ids; float*: routing_weights;
+        int64_t: rows hidden count per_token x_row router_row normalize threads""",
     # An expert's weights: of 16 bits, contiguous, or quantized; gate.data is null for a missing
     # expert. Biases [outputs] or null.
     "Expert": "Matrix: gate up down; const void*: gate_bias up_bias down_bias",
-    # reference.layers.experts: x [rows, hidden], ids and shares [rows, each] contiguous, experts
-    # [count], sums [rows, hidden]; limit: 0 to use `function`.
-    "Experts": """const void*: x; const int64_t*: ids; const float*: shares; float*: sums;
+    # reference.layers.experts: x [rows, hidden], ids and routing_weights [rows, per_token]
+    # contiguous, experts [count], sums [rows, hidden]; experts with more than max_rows tokens are
+    # skipped; limit: 0 to use `function`.
+    "Experts": """const void*: x; const int64_t*: ids; const float*: routing_weights;
+        float*: sums;
         const Expert*: experts;
-        int64_t: rows each count most function x_row sums_row threads; double: slope limit""",
+        int64_t: rows per_token count max_rows function x_row sums_row threads;
+        double: slope limit""",
     # A captured call: the number of one of `OPERATIONS`, and its struct. And a list of calls.
-    "Step": "int64_t: operation; const void*: arguments",
-    "Program": "const Step*: steps; int64_t: count",
+    "CapturedCall": "int64_t: operation; const void*: arguments",
+    "Replay": "const CapturedCall*: calls; int64_t: count",
 })
 """Fields of each struct by C type. Strides are in elements, and named after the dimension that they
 step along; the last dimension is contiguous."""
 
 OPERATIONS = MappingProxyType({
-    "norm": "Norm", "rotate": "Rotate", "activate": "Activate", "decode_attention": "Decode",
-    "index_keys": "IndexKeys", "choose_keys": "Choose", "attend_recalled": "Recalled",
+    "norm": "Norm", "rotate": "Rotate", "activate": "Activate",
+    "decode_attention": "DecodeAttention",
+    "index_keys": "IndexKeys", "select_keys": "SelectKeys", "recall_attention": "RecallAttention",
     "linear_skinny": "Linear", "linear_tiled": "Linear", "linear_float32": "Linear",
-    "linear_quantized": "Product",
+    "linear_quantized": "QuantizedLinear",
 })
 """Operations that can be captured, with their structs; numbered in this order."""
 

@@ -35,7 +35,7 @@ class TableLine:
     implementation : str
     why : str
         Measurement or estimate behind the rule.
-    least_rows, most_rows : float
+    min_rows, max_rows : float
         Range of rows, inclusive.
     dtype : torch.dtype
         dtype of inputs and 16-bit weights; ignored in `GPU_TABLE`.
@@ -45,38 +45,38 @@ class TableLine:
     sets: tuple[str, ...]
     implementation: str
     why: str
-    least_rows: int = 1
-    most_rows: float = math.inf
+    min_rows: int = 1
+    max_rows: float = math.inf
     dtype: torch.dtype = torch.bfloat16
 
 
 TABLE = (
-    TableLine("linear", ("avx2", "avxvnni"), "skinny", most_rows=20,
+    TableLine("linear", ("avx2", "avxvnni"), "skinny", max_rows=20,
               why="EPYC without AVX-512, 4096 x 16384: PyTorch takes 1.7, 3.1, 3.8 and 3.7 times "
                   "as long at 1, 2, 4 and 8 rows, float32 1.5, 1.1, 0.93 and 0.71 times at 8, 20, "
                   "24 and 48 (benchmarks/results/epyc-avx2)."),
-    TableLine("linear", ("avx512", "avx512vnni"), "skinny", most_rows=48,
+    TableLine("linear", ("avx512", "avx512vnni"), "skinny", max_rows=48,
               why="Xeon, 4096 x 16384: PyTorch takes 1.8, 4.7, 4.5 and 4.1 times as long at 1, 4, "
                   "16 and 32 rows (benchmarks/results/xeon-avx512). Beside other load float32 "
                   "takes 1.1 times as long at 32 rows, and as long at 64."),
-    TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", least_rows=21,
+    TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni"), "float32", min_rows=21,
               why="PyTorch's products in bfloat16 run at 0.06 TFLOP/s where the CPU has no "
                   "instruction for them: on the same Xeon they take 3.0, 4.0 and 4.7 times as long "
                   "at 64, 256 and 1,024 rows, where this is at 0.5, 0.7 and 0.86 of PyTorch's "
                   "rate in float32."),
     TableLine("linear", ("avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"), "float32",
-              least_rows=4, dtype=torch.float16,
+              min_rows=4, dtype=torch.float16,
               why="PyTorch's products in float16 run at 0.03 TFLOP/s without AVX512_FP16. On "
                   "a Xeon beside other load, 4096 x 16384, they take 0.4, 1.1 and 3.6 times as "
                   "long at 1, 4 and 16 rows."),
-    TableLine("linear", ("avx512bf16",), "skinny", most_rows=32,
+    TableLine("linear", ("avx512bf16",), "skinny", max_rows=32,
               why="EPYC (Zen 5), 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3 and 1.1 times as long "
                   "at 4, 8, 16 and 32 rows, and 0.95 at 48."),
-    TableLine("linear", ("amx",), "skinny", most_rows=SKINNY_ROWS,
+    TableLine("linear", ("amx",), "skinny", max_rows=SKINNY_ROWS,
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.2, 1.2, 1.3, 1.3, 1.8 and 1.7 "
                   "times as long at 1, 4, 16, 32, 64 and 128 rows; ours goes by tiles from 3 rows "
                   "on (benchmarks/results/xeon-amx)."),
-    TableLine("linear", ("amx",), "tiled", least_rows=SKINNY_ROWS + 1,
+    TableLine("linear", ("amx",), "tiled", min_rows=SKINNY_ROWS + 1,
               why="Xeon with AMX, 4096 x 16384: PyTorch takes 1.0, 1.1, 1.2, 1.1 and 1.1 times as "
                   "long at 192, 256, 512, 1,024 and 2,048 rows, and adds biases and residuals "
                   "apart (benchmarks/results/xeon-amx)."),
@@ -105,20 +105,20 @@ GPU_TABLE = (
     TableLine("decode_attention", _TENSOR_CORES, "matrix units",
               why="The cache is read once for all heads of a group (bytes_per_flop of "
                   "benchmarks/results/gpu_static.csv)."),
-    TableLine("linear_quantized", _NO_TENSOR_CORES, "vectors", most_rows=8,
+    TableLine("linear_quantized", _NO_TENSOR_CORES, "vectors", max_rows=8,
               why="A weight costs about 3 instructions and one a row: 8 rows of 4096 x 16384 in 4 "
                   "bits 0.18 ms of a T4's arithmetic and 0.12 ms of its bandwidth, unpacked 1.0 ms "
                   "(data sheet)."),
     TableLine("linear_quantized", _NO_TENSOR_CORES, "unpacked",
               why="Blocks of quantized values spill without tensor cores, which cuBLAS uses on "
                   "sm_75."),
-    TableLine("linear_quantized", _TENSOR_CORES, "matrix units", most_rows=64,
+    TableLine("linear_quantized", _TENSOR_CORES, "matrix units", max_rows=64,
               why="H200, 4096 x 16384: in 4 bits 18, 19, 22, 28 and 47 us at 1, 8, 16, 32 and 64 "
                   "rows, in 8 bits 26, 27, 26, 32 and 51; cuBLAS in float16 36, 36, 37, 37 and 41, "
                   "and the vectors of 4 bits 25 and 34 at 1 and 2."),
     TableLine("linear_quantized", _TENSOR_CORES, "unpacked",
               why="Weights would be dequantized for each block of rows; cuBLAS reads them once."),
-    TableLine("linear_short_floats", ARCHITECTURES, "vectors", most_rows=8,
+    TableLine("linear_short_floats", ARCHITECTURES, "vectors", max_rows=8,
               why="H200, 4096 x 16384 in 12 bits: 38 and 57 us at 1 and 4 rows, each row about 6, "
                   "unpacked 107 at 16; cuBLAS in float16 36."),
     TableLine("linear_short_floats", ARCHITECTURES, "unpacked",
@@ -185,10 +185,10 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
         fastest = table[min((count for count in table if count >= rows), default=max(table))]
         if fastest in possible:
             return fastest
-    chosen = cpu_library.instruction_set().removesuffix("_emulated")
+    isa = cpu_library.instruction_set().removesuffix("_emulated")
     return next((line.implementation for line in TABLE
-                 if line.operation == operation and chosen in line.sets and line.dtype == dtype
-                 and line.least_rows <= rows <= line.most_rows), possible[0])
+                 if line.operation == operation and isa in line.sets and line.dtype == dtype
+                 and line.min_rows <= rows <= line.max_rows), possible[0])
 
 
 class GPU(NamedTuple):
@@ -256,8 +256,8 @@ def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -
         None, in Triton's interpreter: the newest architecture.
     """
     newest = gpu is None or gpu.architecture >= 90
-    chosen = "float32" if dtype == torch.float32 else (
+    gpu_set = "float32" if dtype == torch.float32 else (
         "sm_75" if not has_tensor_cores(gpu, dtype) else "sm_90" if newest else "sm_80")
     return next(line.implementation for line in GPU_TABLE
-                if line.operation == operation and chosen in line.sets
-                and line.least_rows <= rows <= line.most_rows)
+                if line.operation == operation and gpu_set in line.sets
+                and line.min_rows <= rows <= line.max_rows)

@@ -74,15 +74,15 @@ BACKENDS: Mapping[str, Mapping[str, Any]] = {
         "quantize_groups": native, "dequantize_groups": native,
         "quantize_matrix": native, "repack": native, "unpack_rows": native,
         "linear_quantized": native, "rotate": native,
-        "index_keys": native_recall, "choose_keys": native_recall,
-        "attend_recalled": native_recall, "take_slots": native_recall,
+        "index_keys": native_recall, "select_keys": native_recall,
+        "recall_attention": native_recall, "assign_slots": native_recall,
         "fetch_tokens": native_recall},
     "cuda": {
         "prefill_attention": _Triton("prefill"), "select_heavy_hitters": _Triton("select"),
         "decode_attention": _Triton("decode"),
         "quantize_groups": _groups, "dequantize_groups": _groups,
         "unpack_rows": _matrix, "linear_quantized": _matrix,
-        "index_keys": _recall, "choose_keys": _recall, "attend_recalled": _recall,
+        "index_keys": _recall, "select_keys": _recall, "recall_attention": _recall,
         "claim_slots": _hot_set, "copy_tokens": _hot_set},
 }
 """The module with the kernel of each operation, by device type. Operations that are missing run as
@@ -199,53 +199,53 @@ attend_selected = reference_sparse.attend_selected
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
-               records: GroupLayout | None = None) -> None:
+               key_layout: GroupLayout | None = None) -> None:
     """Quantize keys into an index: `reference.recall.index_keys`.
 
     With an index on a GPU, keys may be in page-locked host memory.
     """
     kernel = _kernel("index_keys", index) or reference_recall.index_keys
-    kernel(keys, index, spans, layout=layout, records=records)
+    kernel(keys, index, spans, layout=layout, key_layout=key_layout)
 
 
-def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 top_k: int, log_weights: Tensor | None = None, form: AttentionForm = DEFAULT_FORM,
                 sinks: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
-    """Select the tokens that queries attend to: `reference.recall.choose_keys`.
+    """Select the tokens that queries attend to: `reference.recall.select_keys`.
 
     The kernels do not sort, and do not write out dequantized keys.
     """
     options = {"index": index, "metadata": metadata, "layout": layout, "top_k": top_k,
                "log_weights": log_weights}
-    kernel = _kernel("choose_keys", q)
+    kernel = _kernel("select_keys", q)
     if kernel is None:
-        return reference_recall.choose_keys(q, k, **options, form=form, sinks=sinks,
+        return reference_recall.select_keys(q, k, **options, form=form, sinks=sinks,
                                             offsets=offsets)
     return kernel(q, k, **options, form=FormArguments.from_form(form, sinks, offsets))
 
 
-def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
-                    metadata: Tensor, layout: CacheLayout | None = None,
-                    form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
-                    offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attend to selected tokens: `reference.recall.attend_recalled`.
+def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
+                     metadata: Tensor, layout: CacheLayout | None = None,
+                     form: AttentionForm = DEFAULT_FORM, sinks: Tensor | None = None,
+                     offsets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Attend to selected tokens: `reference.recall.recall_attention`.
 
     The kernels read no other slots. With queries on a GPU, slots may be in page-locked host memory.
     """
     options = {"slots": slots, "selected": selected, "metadata": metadata, "layout": layout}
-    kernel = _kernel("attend_recalled", q)
+    kernel = _kernel("recall_attention", q)
     if kernel is None:
-        return reference_recall.attend_recalled(q, k, v, **options, form=form, sinks=sinks,
-                                                offsets=offsets)
+        return reference_recall.recall_attention(q, k, v, **options, form=form, sinks=sinks,
+                                                 offsets=offsets)
     return kernel(q, k, v, **options, form=FormArguments.from_form(form, sinks, offsets))
 
 
-def take_slots(selected: Tensor, firsts: Tensor, *, slot_of: Tensor, token_of: Tensor,
-               log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
-    """Assign slots of the hot set, on a CPU: `reference.recall.take_slots`."""
-    kernel = _kernel("take_slots", selected) or reference_recall.take_slots
-    return kernel(selected, firsts, slot_of=slot_of, token_of=token_of, log_weights=log_weights,
-                  newest=newest)
+def assign_slots(selected: Tensor, first_recent: Tensor, *, slot_of: Tensor, token_of: Tensor,
+                 log_weights: Tensor, newest: int) -> tuple[Tensor, Tensor, int]:
+    """Assign slots of the hot set, on a CPU: `reference.recall.assign_slots`."""
+    kernel = _kernel("assign_slots", selected) or reference_recall.assign_slots
+    return kernel(selected, first_recent, slot_of=slot_of, token_of=token_of,
+                  log_weights=log_weights, newest=newest)
 
 
 def claim_slots(selected: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weights: Tensor
@@ -264,11 +264,11 @@ def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -
 
 
 def fetch_tokens(missing: Tensor, slots: Tensor, *, file: int, direct: bool, offset: int,
-                 layout: PageLayout, landing: Tensor) -> tuple[int, int]:
+                 layout: PageLayout, read_buffer: Tensor) -> tuple[int, int]:
     """Read tokens from a file into slots, on a CPU: `reference.recall.fetch_tokens`."""
     kernel = _kernel("fetch_tokens", missing) or reference_recall.fetch_tokens
     return kernel(missing, slots, file=file, direct=direct, offset=offset, layout=layout,
-                  landing=landing)
+                  read_buffer=read_buffer)
 
 
 def rotate_(x: Tensor, rope: tuple[Tensor, Tensor] | None, change: BasisChange | None = None,
@@ -312,9 +312,9 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     return kernel(x.float() if x.dtype == torch.float64 else x, layout)
 
 
-def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
+def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
     """Dequantize vectors: `reference.attention.dequantize_groups`."""
-    return (_kernel("dequantize_groups", records) or reference.dequantize_groups)(records, layout)
+    return (_kernel("dequantize_groups", packed) or reference.dequantize_groups)(packed, layout)
 
 
 def pack_slots(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
@@ -322,9 +322,9 @@ def pack_slots(vectors: Tensor, layout: CacheLayout | None) -> Tensor:
     return reference.pack_slots(vectors, layout, quantize=quantize_groups)
 
 
-def unpack_slots(records: Tensor, layout: CacheLayout | None) -> Tensor:
+def unpack_slots(packed: Tensor, layout: CacheLayout | None) -> Tensor:
     """Convert cache slots to keys and values: `reference.attention.unpack_slots`."""
-    return reference.unpack_slots(records, layout, dequantize=dequantize_groups)
+    return reference.unpack_slots(packed, layout, dequantize=dequantize_groups)
 
 
 def linear_choice(x: Tensor, weight: Tensor) -> str:

@@ -71,8 +71,8 @@ def argmax(logits: Tensor) -> tuple[list[int], list[float]]:
 
 def to_host(tokens: Tensor, values: Tensor) -> tuple[list[int], list[float]]:
     """Copy token ids [rows] and a value for each to the host, with one synchronization."""
-    chosen, found = torch.stack([tokens.double(), values.double()]).tolist()
-    return [int(token) for token in chosen], found
+    host_tokens, host_values = torch.stack([tokens.double(), values.double()]).tolist()
+    return [int(token) for token in host_tokens], host_values
 
 
 def sdpa_prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *,

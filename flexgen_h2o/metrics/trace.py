@@ -25,7 +25,7 @@ class LinkStats:
     bytes over seconds is the link's throughput.
     """
 
-    MOST_INTERVALS = 1024
+    MAX_INTERVALS = 1024
     """Intervals of a link that are kept one by one."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class LinkStats:
         """Set everything to zero."""
         with self._lock:
             self._bytes = dict.fromkeys(LINKS, 0)
-            self._busy = {link: IntervalUnion(self.MOST_INTERVALS) for link in LINKS}
+            self._busy = {link: IntervalUnion(self.MAX_INTERVALS) for link in LINKS}
 
     def add(self, link: str, nbytes: int, start: float, end: float) -> None:
         """Add a transfer of `nbytes` from `start` to `end` (perf_counter seconds)."""

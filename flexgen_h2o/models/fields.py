@@ -14,13 +14,13 @@ from flexgen_h2o.errors import UserError
 # Upper bounds of sizes, so that a damaged file fails at once. Sizes are also compared with the
 # checkpoint's tensors. The largest published models have 126 layers, a million tokens, tens of
 # thousands of features and ten to a hundred million positions.
-MOST_TOKENS, MOST_POSITIONS, _WIDEST = 1 << 24, 1 << 30, 1 << 20
-_Token = Annotated[int, Meta(ge=0, le=MOST_TOKENS - 1)]
+MAX_TOKENS, MAX_POSITIONS, _WIDEST = 1 << 24, 1 << 30, 1 << 20
+_Token = Annotated[int, Meta(ge=0, le=MAX_TOKENS - 1)]
 Positive = Annotated[float, Meta(gt=0)]
-_MOST = {"num_hidden_layers": 1 << 12, "vocab_size": MOST_TOKENS,
-         "max_position_embeddings": MOST_POSITIONS, "sliding_window": MOST_POSITIONS,
-         "original_max_position_embeddings": MOST_POSITIONS, "num_experts": 1 << 10,
-         "num_local_experts": 1 << 10, "num_experts_per_tok": 1 << 10}
+_MAX_VALUES = {"num_hidden_layers": 1 << 12, "vocab_size": MAX_TOKENS,
+               "max_position_embeddings": MAX_POSITIONS, "sliding_window": MAX_POSITIONS,
+               "original_max_position_embeddings": MAX_POSITIONS, "num_experts": 1 << 10,
+               "num_local_experts": 1 << 10, "num_experts_per_tok": 1 << 10}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -75,7 +75,7 @@ class Fields:
 
     def size(self, key: str, value: Any) -> int:
         """Return a value as an integer from 1 to the bound of `key`."""
-        return self.fit(Annotated[int, Meta(ge=1, le=_MOST.get(key, _WIDEST))], value, key)
+        return self.fit(Annotated[int, Meta(ge=1, le=_MAX_VALUES.get(key, _WIDEST))], value, key)
 
     def count(self, key: str) -> int:
         """Return the value of a key, an integer above 0."""

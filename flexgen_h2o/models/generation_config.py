@@ -10,7 +10,7 @@ from typing import Any
 from flexgen_h2o.config.sampling import SAMPLING_ONLY, SamplingParams
 from flexgen_h2o.errors import UserError, short_repr
 from flexgen_h2o.files.readers import read_checkpoint_json
-from flexgen_h2o.models.fields import MOST_TOKENS
+from flexgen_h2o.models.fields import MAX_TOKENS
 
 _SUPPORTED = (*SAMPLING_ONLY, "min_new_tokens", "min_length", "repetition_penalty",
               "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
@@ -98,7 +98,7 @@ def read_generation_config(folder: Path | None, eos_token_ids: tuple[int, ...], 
             raise ValueError("it is not a JSON object")
         ends = values.get("eos_token_id") if has_file else None
         tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        if not all(type(token) is int and 0 <= token < MOST_TOKENS for token in tokens):
+        if not all(type(token) is int and 0 <= token < MAX_TOKENS for token in tokens):
             raise ValueError("eos_token_id is not a token id")
     except ValueError as error:
         raise UserError(f"{path} can't be used ({error}): fix or remove it") from error

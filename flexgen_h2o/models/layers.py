@@ -96,17 +96,17 @@ class Operations(Scratch):
 
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
               per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Return the ids and shares of each row's experts: see `kernels.cpu.experts.route`."""
+        """Return ids and routing weights of the experts: see `kernels.cpu.experts.route`."""
         ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
         if ours:
             return native_experts.route(x, router, bias, per_token=per_token, normalize=normalize)
         logits = x.float() @ router.float().t()
         if bias is not None:
             logits += bias.float()
-        shares, ids = logits.softmax(-1).topk(per_token, dim=-1)
+        routing_weights, ids = logits.softmax(-1).topk(per_token, dim=-1)
         if normalize:
-            shares /= shares.sum(-1, keepdim=True)
-        return ids, shares
+            routing_weights /= routing_weights.sum(-1, keepdim=True)
+        return ids, routing_weights
 
 
 class CapturingOperations(Operations):
@@ -164,7 +164,7 @@ class CapturingOperations(Operations):
 
     def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float,
                    out: Tensor) -> Tensor:
-        native.norm(x, weight, bias, out, eps=eps, centred=True, capture=self._capture)
+        native.norm(x, weight, bias, out, eps=eps, centered=True, capture=self._capture)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor,
@@ -172,7 +172,7 @@ class CapturingOperations(Operations):
         if offset:
             self._capture.append(partial(rms_norm, x, weight, eps=eps, out=out, offset=offset))
             return out
-        native.norm(x, weight, None, out, eps=eps, centred=False, capture=self._capture)
+        native.norm(x, weight, None, out, eps=eps, centered=False, capture=self._capture)
         return out
 
     def add_(self, x: Tensor, y: Tensor, scale: float = 1.0) -> None:
@@ -251,7 +251,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: fl
                out: Tensor | None = None) -> Tensor:
     """Return the layer norm of each row of x [rows, hidden]; out may be x."""
     if _uses_native_norm(x):
-        return _native_norm(x, weight, bias, out, eps=eps, centred=True)
+        return _native_norm(x, weight, bias, out, eps=eps, centered=True)
     norm = partial(F.layer_norm, normalized_shape=x.shape[-1:], weight=weight, bias=bias, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
@@ -265,7 +265,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, out: Tensor | None = None
     if offset:
         return _offset_rms_norm(x, weight, eps=eps, out=out, offset=offset)
     if _uses_native_norm(x):
-        return _native_norm(x, weight, None, out, eps=eps, centred=False)
+        return _native_norm(x, weight, None, out, eps=eps, centered=False)
     norm = partial(F.rms_norm, normalized_shape=x.shape[-1:], weight=weight, eps=eps)
     return norm(x) if out is None else _into(out, norm, x)
 
@@ -280,9 +280,9 @@ def _uses_native_norm(x: Tensor) -> bool:
 
 
 def _native_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None, *,
-                 eps: float, centred: bool) -> Tensor:
+                 eps: float, centered: bool) -> Tensor:
     out = torch.empty_like(x) if out is None else out
-    native.norm(x, weight, bias, out, eps=eps, centred=centred)
+    native.norm(x, weight, bias, out, eps=eps, centered=centered)
     return out
 
 

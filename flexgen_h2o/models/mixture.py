@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MATRICES = ("gate", "up", "down")
 """Short names of an expert's matrices, in the order of their use."""
-_MOST_EXPERTS = 1 << 16  # each has a place in tables; the largest of published models have 24,000
+_MAX_EXPERTS = 1 << 16  # each has a place in tables; the largest of published models have 24,000
 
 
 class MixtureDecoder(Decoder):
@@ -109,7 +109,7 @@ class MixtureDecoder(Decoder):
         Returns
         -------
         ids : int64 Tensor [rows, per_token]
-        shares : float32 Tensor [rows, per_token]
+        routing_weights : float32 Tensor [rows, per_token]
             The weight of each expert's output.
         """
         ops.rms_norm(x, w["router_norm"], eps=cfg.norm_eps, out=out)
@@ -154,9 +154,9 @@ def read_experts(f: Fields, *, width: str = "moe_intermediate_size", normalize: 
         normalize=f.flag("norm_topk_prob") if normalize is None else normalize,
         shared_ffn_size=f.count(shared) if shared else 0)
     total = experts.count * f.count("num_hidden_layers")
-    if total > _MOST_EXPERTS:
+    if total > _MAX_EXPERTS:
         raise UserError(f"{f.name}: {total} experts in all layers are more than the "
-                        f"{_MOST_EXPERTS} that are supported; is config.json damaged?")
+                        f"{_MAX_EXPERTS} that are supported; is config.json damaged?")
     if experts.per_token > experts.count:
         raise UserError(f"{f.name}: config value num_experts_per_tok must be at most the "
                         f"{experts.count} experts, got {experts.per_token}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from msgspec import Meta
 
 from flexgen_h2o.errors import UserError, short_repr
-from flexgen_h2o.models.fields import MOST_POSITIONS, Fields, Positive, first
+from flexgen_h2o.models.fields import MAX_POSITIONS, Fields, Positive, first
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ class RopeConfig:
         if self.kind not in ("yarn", "dynamic"):
             return max_positions
         stretched = int(self.factor * self.original_max_positions)
-        return min(max(max_positions, stretched), MOST_POSITIONS)
+        return min(max(max_positions, stretched), MAX_POSITIONS)
 
     @property
     def plain_context(self) -> int | None:

@@ -134,7 +134,7 @@ def missing_groups(recall: RecallRates, tokens: RecalledTokens) -> tuple[float, 
     missing = missing_tokens(recall, tokens)
     layout = PageLayout(tokens.kv_heads, int(tokens.record / tokens.kv_heads), slots=0)
     near = MAX_READ_GAP / layout.token_bytes  # tokens of a head in `MAX_READ_GAP` bytes
-    return missing * near / tokens.cached, layout.record_bytes / MAX_READ_GAP
+    return missing * near / tokens.cached, layout.page_bytes / MAX_READ_GAP
 
 
 def read_shares(groups: float, length: float) -> tuple[float, float]:

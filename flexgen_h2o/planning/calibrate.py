@@ -308,7 +308,7 @@ class _RandomCache:
         slots = typed(device.empty(block.nbytes), 0, block.shape, block.dtype).copy_(block)
         index = typed(device.empty(torch.Size(shape).numel()), 0, shape, torch.uint8)
         native_recall.index_keys(slots[0], index, _spans(sequences, 0, tokens), layout=layout,
-                                 records=None)
+                                 key_layout=None)
         return cls(slots, index)
 
     def capture(self, cached: int, selected: int) -> CapturedCalls:
@@ -318,12 +318,12 @@ class _RandomCache:
         q, k, v = (torch.randn(sequences, heads, head_dim, dtype=self.slots.dtype)
                    for heads in (GROUP * kv_heads, kv_heads, kv_heads))
         metadata = torch.tensor([[cached], [selected]], dtype=torch.int32).repeat(1, sequences)
-        slots = native_recall.choose_keys(q, k, index=self.index, metadata=metadata, layout=layout,
+        slots = native_recall.select_keys(q, k, index=self.index, metadata=metadata, layout=layout,
                                           top_k=selected, capture=calls)
-        native_recall.attend_recalled(q, k, v, slots=self.slots, selected=slots, metadata=metadata,
-                                      layout=None, capture=calls)
+        native_recall.recall_attention(q, k, v, slots=self.slots, selected=slots, metadata=metadata,
+                                       layout=None, capture=calls)
         native_recall.index_keys(self.slots[0], self.index, _spans(sequences, cached, 1),
-                                 layout=layout, records=None, capture=calls)
+                                 layout=layout, key_layout=None, capture=calls)
         return calls
 
 

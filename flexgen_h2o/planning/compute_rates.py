@@ -39,7 +39,7 @@ from flexgen_h2o.storage.tiers import Device
 MIN_SECONDS = 1e-9
 """Lower bound of a difference of times, which noise could make negative."""
 
-FEWEST, MOST = 7, 200
+MIN_CALLS, MAX_CALLS = 7, 200
 """Fewest and most samples of a measurement."""
 
 PATIENCE = 8
@@ -78,14 +78,14 @@ class Timer:
         """Return samples of the seconds of a call of each of `works`, taken for about `seconds`."""
         for work in works:  # compiles, and starts threads
             self._sample(work, 1)
-        tried = [[self._sample(work, 1) for work in works] for _ in range(FEWEST)]
+        tried = [[self._sample(work, 1) for work in works] for _ in range(MIN_CALLS)]
         once = sum(map(min, zip(*tried, strict=True)))
-        if FEWEST * once >= seconds:
+        if MIN_CALLS * once >= seconds:
             return tried
-        calls = math.ceil(seconds / MOST / once)
+        calls = math.ceil(seconds / MAX_CALLS / once)
         samples: list[list[float]] = []
         ends = time.perf_counter() + seconds
-        while len(samples) < FEWEST or time.perf_counter() < ends:
+        while len(samples) < MIN_CALLS or time.perf_counter() < ends:
             samples.append([self._sample(work, calls) for work in works])
         return samples
 

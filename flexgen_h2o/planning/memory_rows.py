@@ -17,11 +17,11 @@ from flexgen_h2o.config.cache_layout import IndexLayout, PageLayout
 from flexgen_h2o.config.limits import (
     CACHE_BUFFERS,
     EXPERT_ROUND,
-    FEWEST_TASKS,
     HIDDEN_BUFFERS,
     LOGIT_ROWS,
-    PRODUCT_DEPTH,
-    PRODUCT_ROWS,
+    MATMUL_DEPTH,
+    MATMUL_ROWS,
+    MIN_TASKS,
     QUERY_LANES,
     ROW_BLOCK,
     SHARD_BUFFERS,
@@ -111,7 +111,7 @@ def _attention_scratch(run: PlannedRun) -> int:
     # All weights of some queries, or with AMX all keys and values of a head, in tiles of 16 bits.
     packed = -(-model.head_dim // 32) * 32
     lanes = threads * (max(QUERY_LANES, packed) * tokens + QUERY_LANES * (8 * model.head_dim + 256))
-    tasks = FEWEST_TASKS + load.gpu_batch_size * model.num_heads
+    tasks = MIN_TASKS + load.gpu_batch_size * model.num_heads
     # A score of each token per task, or on a GPU a normalizer of each query head.
     prefill = 4 * (lanes + tasks * tokens)
     if not cache.is_unquantized_full or run.pass_rows < load.prompt_len:
@@ -155,9 +155,9 @@ def _matmul_scratch(run: PlannedRun) -> int:
     if model.experts is not None:
         parts.append(model.expert_shapes())
     widest = max(inputs for part in parts for _, inputs in part.matrices)
-    filled = max(-(-widest // size) * size for size in (*options.groups, PRODUCT_DEPTH))
+    filled = max(-(-widest // size) * size for size in (*options.groups, MATMUL_DEPTH))
     least = min(options.groups)
-    panel = PRODUCT_ROWS * (filled + filled // least)
+    panel = MATMUL_ROWS * (filled + filled // least)
     thread = TILED_OUTPUTS * (TILED_ROWS + max(math.lcm(least, 32), TILED_INPUTS) // 2)
     return 4 * (panel + (os.cpu_count() or 1) * thread)
 

@@ -28,9 +28,9 @@ from flexgen_h2o.storage.placement import place_experts
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
 
-_MOST_TOKENS = 1e9
+_MAX_TOKENS = 1e9
 """Number of independent tokens that choose every expert with a nonzero frequency."""
-_LEAST_LOCALITY = 0.05
+_MIN_LOCALITY = 0.05
 _ROUNDS, _HALVINGS = 8, 40
 
 
@@ -77,7 +77,7 @@ class ExpertUse:
         if self._length >= 2:
             alike = _inverse(self.touched, self._of_text)
             self.locality = min(max(math.log(max(alike, 1.0)) / math.log(self._length),
-                                    _LEAST_LOCALITY), 1.0)
+                                    _MIN_LOCALITY), 1.0)
 
     def independent(self, tokens: float) -> float:
         """Return how many independent tokens choose as many experts as `tokens` of a text."""
@@ -123,7 +123,7 @@ class ExpertUse:
         new = sequences * self.independent(tokens)
         if num_kept <= 0:
             return self.touched(new, first)
-        if self.touched(_MOST_TOKENS, first) <= num_kept:
+        if self.touched(_MAX_TOKENS, first) <= num_kept:
             return 0.0
         experts = len(self.frequencies) / self._layers
         by_frequency = self.touched(new, min(first + num_kept / experts, 1.0))
@@ -144,7 +144,7 @@ def expert_use(choices: ExpertChoices) -> ExpertUse:
 def _inverse(touched: Callable[[float], float], experts: float) -> float:
     """Return the number of independent tokens that choose `experts` experts, by bisection."""
     low, high = 0.0, 1.0
-    while touched(high) < experts and high < _MOST_TOKENS:
+    while touched(high) < experts and high < _MAX_TOKENS:
         low, high = high, 4 * high
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -12,7 +12,7 @@ from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import disk_recall
-from flexgen_h2o.cache.disk_recall import page_layout, view_records, view_slots
+from flexgen_h2o.cache.disk_recall import page_layout, view_pages, view_slots
 from flexgen_h2o.cache.layout import SlotLayout
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.errors import UserError
@@ -30,7 +30,7 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 @pytest.fixture
 def small_records(monkeypatch):
-    """Few tokens in a record, so that short texts have many records, and a small hot set."""
+    """Few tokens in a page, so that short texts have many records, and a small hot set."""
     monkeypatch.setattr(PageLayout, "tokens", 5)
     monkeypatch.setattr(budget, "HOT_SET_FACTOR", 1)
 
@@ -38,15 +38,15 @@ def small_records(monkeypatch):
 def test_records_fill_pages_and_keep_their_tokens():
     records = SlotLayout(3, 64, torch.bfloat16)
     layout = page_layout(records, 100)
-    assert (layout.tokens, layout.record_bytes, layout.rows) == (16, 4096, 7)
+    assert (layout.tokens, layout.page_bytes, layout.rows) == (16, 4096, 7)
     assert layout.sequence_bytes == 7 * 3 * 4096
     held = torch.randn(2, 3, 7 * 16, 64).bfloat16()
     buffer = torch.zeros(layout.sequence_bytes, dtype=torch.uint8)
     view_slots(buffer, layout, records).copy_(held.unflatten(2, (7, 16)))
     assert torch.equal(view_slots(buffer, layout, records).flatten(2, 3), held)
-    record = view_records(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
-    assert torch.equal(record[5], held[:, 2, 4 * 16 + 5])
-    assert page_layout(SlotLayout(1, 1000, torch.float32), 9).record_bytes == 8192
+    page = view_pages(buffer, layout, records)[2 * 7 + 4]  # head 2, row 4
+    assert torch.equal(page[5], held[:, 2, 4 * 16 + 5])
+    assert page_layout(SlotLayout(1, 1000, torch.float32), 9).page_bytes == 8192
 
 
 @pytest.mark.parametrize("options", [
@@ -99,7 +99,7 @@ def test_larger_hot_set_loads_more_first_and_misses_less(tiny_model, monkeypatch
         loads[share] = first.recall_loads
         read[share] = rest.recall_loads - first.recall_loads
     assert loads[0.3] < loads[0.6] < loads[1.0], "the first step loads as much as there is room for"
-    assert read[0.3] > read[0.6] > read[1.0], "which is what was in no record by then"
+    assert read[0.3] > read[0.6] > read[1.0], "which is what was in no page by then"
 
 
 def test_full_and_windowed_layers_are_fetched_whole(tiny_model, small_records):

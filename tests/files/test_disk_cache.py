@@ -131,4 +131,4 @@ def test_descriptors_are_limited(cache, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
     for number in range(100):
         copy(put(tmp_path / "a", bytes([number])), cache)
-    assert len(os.listdir("/proc/self/fd")) <= before + disk_cache._MOST_IN_USE
+    assert len(os.listdir("/proc/self/fd")) <= before + disk_cache._MAX_IN_USE

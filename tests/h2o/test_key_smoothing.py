@@ -159,7 +159,7 @@ def test_a_registered_policy_gets_keys_before_smoothing(outliers):
 
 def test_slowly_measured_smoothing_is_cached(outliers, tmp_path, monkeypatch):
     cache, measured = tmp_path / "cache", []
-    monkeypatch.setattr(source, "LEAST_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(source, "MIN_KEPT_SECONDS", 0.0)
     monkeypatch.setattr(KeySmoothing, "fit", classmethod(
         lambda cls, keys, *_, fit=KeySmoothing.fit, **options: measured.append(1) or fit(
             keys, *_, **options)))

@@ -34,7 +34,7 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.planning.hardware import load_hardware
 from flexgen_h2o.storage.tiers import Device
 
-MOST_READ = 1 << 20  # elements of a tensor that a case reads
+MAX_READ = 1 << 20  # elements of a tensor that a case reads
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64 - 1, -2**63, 10**400, 0.5, -0.0, 1e308, 1e-320,
     float("nan"), float("inf"), "", " ", "0", "-1", "1e999", "nan", "a" * 5000, "\0", "\n",
@@ -238,7 +238,7 @@ def _safetensors(folder: Path) -> Target:
         with SafetensorsCheckpoint(path) as checkpoint:
             for name in checkpoint.names():
                 shape = checkpoint.info(name).shape
-                if torch.Size(shape).numel() < MOST_READ and checkpoint.info(name
+                if torch.Size(shape).numel() < MAX_READ and checkpoint.info(name
                                                                              ).dtype.is_floating_point:
                     checkpoint.read(name, torch.empty(shape))
 

@@ -28,7 +28,7 @@ from lm_eval.tasks import TaskManager
 from flexgen_h2o import LLM, H2OConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.integrations.lm_eval.__main__ import main
-from flexgen_h2o.integrations.lm_eval.arguments import FLAGS, MOST, PROMPT_CHUNK, parse
+from flexgen_h2o.integrations.lm_eval.arguments import FLAGS, MAX_SEQUENCES, PROMPT_CHUNK, parse
 from flexgen_h2o.integrations.lm_eval.model import FlexGenLM, sampling_of
 
 H2O = {"hh_ratio": 0.1}
@@ -526,7 +526,7 @@ def test_each_argument_of_its_own():
                   "simulate": True}).h2o() == H2OConfig(heavy_ratio=0.1, prompt_chunk=1,
                                                         simulate=True)
     assert parse({"pretrained": "m", "batch_size": "6"}).for_llm()["policy"].gpu_batch_size == 6
-    assert parse({"pretrained": "m", "batch_size": "auto"}).max_sequences == MOST
+    assert parse({"pretrained": "m", "batch_size": "auto"}).max_sequences == MAX_SEQUENCES
     assert parse({"pretrained": "m", "gpu_batch_size": 6}).max_sequences is None
     assert parse({"pretrained": "m"}).h2o() is None
 

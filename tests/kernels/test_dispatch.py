@@ -25,7 +25,7 @@ def test_table_rows_name_implementations_and_reasons():
     for line in dispatch.TABLE:
         assert line.implementation in IMPLEMENTATIONS[line.operation][1:] and line.why
         assert set(line.sets) <= set(cpu_library.SETS)
-        assert 1 <= line.least_rows <= line.most_rows
+        assert 1 <= line.min_rows <= line.max_rows
 
 
 @BUILT

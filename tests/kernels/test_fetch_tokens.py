@@ -25,10 +25,10 @@ UNTOUCHED = 77
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """A file's records [heads, rows, record_bytes], and its descriptors, the first past the page
+    """A file's records [heads, rows, page_bytes], and its descriptors, the first past the page
     cache."""
     path = tmp_path_factory.mktemp("records") / "a"
-    records = torch.randint(256, (HEADS, LAYOUT.rows, LAYOUT.record_bytes), dtype=torch.uint8)
+    records = torch.randint(256, (HEADS, LAYOUT.rows, LAYOUT.page_bytes), dtype=torch.uint8)
     path.write_bytes(bytes(OFFSET) + records.numpy().tobytes())
     opened = {direct: os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
               for direct in (True, False)}
@@ -72,16 +72,16 @@ def test_fetched_tokens_are_in_their_slots(file, seed, room, counts, direct):
     wide = torch.cat((missing, torch.full((3, 5), -1)), 1)[:, : missing.shape[1]]
     expected = poisoned_slots()
     expected.view(HEADS, SLOTS, -1)[missing[0], missing[2]] = lines(records, missing)
-    landing = Device().host_empty(room * LAYOUT.record_bytes)
+    read_buffer = Device().host_empty(room * LAYOUT.page_bytes)
     read = []
     for fetch in (native_recall.fetch_tokens, reference_recall.fetch_tokens):
         slots = poisoned_slots()
         done, nbytes = fetch(wide, slots, file=opened[direct], direct=direct, offset=OFFSET,
-                             layout=LAYOUT, landing=landing.fill_(UNTOUCHED))
+                             layout=LAYOUT, read_buffer=read_buffer.fill_(UNTOUCHED))
         assert done == missing.shape[1] and torch.equal(slots, expected)
         read.append(nbytes)
     needed = len((missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens).unique())
-    assert min(read) >= needed * LAYOUT.record_bytes
+    assert min(read) >= needed * LAYOUT.page_bytes
     assert read[0] == read[1] or room < 5000, "both read the same, where there is room for all"
 
 
@@ -93,23 +93,23 @@ def test_truncated_file_returns_the_tokens_before_the_end(file, tmp_path, fetch,
     path = tmp_path / "cut"
     rows = LAYOUT.rows // 2  # of head 1
     path.write_bytes(bytes(OFFSET) + records.numpy().tobytes()[
-        : (LAYOUT.rows + rows) * LAYOUT.record_bytes])
+        : (LAYOUT.rows + rows) * LAYOUT.page_bytes])
     missing = missing_tokens(3, [100, 500, 0, 9, 0, 0])
     whole = missing[0] * LAYOUT.rows + missing[1] // LAYOUT.tokens < LAYOUT.rows + rows
-    landing, slots = Device().host_empty(20 * LAYOUT.record_bytes), poisoned_slots()
+    read_buffer, slots = Device().host_empty(20 * LAYOUT.page_bytes), poisoned_slots()
     descriptor = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     try:
         done, nbytes = fetch(missing, slots, file=descriptor, direct=direct, offset=OFFSET,
-                             layout=LAYOUT, landing=landing)
+                             layout=LAYOUT, read_buffer=read_buffer)
         nothing = fetch(missing[:, :0], slots, file=descriptor, direct=direct, offset=OFFSET,
-                        layout=LAYOUT, landing=landing)
+                        layout=LAYOUT, read_buffer=read_buffer)
     finally:
         os.close(descriptor)
     assert whole.sum() - 100 < done <= whole.sum() and nbytes > 0 and nothing == (0, 0)
     came = slots.view(HEADS, SLOTS, -1)[missing[0, :done], missing[2, :done]]
     assert torch.equal(came, lines(records, missing[:, :done]))
     assert fetch(missing, slots, file=descriptor, direct=direct, offset=OFFSET, layout=LAYOUT,
-                 landing=landing) == (0, 0), "a file that is closed"
+                 read_buffer=read_buffer) == (0, 0), "a file that is closed"
 
 
 @pytest.mark.parametrize("fetch", FETCH)
@@ -120,7 +120,7 @@ def test_indices_out_of_range_are_errors(file, fetch, wrong):
     missing = torch.tensor([(2, 40, 3), wrong]).T.contiguous()
     with pytest.raises(ValueError, match="fetch_tokens: a tensor of indices"):
         fetch(missing, slots, file=file[1][True], direct=True, offset=OFFSET, layout=LAYOUT,
-              landing=Device().host_empty(PAGE))
+              read_buffer=Device().host_empty(PAGE))
     assert (slots == UNTOUCHED).all()
 
 

@@ -28,7 +28,7 @@ def test_table_rows_name_implementations_and_reasons():
     for line in dispatch.GPU_TABLE:
         assert line.implementation in GPU_IMPLEMENTATIONS[line.operation] and line.why
         assert set(line.sets) <= set(dispatch.ARCHITECTURES)
-        assert 1 <= line.least_rows <= line.most_rows
+        assert 1 <= line.min_rows <= line.max_rows
 
 
 @pytest.mark.parametrize("gpu", [V100, T4, A100, L4, H100, None])

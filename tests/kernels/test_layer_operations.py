@@ -51,12 +51,12 @@ def near(got, expected, rounding, *, beside=1.0):
 @given(WAYS, DTYPES, st.integers(1, 5), st.integers(1, 200), st.booleans(), st.booleans(),
        st.booleans(), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=examples(150))
-def test_norms(way, dtype, rows, width, centred, weighted, biased, in_place, seed):
+def test_norms(way, dtype, rows, width, centered, weighted, biased, in_place, seed):
     x, whole = wide(rows, width, dtype, seed=seed)
     weight, bias = (wide(1, width, dtype, seed=seed + i)[0][0] for i in (1, 2))
     weight, bias = weight if weighted else None, bias if biased else None
     expected = x.double()
-    if centred:
+    if centered:
         expected = expected - expected.mean(-1, keepdim=True)
     expected = expected / (expected.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     expected = expected * (1 if weight is None else weight.double())
@@ -64,9 +64,9 @@ def test_norms(way, dtype, rows, width, centred, weighted, biased, in_place, see
     out, poison = (x, whole) if in_place else wide(rows, width, dtype, seed=seed + 3)
     if not in_place:
         out.fill_(float("nan"))
-    run(way, "norm", x, weight, bias, out, eps=1e-5, centred=centred)
+    run(way, "norm", x, weight, bias, out, eps=1e-5, centered=centered)
     # A row of values that are nearly alike has a mean that float32 knows only so well.
-    slack = 300 if centred else 10
+    slack = 300 if centered else 10
     near(out, expected, ROUNDING[dtype], beside=slack)
     assert poison[:, width:].isnan().all()
 
@@ -157,7 +157,7 @@ def test_results_do_not_depend_on_threads(way):
         with threads(count):
             x, weight, bias = (wide(rows, 5000, torch.bfloat16, seed=rows)[0]
                                for rows in (9, 1, 1))
-            run(way, "norm", x, weight[0], bias[0], x, eps=1e-5, centred=True)
+            run(way, "norm", x, weight[0], bias[0], x, eps=1e-5, centered=True)
             run(way, "activate", x, "gelu", x.clone())
             heads = x.unflatten(1, (50, 100))
             angles = torch.randn(9, 40, generator=torch.Generator().manual_seed(0))
@@ -170,10 +170,10 @@ def test_invalid_arguments_write_nothing():
     x, out = torch.ones(2, 8), torch.full((2, 8), 3.0)
     tables = torch.ones(2, 4)
     for call in (
-            lambda: native.norm(x, torch.ones(7), None, out, eps=1e-5, centred=True),
-            lambda: native.norm(x, None, None, out[:1], eps=1e-5, centred=True),
-            lambda: native.norm(x.T, None, None, out.T, eps=1e-5, centred=True),
-            lambda: native.norm(x.double(), None, None, out.double(), eps=1e-5, centred=True),
+            lambda: native.norm(x, torch.ones(7), None, out, eps=1e-5, centered=True),
+            lambda: native.norm(x, None, None, out[:1], eps=1e-5, centered=True),
+            lambda: native.norm(x.T, None, None, out.T, eps=1e-5, centered=True),
+            lambda: native.norm(x.double(), None, None, out.double(), eps=1e-5, centered=True),
             lambda: native.rotate(out.view(2, 1, 8), torch.ones(2, 5), torch.ones(2, 5)),
             lambda: native.rotate(out.view(2, 1, 8), tables, tables[:1]),
             lambda: native.rotate(out.view(2, 1, 8), tables.double(), tables.double()),
@@ -188,7 +188,7 @@ def test_invalid_arguments_write_nothing():
 def operations(x, matrix, out, tables, *, capture=None):
     """Some operations on x [rows, 32], each of which needs what the one before wrote."""
     named = {} if capture is None else {"capture": capture}
-    native.norm(x, None, None, out, eps=1e-6, centred=False, **named)
+    native.norm(x, None, None, out, eps=1e-6, centered=False, **named)
     native.rotate(out.view(len(x), 2, 16), *tables, **named)
     if capture is None:
         x.mul_(2)

@@ -228,7 +228,7 @@ def calls():
     groups = GroupLayout(64, 4)
     yield native.quantize_groups, dict(x=torch.randn(3, 64), layout=groups)
     yield native.dequantize_groups, dict(
-        records=reference.quantize_groups(torch.randn(3, 64), groups), layout=groups)
+        packed=reference.quantize_groups(torch.randn(3, 64), groups), layout=groups)
     for function in (native.linear_skinny, native.linear_float32):
         yield function, dict(
             x=torch.randn(3, 64).bfloat16(), weight=torch.randn(20, 64).bfloat16(),
@@ -247,7 +247,7 @@ def spoiled(x):
 
 
 # Other sizes of these may go: nothing else says how many there are, or they fill up the same tiles.
-FREE = {("unpack_rows", "rows"), ("quantize_groups", "x"), ("dequantize_groups", "records"),
+FREE = {("unpack_rows", "rows"), ("quantize_groups", "x"), ("dequantize_groups", "packed"),
         ("quantize_matrix", "weight")}
 
 

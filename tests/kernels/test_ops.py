@@ -389,7 +389,7 @@ def test_reference_kernels_can_be_forced(monkeypatch):
         (ops.decode_attention, decode_case([9], eviction=Eviction())),
         (ops.decode_attention, decode_case([9], form=8)),
         (ops.quantize_groups, {"x": torch.randn(3, 16), "layout": layout}),
-        (ops.dequantize_groups, {"records": torch.zeros(3, layout.nbytes, dtype=torch.uint8),
+        (ops.dequantize_groups, {"packed": torch.zeros(3, layout.nbytes, dtype=torch.uint8),
                                  "layout": layout}))]
     for call in calls:
         with pytest.raises(AssertionError, match="not the reference"):

@@ -41,8 +41,8 @@ ARM = "aarch64-linux-gnu"
 OPERATIONS = {
     "prefill_attention", "select_heavy_hitters", "decode_attention", "quantize_groups",
     "dequantize_groups", "quantize_matrix", "unpack_rows", "linear_quantized", "linear_skinny",
-    "linear_float32", "norm", "rotate", "activate", "route", "experts", "index_keys", "choose_keys",
-    "attend_recalled", "take_slots"}
+    "linear_float32", "norm", "rotate", "activate", "route", "experts", "index_keys", "select_keys",
+    "recall_attention", "assign_slots"}
 """Those that read and write memory alone: all but fetch_tokens, which reads a file."""
 MXFP4 = 4.25  # bits of a number
 
@@ -333,10 +333,10 @@ def make_calls() -> None:
 def make_layer_calls() -> None:
     """Likewise what stands between attentions, and experts, of which one is missing."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for centred in (True, False):
+        for centered in (True, False):
             x = torch.randn(3, 37).to(dtype)
             native.norm(x, torch.randn(37).to(dtype), torch.randn(37).to(dtype),
-                        torch.zeros_like(x), eps=1e-5, centred=centred)
+                        torch.zeros_like(x), eps=1e-5, centered=centered)
         native.rotate(torch.randn(3, 2, 21).to(dtype), torch.randn(3, 9), torch.randn(3, 9))
         for function in abi.ACTIVATIONS:
             native.activate(torch.randn(3, 37).to(dtype), function, torch.randn(3, 37).to(dtype))
@@ -385,15 +385,15 @@ def make_recall_calls() -> None:
         layout = IndexLayout(dim, bits)
         index = torch.zeros(2, 2, layout.tiles(tokens), layout.tile_bytes, dtype=torch.uint8)
         ops.index_keys(split_slots(slots, records)[0], index, spans, layout=layout,
-                       records=None if records is None else records.keys)
+                       key_layout=None if records is None else records.keys)
         log_weights = torch.zeros(2, 2, tokens, dtype=torch.int32)
-        selected = ops.choose_keys(q, k, index=index, metadata=metadata, layout=layout, top_k=10,
+        selected = ops.select_keys(q, k, index=index, metadata=metadata, layout=layout, top_k=10,
                                    log_weights=log_weights)
-        ops.attend_recalled(q, k, v, slots=slots, selected=selected, metadata=metadata,
-                            layout=records)
-        ops.take_slots(selected, metadata[0] - 3, slot_of=torch.full((4, tokens), -1).int(),
-                       token_of=torch.full((4, 20), -1).int(),
-                       log_weights=log_weights.flatten(0, 1), newest=8)
+        ops.recall_attention(q, k, v, slots=slots, selected=selected, metadata=metadata,
+                             layout=records)
+        ops.assign_slots(selected, metadata[0] - 3, slot_of=torch.full((4, tokens), -1).int(),
+                         token_of=torch.full((4, 20), -1).int(),
+                         log_weights=log_weights.flatten(0, 1), newest=8)
 
 
 @pytest.mark.full

@@ -94,16 +94,16 @@ def check_kernels(module, options):
     some = case(**options)
     expected = some["index"].clone()
     reference_recall.index_keys(some["keys"], expected, some["spans"], layout=some["layout"],
-                                records=key_records(some))
+                                key_layout=key_records(some))
     first, rest = some["spans"].clone(), some["spans"].clone()  # as in a generation
     first[2] //= 2
     rest[:2] = first[2]
     rest[2] -= first[2]
     for spans in (first, rest):
         module.index_keys(some["keys"], some["index"], spans, layout=some["layout"],
-                          records=key_records(some))
+                          key_layout=key_records(some))
     assert same(some["index"], expected)
-    selected = module.choose_keys(
+    selected = module.select_keys(
         some["q"], some["k"], index=some["index"], top_k=int(some["metadata"][1].max()) + 2,
         metadata=some["metadata"], layout=some["layout"], **some["options"])
     check_choice(some, selected)
@@ -113,7 +113,7 @@ def check_kernels(module, options):
 def check_attention(module, some, selected):
     """Check attention to selected tokens, and that nothing but new tokens is written."""
     outs = []
-    for attend in (module.attend_recalled, reference_recall.attend_recalled):
+    for attend in (module.recall_attention, reference_recall.recall_attention):
         slots = some["slots"].clone()
         out, taken = attend(some["q"], some["k"], some["v"], slots=slots, selected=selected,
                             metadata=some["metadata"], layout=some["records"], **some["options"])
@@ -137,10 +137,10 @@ def recall(some, *, capture=None):
     form = FormArguments.from_form(*some["options"].values())
     told = {"metadata": some["metadata"], "form": form}
     native_recall.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"],
-                             records=key_records(some), **noted)
-    selected = native_recall.choose_keys(some["q"], some["k"], index=some["index"],
+                             key_layout=key_records(some), **noted)
+    selected = native_recall.select_keys(some["q"], some["k"], index=some["index"],
                                          layout=some["layout"], top_k=99, **told, **noted)
-    return selected, *native_recall.attend_recalled(
+    return selected, *native_recall.recall_attention(
         some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
         layout=some["records"], **told, **noted)
 
@@ -170,7 +170,7 @@ def test_running_means_of_log_weights(isa):
     for options in CASES:
         some = case(**options)
         reference_recall.index_keys(some["keys"], some["index"], some["spans"],
-                                    layout=some["layout"], records=key_records(some))
+                                    layout=some["layout"], key_layout=key_records(some))
         weights = weights_of(some)[..., : int(some["metadata"][0].max())]
         before = torch.randint(2**30, weights.shape, dtype=torch.int32)
         before[..., ::3] = 0
@@ -178,10 +178,10 @@ def test_running_means_of_log_weights(isa):
         expected = before + (logs - before) / 8
         expected[..., ::3] = logs[..., ::3]
         cached = torch.arange(before.shape[-1]) < some["metadata"][0][:, None, None]
-        for choose_keys in (ops.choose_keys, reference_recall.choose_keys):
+        for select_keys in (ops.select_keys, reference_recall.select_keys):
             log_weights = before.clone()
             with using(isa):
-                choose_keys(some["q"], some["k"], index=some["index"], top_k=99,
+                select_keys(some["q"], some["k"], index=some["index"], top_k=99,
                             layout=some["layout"], metadata=some["metadata"],
                             log_weights=log_weights, **some["options"])
             apart = (log_weights - expected)[cached.expand_as(expected)].abs() / 2**23
@@ -198,7 +198,7 @@ def check_ties(module, tokens):
     q, heavy = torch.ones(1, 2, 16), range(0, tokens, 2)
     for wanted in (heavy[-3:], [*heavy, tokens - 3, tokens - 1], range(tokens)):
         metadata = torch.tensor([[tokens], [len(wanted)]]).int()
-        found, = module.choose_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
+        found, = module.select_keys(q, q[:, :1], index=index, metadata=metadata, layout=layout,
                                     top_k=len(wanted)).tolist()[0]
         assert found == sorted(wanted)
 
@@ -221,7 +221,7 @@ def check_largest_sums(module, dim, bits):
     last = reference_recall.indexed_keys(index, layout)[0, 0, :40, -1]
     for sign in (1, -1):
         q = torch.full((1, 3, dim), float(sign))
-        selected = module.choose_keys(q, 0 * q[:, :1], **options)[0, 0].long()
+        selected = module.select_keys(q, 0 * q[:, :1], **options)[0, 0].long()
         assert same(last[selected].sort().values,
                     (sign * last).topk(11).values.mul(sign).sort().values)
 
@@ -241,9 +241,9 @@ def test_results_do_not_depend_on_threads():
     for count in (1, 2):
         with threads(count):
             ops.index_keys(some["keys"], some["index"], some["spans"], layout=some["layout"])
-            selected = ops.choose_keys(some["q"], some["k"], index=some["index"], top_k=60,
+            selected = ops.select_keys(some["q"], some["k"], index=some["index"], top_k=60,
                                        metadata=some["metadata"], layout=some["layout"])
-            found.append((selected, ops.attend_recalled(
+            found.append((selected, ops.recall_attention(
                 some["q"], some["k"], some["v"], slots=some["slots"].clone(), selected=selected,
                 metadata=some["metadata"])[0]))
     assert all(map(same, *found))
@@ -261,21 +261,21 @@ def test_invalid_arguments_raise_and_write_nothing():
     records = reference.quantize_groups(some["keys"], GroupLayout(64, 4))
     with pytest.raises(ValueError, match="index_keys: keys must be"):
         native_recall.index_keys(records[..., 1:], index, some["spans"], layout=layout,
-                                 records=GroupLayout(64, 4))
+                                 key_layout=GroupLayout(64, 4))
     assert same(some["index"], index)
     many = some["metadata"].clone()
     many[1] = many[0] + 1
-    with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
-        ops.choose_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, top_k=99)
+    with pytest.raises(ValueError, match="select_keys: a tensor of indices"):
+        ops.select_keys(some["q"], some["k"], index=index, metadata=many, layout=layout, top_k=99)
     few = torch.zeros(3, 2, 76, dtype=torch.int32)
-    with pytest.raises(ValueError, match="choose_keys: a tensor of indices"):
-        ops.choose_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
+    with pytest.raises(ValueError, match="select_keys: a tensor of indices"):
+        ops.select_keys(some["q"], some["k"], index=index, metadata=some["metadata"],
                         layout=layout, top_k=99, log_weights=few)
     assert not few.any()
     selected = torch.full((3, 2, 30), 500, dtype=torch.int32)
-    with pytest.raises(ValueError, match="attend_recalled: a tensor of indices"):
-        ops.attend_recalled(some["q"], some["k"], some["v"], slots=some["slots"], selected=selected,
-                            metadata=some["metadata"])
+    with pytest.raises(ValueError, match="recall_attention: a tensor of indices"):
+        ops.recall_attention(some["q"], some["k"], some["v"], slots=some["slots"],
+                             selected=selected, metadata=some["metadata"])
     with pytest.raises(ValueError, match="index must be"):
-        native_recall.choose_keys(some["q"], some["k"], index=index[:1], layout=layout, top_k=9,
+        native_recall.select_keys(some["q"], some["k"], index=index[:1], layout=layout, top_k=9,
                                   metadata=some["metadata"])

@@ -42,23 +42,23 @@ SHORTER = [
 """The interpreter takes ten seconds for three sequences of 150 tokens."""
 
 
-def index_keys(keys, index, spans, *, layout, records=None):
-    triton_recall.index_keys(keys, index, spans, layout=layout, records=records)
+def index_keys(keys, index, spans, *, layout, key_layout=None):
+    triton_recall.index_keys(keys, index, spans, layout=layout, key_layout=key_layout)
 
 
-def choose_keys(q, k, *, log_weights=None, form=DEFAULT_FORM, sinks=None, offsets=None, **options):
-    return triton_recall.choose_keys(q, k, log_weights=log_weights,
+def select_keys(q, k, *, log_weights=None, form=DEFAULT_FORM, sinks=None, offsets=None, **options):
+    return triton_recall.select_keys(q, k, log_weights=log_weights,
                                      form=FormArguments.from_form(form, sinks), **options)
 
 
-def attend_recalled(q, k, v, *, layout=None, form=DEFAULT_FORM, sinks=None, offsets=None,
-                    **options):
-    return triton_recall.attend_recalled(q, k, v, layout=layout,
-                                         form=FormArguments.from_form(form, sinks), **options)
+def recall_attention(q, k, v, *, layout=None, form=DEFAULT_FORM, sinks=None, offsets=None,
+                     **options):
+    return triton_recall.recall_attention(q, k, v, layout=layout,
+                                          form=FormArguments.from_form(form, sinks), **options)
 
 
-KERNELS = SimpleNamespace(index_keys=index_keys, choose_keys=choose_keys,
-                          attend_recalled=attend_recalled)
+KERNELS = SimpleNamespace(index_keys=index_keys, select_keys=select_keys,
+                          recall_attention=recall_attention)
 
 
 @pytest.mark.parametrize("options", SHORTER)
@@ -72,7 +72,7 @@ def test_running_means_of_log_weights():
                                 layout=some["layout"])
     before = torch.randint(2**30, (3, 2, 77), dtype=torch.int32)
     ours, theirs = before.clone(), before.clone()
-    for choose, log_weights in ((choose_keys, ours), (reference_recall.choose_keys, theirs)):
+    for choose, log_weights in ((select_keys, ours), (reference_recall.select_keys, theirs)):
         choose(some["q"], some["k"], index=some["index"], metadata=some["metadata"], top_k=30,
                layout=some["layout"], log_weights=log_weights)
     assert (ours - theirs).abs().max() < 2**8 and not torch.equal(ours, before)
@@ -103,9 +103,9 @@ def test_new_tokens_are_stored_in_given_slots():
     selected = torch.tensor([[[7, 1, 3]], [[-1, -1, -1]]]).int()
     metadata = torch.tensor([[5, 0], [3, 0]]).int()
     ours, theirs = slots.clone(), slots.clone()
-    out, taken = attend_recalled(q, k, v, slots=ours, selected=selected, metadata=metadata)
-    wanted, _ = reference_recall.attend_recalled(q, k, v, slots=theirs, selected=selected,
-                                                 metadata=metadata)
+    out, taken = recall_attention(q, k, v, slots=ours, selected=selected, metadata=metadata)
+    wanted, _ = reference_recall.recall_attention(q, k, v, slots=theirs, selected=selected,
+                                                  metadata=metadata)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(out[1], v[1].expand(4, 16), rtol=2e-5, atol=2e-5)
     assert taken.flatten().tolist() == [5, 0] and same(ours, theirs)

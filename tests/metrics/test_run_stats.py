@@ -158,7 +158,7 @@ def test_a_long_run_keeps_few_intervals():
     links = LinkStats()
     for index in range(5000):
         links.add("cpu->gpu", 1, index, index + 0.5)
-    assert kept_intervals(links, "cpu->gpu") <= LinkStats.MOST_INTERVALS
+    assert kept_intervals(links, "cpu->gpu") <= LinkStats.MAX_INTERVALS
     assert links.totals() == {"cpu->gpu": (5000, pytest.approx(2500))}
 
 

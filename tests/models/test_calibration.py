@@ -213,7 +213,7 @@ def test_each_text_has_weights_of_its_own_that_are_quantized_once(tiny_model, tm
 
 def test_both_numbers_of_bits_share_the_means(tiny_model, tmp_path, text, cache, monkeypatch):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
-    monkeypatch.setattr(loader, "LEAST_KEPT_SECONDS", 0.0)
+    monkeypatch.setattr(loader, "MIN_KEPT_SECONDS", 0.0)
     load(folder, text).close()
     monkeypatch.setattr(calibration, "_measure", lambda *args: pytest.fail("measured again"))
     load(folder, text, weight_bits=8).close()

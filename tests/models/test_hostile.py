@@ -29,8 +29,8 @@ from flexgen_h2o.models.checkpoint_files import open_checkpoint
 from flexgen_h2o.models.gguf.header import read_header
 from flexgen_h2o.models.sources import checkpoint_folder
 
-MOST_MEMORY = 1 << 30  # that a refusal may take for a moment
-MOST_SECONDS = 20
+MAX_MEMORY = 1 << 30  # that a refusal may take for a moment
+MAX_SECONDS = 20
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 FILE = "model.safetensors"
 
@@ -62,7 +62,7 @@ def watch() -> Watch:
 
 @pytest.fixture
 def harmless(tmp_path, watch, monkeypatch) -> Iterator[None]:
-    """Holds a test to `MOST_MEMORY` more than before, `MOST_SECONDS`, and files in its folder.
+    """Holds a test to `MAX_MEMORY` more than before, `MAX_SECONDS`, and files in its folder.
 
     There are home, caches, temporary files and the current folder.
     """
@@ -81,8 +81,8 @@ def harmless(tmp_path, watch, monkeypatch) -> Iterator[None]:
     watch.on, watch.seen = True, []
     yield
     watch.on = False
-    assert time.monotonic() - began < MOST_SECONDS
-    assert status("VmHWM") - before < MOST_MEMORY
+    assert time.monotonic() - began < MAX_SECONDS
+    assert status("VmHWM") - before < MAX_MEMORY
     outside = [path for path in watch.seen if not path.startswith((str(tmp_path), "/dev/", "/proc"))
                and "__pycache__" not in path]
     assert outside == []

@@ -17,7 +17,7 @@ from flexgen_h2o.planning import calibrate as module
 from flexgen_h2o.planning import compute_rates
 from flexgen_h2o.planning import compute_rates as clocks
 from flexgen_h2o.planning.calibrate import calibrate
-from flexgen_h2o.planning.compute_rates import FEWEST, DecodeStep, Rates, Sizes, Timer
+from flexgen_h2o.planning.compute_rates import MIN_CALLS, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
 from flexgen_h2o.storage.links import copy_rates, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
@@ -188,7 +188,7 @@ def test_the_clock_takes_the_median_after_a_warm_up(monkeypatch):
     time = FakeTime()
     monkeypatch.setattr(clocks, "time", time)
     clock = Timer(Device(), seconds=1.0)
-    warm = [50.0] + [0.125] * FEWEST
+    warm = [50.0] + [0.125] * MIN_CALLS
     assert clock.seconds(time.work(*warm, 2.0)) == 2.0
     assert clock.seconds(time.work(*warm, 3.0, 90.0, 1.0, 3.0, 90.0, 2.0, 3.0)) == 3.0
     assert clock.difference(time.work(*warm, 3.0), time.work(*warm, 1.0)) == 2.0
@@ -202,7 +202,7 @@ def test_a_slow_call_is_not_made_often(monkeypatch):
     time = FakeTime()
     monkeypatch.setattr(clocks, "time", time)
     clock = Timer(Device(), seconds=1.0)
-    assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * FEWEST
+    assert clock.seconds(time.work(1.0, 2.0)) == 2.0 and time.now == 1 + 2 * MIN_CALLS
     began = time.now
     assert clock.seconds(time.work(9.0, 5.0, 4.0), give_up=4.0) == 4.0
     assert time.now - began == 18

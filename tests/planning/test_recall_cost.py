@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.config.cache_layout import CacheOptions, IndexLayout
-from flexgen_h2o.kernels.reference.recall import runs_of
+from flexgen_h2o.kernels.reference.recall import contiguous_runs
 from flexgen_h2o.planning.cache_cost import (
     RecalledTokens,
     disk_read_ratio,
@@ -142,7 +142,7 @@ def test_scattered_groups_are_read_as_the_engine_does(groups, length, seed):
     gap, count = 1000, 4_000_000
     there = torch.rand(count, generator=torch.Generator().manual_seed(seed)) < groups / gap
     records = (there.nonzero() + torch.arange(length)).flatten().unique()
-    runs = [run for _, run in runs_of(records.tolist(), gap=gap - 1, max_records=2 * count)]
+    runs = [run for _, run in contiguous_runs(records.tolist(), gap=gap - 1, max_pages=2 * count)]
     nbytes, requests = read_shares(groups, (length - 1) / gap)
     assert sum(map(len, runs)) / count == pytest.approx(nbytes, rel=0.1, abs=0.03)
     assert len(runs) * gap / count == pytest.approx(requests, rel=0.1, abs=0.03)

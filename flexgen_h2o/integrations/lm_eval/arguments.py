@@ -32,7 +32,7 @@ FLAGS = (
 PROMPT_CHUNK = 64
 """Default of `prompt_chunk`: tokens between evictions inside of a prompt."""
 
-MOST = 64
+MAX_SEQUENCES = 64
 """Default of ``--max_batch_size`` with ``--batch_size auto``."""
 
 _OTHER_NAMES = {"model": "pretrained", "evict_while_prefilling": "evict_prompt"}
@@ -147,7 +147,7 @@ class Arguments(StrictStruct, frozen=True):
         """Limit of the batch size where memory decides; None if it is given."""
         if self.batch_size != "auto":
             return None
-        return self.max_batch_size or MOST
+        return self.max_batch_size or MAX_SEQUENCES
 
 
 def parse(values: Mapping[str, object]) -> Arguments:

@@ -19,10 +19,10 @@ constexpr int TURNS = 16;        // chunks of tasks per thread, if there are eno
 int64_t padded(int64_t x) { return (x + WIDTH - 1) / WIDTH * WIDTH; }
 
 struct Head {
-    const Decode& a;
+    const DecodeAttention& a;
     int64_t sequence, kv_head, group, width, cached;
 
-    Head(const Decode& a, int64_t index)
+    Head(const DecodeAttention& a, int64_t index)
         : a(a), sequence(index / a.kv_heads), kv_head(index % a.kv_heads),
           group(a.heads / a.kv_heads), width(padded(a.head_dim)), cached(a.metadata[sequence]) {}
 
@@ -49,7 +49,7 @@ struct Head {
 // Convert a new vector to floats [width]. If positions roll, rotate it to the newest rank.
 template <class T>
 void unpack(const Head& h, const T* from, float* to, bool rolls) {
-    const Decode& a = h.a;
+    const DecodeAttention& a = h.a;
     to_floats(from, a.head_dim, to);
     for (int64_t i = a.head_dim; i < h.width; i++) to[i] = 0;
     if (!rolls) return;
@@ -76,7 +76,7 @@ void queries(const Head& h, float* q) {
 // Call f with the reader for the cached keys (kind 0) or values (kind 1) of a head.
 template <class T, class F>
 void with_rows(const Head& h, int kind, float* scratch, F f) {
-    const Decode& a = h.a;
+    const DecodeAttention& a = h.a;
     const Layout& layout = layout_of(a, kind);
     const int32_t* ranks = kind == 0 && a.ranks ? a.ranks + h.first() : nullptr;
     if (layout.bits == 16) {
@@ -106,7 +106,7 @@ void with_rows(const Head& h, int kind, float* scratch, F f) {
 template <class F>
 bool with_tiles(const Head& h, int kind, float* scratch, F f) {
 #if defined(TILES)
-    const Decode& a = h.a;
+    const DecodeAttention& a = h.a;
     const Layout& layout = layout_of(a, kind);
     if (layout.bits != 4 || layout.group != default_group(4, a.head_dim) || a.ranks ||
         h.group < MIN_TILED_QUERIES || h.group > MAX_TILED_QUERIES || h.cached < MIN_TILED_SLOTS)
@@ -167,9 +167,9 @@ void weigh(const Head& h, int64_t g, float* row, int64_t begin, int64_t end, flo
     const int64_t stop = begin + padded(end - begin);
     form_logits(h, g, row, begin, end);
     for (int64_t t = end; t < stop; t++) row[t] = MASKED;
-    Floats most = broadcast(MASKED), total{};
-    for (int64_t t = begin; t < stop; t += WIDTH) most = max(load(row + t), most);
-    to[0] = reduce_max(most);
+    Floats largest = broadcast(MASKED), total{};
+    for (int64_t t = begin; t < stop; t += WIDTH) largest = max(load(row + t), largest);
+    to[0] = reduce_max(largest);
     const float top = to[0] > MASKED ? to[0] : 0;  // all slots may be masked by the window
     for (int64_t t = begin; t < stop; t += WIDTH) {
         const Floats e = exp(load(row + t) - top);
@@ -249,7 +249,7 @@ int64_t victim(const Head& h) {
     const float* scores = h.a.scores + first;
     const int32_t* positions = h.a.positions + first;
     Floats lowest = broadcast(-MASKED);
-    Ints oldest = Ints{} + EMPTY, found{}, slot{};
+    Ints oldest = Ints{} + EMPTY, best_slot{}, slot{};
     for (int i = 0; i < WIDTH; i++) slot[i] = i;
     for (int64_t t = 0; t < h.cached; t += WIDTH, slot += WIDTH) {
         Floats score{};
@@ -268,21 +268,21 @@ int64_t victim(const Head& h) {
                             ((score < lowest) | ((score == lowest) & (position < oldest)));
         lowest = better ? score : lowest;
         oldest = better ? position : oldest;
-        found = better ? slot : found;
+        best_slot = better ? slot : best_slot;
     }
     int best = 0;
     for (int i = 1; i < WIDTH; i++)
         if (lowest[i] < lowest[best] || (lowest[i] == lowest[best] && oldest[i] < oldest[best]))
             best = i;
-    return found[best];
+    return best_slot[best];
 }
 
-// Assign a slot to the new token, and set its score to its own attention weight `own`.
-int64_t take_slot(const Head& h, float own) {
-    const Decode& a = h.a;
+// Assign a slot to the new token, and set its score to its attention weight.
+int64_t assign_slot(const Head& h, float weight) {
+    const DecodeAttention& a = h.a;
     const bool full = h.metadata(3);
     const int64_t slot = full ? victim(h) : h.cached, first = h.first();
-    a.scores[first + slot] = own;
+    a.scores[first + slot] = weight;
     a.positions[first + slot] = static_cast<int32_t>(h.metadata(1) - 1);
     if (a.ranks) {
         int32_t* ranks = a.ranks + first;
@@ -305,30 +305,30 @@ INLINE void add_received(float* scores, const float* weights, int64_t begin, int
 }
 
 // Combine the partial attentions of a query with the new token to an output [width]. Update the scores
-// of the slots. Return the new token's own attention weight.
+// of the slots. Return the attention weight of the new token.
 float combine(const Head& h, const Space& space, int64_t index, int64_t g, const float* q,
               const float* key, const float* value, const float* logits, float* out) {
-    const Decode& a = h.a;
+    const DecodeAttention& a = h.a;
     Floats products{};
     for (int64_t i = 0; i < h.width; i += WIDTH)
         products = fma(load(q + g * h.width + i), load(key + i), products);
-    float own = sum(products) + h.offset(g);
+    float logit = sum(products) + h.offset(g);
     if (a.form.softcap > 0) {
         const float cap = static_cast<float>(a.form.softcap);
-        own = cap * tanhf(own / cap);
+        logit = cap * tanhf(logit / cap);
     }
     const float sink = a.form.sinks ? a.form.sinks[h.kv_head * h.group + g] : MASKED;
-    float top = fmaxf(own, sink);
+    float top = fmaxf(logit, sink);
     for (int64_t p = 0; p < space.parts; p++)
         top = fmaxf(top, partial(h, space, index, p, g).top);
-    const float own_weight = expf(own - top);
-    float total = own_weight;
+    const float new_weight = expf(logit - top);
+    float total = new_weight;
     if (a.form.sinks) total += expf(sink - top);
     for (int64_t p = 0; p < space.parts; p++) {
         const Partial part = partial(h, space, index, p, g);
         total += part.total * expf(part.top - top);
     }
-    for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(value + i) * own_weight);
+    for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(value + i) * new_weight);
     for (int64_t p = 0; p < space.parts; p++) {
         const Partial part = partial(h, space, index, p, g);
         const float factor = expf(part.top - top);
@@ -341,13 +341,13 @@ float combine(const Head& h, const Space& space, int64_t index, int64_t g, const
                      g == 0 ? static_cast<float>(a.decay) : 1.0f, factor / total);
     }
     for (int64_t i = 0; i < h.width; i += WIDTH) store(out + i, load(out + i) / total);
-    return own_weight / total;
+    return new_weight / total;
 }
 
 template <class T>
 void finish(const Head& h, const Space& space, int64_t index, float* scratch,
             const float* logits) {
-    const Decode& a = h.a;
+    const DecodeAttention& a = h.a;
     float *q = scratch, *key = scratch + h.group * h.width, *value = key + h.width;
     float* sums = value + h.width;
     const T* new_key = static_cast<const T*>(a.k) + h.sequence * a.k_row + h.kv_head * a.k_head;
@@ -355,14 +355,14 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     queries<T>(h, q);
     unpack(h, new_key, key, a.ranks != nullptr);
     unpack(h, new_value, value, false);
-    float own_received = 0;
+    float new_received = 0;
     for (int64_t g = 0; g < h.group; g++) {
-        own_received += combine(h, space, index, g, q, key, value, logits, sums);
+        new_received += combine(h, space, index, g, q, key, value, logits, sums);
         T* out = static_cast<T*>(a.out) +
                  (h.sequence * a.heads + h.kv_head * h.group + g) * a.head_dim;
         from_floats(sums, a.head_dim, out);
     }
-    const int64_t slot = a.scores ? take_slot(h, own_received) : h.cached;
+    const int64_t slot = a.scores ? assign_slot(h, new_received) : h.cached;
     uint8_t* quantized = reinterpret_cast<uint8_t*>(scratch);
     T* smoothed = reinterpret_cast<T*>(value);
     if (a.factor) {
@@ -375,11 +375,11 @@ void finish(const Head& h, const Space& space, int64_t index, float* scratch,
     write_slot(a, a.key_layout, slot_start(a, 0, h.sequence, h.kv_head, slot),
                a.factor ? smoothed : new_key, quantized);
     write_slot(a, a.value_layout, slot_start(a, 1, h.sequence, h.kv_head, slot), new_value, quantized);
-    a.taken[index] = slot;
+    a.written_slots[index] = slot;
 }
 
 // Return whether all slots and positions of the call are in range.
-bool valid(const Decode& a) {
+bool valid(const DecodeAttention& a) {
     for (int64_t s = 0; s < a.sequences; s++) {
         const int64_t cached = a.metadata[s];
         const bool evicts = a.scores && a.metadata[3 * a.sequences + s];
@@ -397,14 +397,14 @@ bool valid(const Decode& a) {
 }
 
 template <class T>
-int decode(const Decode& a) {
+int decode(const DecodeAttention& a) {
     if (!valid(a)) return INVALID;
     const int64_t heads = a.sequences * a.kv_heads, group = a.heads / a.kv_heads;
     const int64_t width = padded(a.head_dim), slots = padded(a.num_slots) + SLOT_TILE;
     Space space;
-    space.parts = (FEWEST_TASKS + heads - 1) / (heads ? heads : 1);
-    const int64_t most = (a.num_slots + PART_SLOTS - 1) / PART_SLOTS;
-    if (space.parts > most) space.parts = most ? most : 1;
+    space.parts = (MIN_TASKS + heads - 1) / (heads ? heads : 1);
+    const int64_t max_parts = (a.num_slots + PART_SLOTS - 1) / PART_SLOTS;
+    if (space.parts > max_parts) space.parts = max_parts ? max_parts : 1;
     space.stride = slots;
     space.size = width + WIDTH;
     const bool split = space.parts > 1;
@@ -441,6 +441,6 @@ int decode(const Decode& a) {
 
 FLOAT_PRODUCTS()
 
-int decode_attention(const Decode& a) { BY_DTYPE(decode) }
+int decode_attention(const DecodeAttention& a) { BY_DTYPE(decode) }
 
 }  // namespace ISA

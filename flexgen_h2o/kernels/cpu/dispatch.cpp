@@ -77,14 +77,14 @@ int of_cpu() {
     TRY(PORTABLE, ~0, portable::function(__VA_ARGS__))                              \
     return INVALID;
 // The same for integer matmuls of the key index and of weights.
-#define CALL_CHOOSE(function, ...)                                     \
+#define CALL_VNNI(function, ...)                                     \
     TRY(AVX512_VNNI, bit(AVX512_VNNI) | bit(AVX512_BF16) | bit(AMX),   \
         avx512vnni::function(__VA_ARGS__))                             \
     CALL(function, __VA_ARGS__)
-#define CALL_ROUNDED(function, ...)                                         \
+#define CALL_INT8(function, ...)                                         \
     TRY(AVX_VNNI, bit(AVX_VNNI), avxvnni::function(__VA_ARGS__))            \
     TRY(AMX_EMULATED, bit(AMX_EMULATED), amx_emulated::function(__VA_ARGS__)) \
-    CALL_CHOOSE(function, __VA_ARGS__)
+    CALL_VNNI(function, __VA_ARGS__)
 // The same for kernels with tile matmuls or bfloat16 pair matmuls.
 #define CALL_TILES(function, ...)                                           \
     TRY(AMX, bit(AMX), amx::function(__VA_ARGS__))                          \
@@ -106,8 +106,8 @@ int of_cpu() { return 1 << PORTABLE; }
 #define CALL(function, ...) \
     (void)isa;              \
     return portable::function(__VA_ARGS__);
-#define CALL_CHOOSE CALL
-#define CALL_ROUNDED CALL
+#define CALL_VNNI CALL
+#define CALL_INT8 CALL
 #define CALL_TILES CALL
 #define CALL_PAIRS CALL
 
@@ -122,8 +122,8 @@ extern "C" {
 
 // Return bit masks of instruction sets: those that this CPU runs, those that were built, and both.
 EXPORT int h2o_isa_cpu() {
-    static const int found = of_cpu();  // CPUID takes microseconds on a VM
-    return found;
+    static const int cpu_sets = of_cpu();  // CPUID takes microseconds on a VM
+    return cpu_sets;
 }
 EXPORT int h2o_isa_built() { return H2O_SETS; }
 EXPORT int h2o_isa_available() { return h2o_isa_cpu() & H2O_SETS; }
@@ -132,58 +132,60 @@ EXPORT int h2o_isa_available() { return h2o_isa_cpu() & H2O_SETS; }
 EXPORT const char* h2o_abi() { return H2O_ABI; }
 EXPORT const char* h2o_build() { return H2O_BUILD " " __VERSION__; }
 
-EXPORT int h2o_prefill_attention(int isa, const Prefill* a) {
+EXPORT int h2o_prefill_attention(int isa, const PrefillAttention* a) {
     isa = of_dtype(isa, a->dtype);
     CALL_PAIRS(prefill_attention, *a)
 }
-EXPORT int h2o_select_heavy_hitters(int isa, const Select* a) { CALL(select_heavy_hitters, *a) }
-EXPORT int h2o_decode_attention(int isa, const Decode* a) {
+EXPORT int h2o_select_heavy_hitters(int isa, const SelectHeavyHitters* a) {
+    CALL(select_heavy_hitters, *a)
+}
+EXPORT int h2o_decode_attention(int isa, const DecodeAttention* a) {
     isa = of_dtype(isa, a->dtype);
     CALL_TILES(decode_attention, *a)
 }
 EXPORT int h2o_index_keys(int isa, const IndexKeys* a) { CALL(index_keys, *a) }
-EXPORT int h2o_choose_keys(int isa, const Choose* a) { CALL_CHOOSE(choose_keys, *a) }
-EXPORT int h2o_attend_recalled(int isa, const Recalled* a) { CALL(attend_recalled, *a) }
-EXPORT int h2o_take_slots(int isa, const TakeSlots* a) { CALL(take_slots, *a) }
+EXPORT int h2o_select_keys(int isa, const SelectKeys* a) { CALL_VNNI(select_keys, *a) }
+EXPORT int h2o_recall_attention(int isa, const RecallAttention* a) { CALL(recall_attention, *a) }
+EXPORT int h2o_assign_slots(int isa, const AssignSlots* a) { CALL(assign_slots, *a) }
 EXPORT int h2o_fetch_tokens(int isa, const FetchTokens* a) { CALL(fetch_tokens, *a) }
 EXPORT int h2o_quantize_groups(int isa, const Groups* a) { CALL(quantize_groups, *a) }
 EXPORT int h2o_dequantize_groups(int isa, const Groups* a) { CALL(dequantize_groups, *a) }
 EXPORT int h2o_linear_skinny(int isa, const Linear* a) { CALL_PAIRS(linear_skinny, *a) }
 EXPORT int h2o_linear_tiled(int isa, const Linear* a) { CALL_PAIRS(linear_tiled, *a) }
 EXPORT int h2o_linear_float32(int isa, const Linear* a) { CALL(linear_float32, *a) }
-EXPORT int h2o_linear_quantized(int isa, const Product* a) {
+EXPORT int h2o_linear_quantized(int isa, const QuantizedLinear* a) {
     isa = of_dtype(isa, a->dtype);
-    if (a->matrix.activation_bits == 8) { CALL_ROUNDED(linear_rounded, *a) }
+    if (a->matrix.activation_bits == 8) { CALL_INT8(linear_int8, *a) }
     CALL_PAIRS(linear_quantized, *a)
 }
 EXPORT int h2o_experts(int isa, const Experts* a) { CALL(experts, isa, *a) }
 EXPORT int h2o_route(int isa, const Route* a) { CALL(route, *a) }
-EXPORT int h2o_unpack_rows(int isa, const Rows* a) { CALL(unpack_rows, *a) }
-EXPORT int h2o_quantize_matrix(int isa, const Quantize* a) { CALL(quantize_matrix, *a) }
+EXPORT int h2o_unpack_rows(int isa, const UnpackRows* a) { CALL(unpack_rows, *a) }
+EXPORT int h2o_quantize_matrix(int isa, const QuantizeMatrix* a) { CALL(quantize_matrix, *a) }
 EXPORT int h2o_repack(int isa, const Repack* a) { CALL(repack, *a) }
 EXPORT int h2o_norm(int isa, const Norm* a) { CALL(norm, *a) }
 EXPORT int h2o_rotate(int isa, const Rotate* a) { CALL(rotate, *a) }
 EXPORT int h2o_activate(int isa, const Activate* a) { CALL(activate, *a) }
 
 // Run operations in order and stop at the first error. Results of earlier operations remain.
-EXPORT int h2o_program(int isa, const Program* a) {
+EXPORT int h2o_replay(int isa, const Replay* a) {
 #define RUN(operation, function, type) \
-    case operation: status = function(isa, static_cast<const type*>(step.arguments)); break;
+    case operation: status = function(isa, static_cast<const type*>(call.arguments)); break;
     for (int64_t i = 0; i < a->count; i++) {
-        const Step& step = a->steps[i];
+        const CapturedCall& call = a->calls[i];
         int status = INVALID;
-        switch (step.operation) {
+        switch (call.operation) {
             RUN(NORM, h2o_norm, Norm)
             RUN(ROTATE, h2o_rotate, Rotate)
             RUN(ACTIVATE, h2o_activate, Activate)
-            RUN(DECODE_ATTENTION, h2o_decode_attention, Decode)
+            RUN(DECODE_ATTENTION, h2o_decode_attention, DecodeAttention)
             RUN(INDEX_KEYS, h2o_index_keys, IndexKeys)
-            RUN(CHOOSE_KEYS, h2o_choose_keys, Choose)
-            RUN(ATTEND_RECALLED, h2o_attend_recalled, Recalled)
+            RUN(SELECT_KEYS, h2o_select_keys, SelectKeys)
+            RUN(RECALL_ATTENTION, h2o_recall_attention, RecallAttention)
             RUN(LINEAR_SKINNY, h2o_linear_skinny, Linear)
             RUN(LINEAR_TILED, h2o_linear_tiled, Linear)
             RUN(LINEAR_FLOAT32, h2o_linear_float32, Linear)
-            RUN(LINEAR_QUANTIZED, h2o_linear_quantized, Product)
+            RUN(LINEAR_QUANTIZED, h2o_linear_quantized, QuantizedLinear)
         }
         if (status != DONE) return status;
     }

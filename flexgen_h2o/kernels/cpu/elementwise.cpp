@@ -21,7 +21,7 @@ void norm_row(const Norm& a, int64_t row) {
     T* out = static_cast<T*>(a.out) + row * a.out_row;
     const float width = static_cast<float>(a.width);
     float mean = 0;
-    if (a.centred) {
+    if (a.centered) {
         Floats total{};
         for (int64_t i = 0; i < a.width; i += WIDTH) total += load_partial(x + i, a.width - i);
         mean = sum(total) / width;

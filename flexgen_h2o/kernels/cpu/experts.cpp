@@ -15,7 +15,7 @@ constexpr int64_t SPAN = 256;     // elements of an output in one task
 constexpr int64_t MIN_PARALLEL_WORK = 1 << 17;  // multiplications that pay for waking other threads
 
 // The tokens routed to one expert: a range of the choices, which are sorted by expert.
-struct Chosen {
+struct ExpertTokens {
     const Expert* expert;
     int64_t begin, end;  // choices
 };
@@ -33,8 +33,8 @@ struct Term {
 };
 
 // Multiply x by one matrix, and by a second one of the same shape if it is not null.
-int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t rows,
-            int64_t threads) {
+int matmul(int isa, const Term& a, const Term* also, const bf16* x, int64_t rows,
+           int64_t threads) {
     const Matrix& m = a.matrix;
     const Term& b = also ? *also : a;
     const int64_t n = m.outputs;
@@ -45,22 +45,22 @@ int product(int isa, const Term& a, const Term* also, const bf16* x, int64_t row
                          m.inputs, n, m.inputs, m.inputs, n, 0, threads};
         return h2o_linear_skinny(isa, &all);
     }
-    const Product second{x, b.bias, b.out, b.matrix, nullptr, BFLOAT16, rows, m.inputs, n, 0,
-                         threads};
-    const Product all{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows, m.inputs, n, 0,
-                      threads};
+    const QuantizedLinear second{x, b.bias, b.out, b.matrix, nullptr, BFLOAT16, rows, m.inputs, n, 0,
+                                 threads};
+    const QuantizedLinear all{x, a.bias, a.out, m, also ? &second : nullptr, BFLOAT16, rows,
+                              m.inputs, n, 0, threads};
     return h2o_linear_quantized(isa, &all);
 }
 
 // gate = (up + 1) * gate * sigmoid(slope * gate). Gates are clamped to at most `limit`, and ups to
 // [-limit, limit].
 void clamp_and_gate(bf16* gate, const bf16* up, int64_t count, float slope, float limit) {
-    const Floats most = broadcast(limit);
+    const Floats max_value = broadcast(limit);
     for (int64_t i = 0; i < count; i += WIDTH) {
         Floats x = load_partial(gate + i, count - i), y = load_partial(up + i, count - i);
-        x = x > most ? most : x;  // NaN propagates
-        y = y > most ? most : y;
-        y = y < -most ? -most : y;
+        x = x > max_value ? max_value : x;  // NaN propagates
+        y = y > max_value ? max_value : y;
+        y = y < -max_value ? -max_value : y;
         store_partial(gate + i, (y + 1.0f) * x * sigmoid(slope * x), count - i);
     }
 }
@@ -76,29 +76,30 @@ void activate_rows(int64_t function, bf16* x, const bf16* factor, int64_t count)
 
 // Compute out = down(act(gate(x)) * up(x)) for the choices of an expert, or use `clamp_and_gate` if
 // there is a limit. `first` is the first choice of the round.
-int compute(int isa, const Experts& a, const Chosen& c, int64_t first, const int64_t* tokens,
+int compute(int isa, const Experts& a, const ExpertTokens& c, int64_t first, const int64_t* tokens,
             const RoundBuffers& all, int64_t threads) {
     const Expert& e = *c.expert;
     const int64_t at = c.begin - first, rows = c.end - c.begin, hidden = e.gate.inputs,
-                  wide = e.gate.outputs;
-    bf16 *x = all.x + at * hidden, *gate = all.gate + at * wide, *up = all.up + at * wide;
+                  intermediate = e.gate.outputs;
+    bf16 *x = all.x + at * hidden, *gate = all.gate + at * intermediate;
+    bf16* up = all.up + at * intermediate;
     for (int64_t i = 0; i < rows; i++)
         std::memcpy(x + i * hidden, static_cast<const bf16*>(a.x) + tokens[c.begin + i] * a.x_row,
                     static_cast<size_t>(hidden) * sizeof *x);
     const Term second{e.up, e.up_bias, up};
-    const int status = product(isa, {e.gate, e.gate_bias, gate}, &second, x, rows, threads);
+    const int status = matmul(isa, {e.gate, e.gate_bias, gate}, &second, x, rows, threads);
     if (status != DONE) return status;
     if (a.limit > 0)
-        clamp_and_gate(gate, up, rows * wide, static_cast<float>(a.slope),
+        clamp_and_gate(gate, up, rows * intermediate, static_cast<float>(a.slope),
                        static_cast<float>(a.limit));
     else
-        activate_rows(a.function, gate, up, rows * wide);
-    return product(isa, {e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
+        activate_rows(a.function, gate, up, rows * intermediate);
+    return matmul(isa, {e.down, e.down_bias, all.out + at * hidden}, nullptr, gate, rows, threads);
 }
 
 // Add the outputs `out` of choices `first` to `last` to the sums of their tokens.
 void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const int64_t* tokens,
-         const float* shares, const bf16* out) {
+         const float* routing_weights, const bf16* out) {
     const int64_t spans = (hidden + SPAN - 1) / SPAN;
 #pragma omp parallel for schedule(static) num_threads(a.threads) \
     if ((last - first) * hidden > MIN_PARALLEL_WORK)
@@ -107,10 +108,10 @@ void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const in
         for (int64_t i = first; i < last; i++) {
             float* sums = a.sums + tokens[i] * a.sums_row;
             const bf16* from = out + (i - first) * hidden;
-            const Floats share = broadcast(shares[i]);
+            const Floats weight = broadcast(routing_weights[i]);
             for (int64_t k = begin; k < end; k += WIDTH)
                 store_partial(sums + k,
-                              fma(load_partial(from + k, end - k), share,
+                              fma(load_partial(from + k, end - k), weight,
                                   load_partial(sums + k, end - k)),
                               end - k);
         }
@@ -119,30 +120,31 @@ void add(const Experts& a, int64_t hidden, int64_t first, int64_t last, const in
 
 // Sort the choices by expert. Return the number of experts to compute, or -1 if an expert id is out of
 // range.
-int64_t sort(const Experts& a, int64_t* starts, Chosen* chosen, int64_t* tokens, float* shares) {
+int64_t sort(const Experts& a, int64_t* starts, ExpertTokens* selected, int64_t* tokens,
+             float* routing_weights) {
     for (int64_t e = 0; e <= a.count; e++) starts[e] = 0;
-    for (int64_t i = 0; i < a.rows * a.each; i++) {
+    for (int64_t i = 0; i < a.rows * a.per_token; i++) {
         if (a.ids[i] < 0 || a.ids[i] >= a.count) return -1;
         starts[a.ids[i]]++;
     }
-    int64_t all = 0, found = 0;
+    int64_t all = 0, num_selected = 0;
     for (int64_t e = 0; e < a.count; e++) {
         const int64_t choices = starts[e];
-        const bool wanted = choices && choices <= a.most && a.experts[e].gate.data;
-        starts[e] = wanted ? all : -1;
-        if (wanted) chosen[found++] = {a.experts + e, all, all + choices}, all += choices;
+        const bool computed = choices && choices <= a.max_rows && a.experts[e].gate.data;
+        starts[e] = computed ? all : -1;
+        if (computed) selected[num_selected++] = {a.experts + e, all, all + choices}, all += choices;
     }
-    for (int64_t i = 0; i < a.rows * a.each; i++) {
+    for (int64_t i = 0; i < a.rows * a.per_token; i++) {
         int64_t& place = starts[a.ids[i]];
-        if (place >= 0) tokens[place] = i / a.each, shares[place++] = a.shares[i];
+        if (place >= 0) tokens[place] = i / a.per_token, routing_weights[place++] = a.routing_weights[i];
     }
-    return found;
+    return num_selected;
 }
 
 // Return the end of a round: as many experts as fit, and at least one.
-int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
+int64_t round_end(const ExpertTokens* selected, int64_t count, int64_t from) {
     int64_t to = from + 1;
-    while (to < count && chosen[to].end - chosen[from].begin <= EXPERT_ROUND) to++;
+    while (to < count && selected[to].end - selected[from].begin <= EXPERT_ROUND) to++;
     return to;
 }
 
@@ -150,41 +152,44 @@ int64_t round_end(const Chosen* chosen, int64_t count, int64_t from) {
 
 int experts(int isa, const Experts& a) {
     const Memory<int64_t> starts = memory<int64_t>(a.count + 1);
-    const Memory<int64_t> tokens = memory<int64_t>(a.rows * a.each);
-    const Memory<Chosen> chosen = memory<Chosen>(a.count);
-    const Memory<float> shares = memory<float>(a.rows * a.each);
-    if (!starts || !tokens || !chosen || !shares) return NO_MEMORY;
-    const int64_t count = sort(a, starts.get(), chosen.get(), tokens.get(), shares.get());
+    const Memory<int64_t> tokens = memory<int64_t>(a.rows * a.per_token);
+    const Memory<ExpertTokens> selected = memory<ExpertTokens>(a.count);
+    const Memory<float> routing_weights = memory<float>(a.rows * a.per_token);
+    if (!starts || !tokens || !selected || !routing_weights) return NO_MEMORY;
+    const int64_t count =
+        sort(a, starts.get(), selected.get(), tokens.get(), routing_weights.get());
     if (count < 0) return INVALID;
     if (count == 0) return DONE;
-    int64_t most = 0;
+    int64_t max_round = 0;
     for (int64_t from = 0, to; from < count; from = to) {
-        to = round_end(chosen.get(), count, from);
-        const int64_t size = chosen[to - 1].end - chosen[from].begin;
-        most = size > most ? size : most;
+        to = round_end(selected.get(), count, from);
+        const int64_t size = selected[to - 1].end - selected[from].begin;
+        max_round = size > max_round ? size : max_round;
     }
-    const int64_t hidden = chosen[0].expert->gate.inputs, wide = chosen[0].expert->gate.outputs;
-    const Memory<bf16> memories = memory<bf16>(2 * most * (hidden + wide));
+    const Matrix& gate = selected[0].expert->gate;
+    const int64_t hidden = gate.inputs, intermediate = gate.outputs;
+    const Memory<bf16> memories = memory<bf16>(2 * max_round * (hidden + intermediate));
     if (!memories) return NO_MEMORY;
     bf16* const first = memories.get();
-    const RoundBuffers buffers{first, first + 2 * most * hidden, first + most * (2 * hidden + wide),
-                               first + most * hidden};
+    const RoundBuffers buffers{first, first + 2 * max_round * hidden,
+                               first + max_round * (2 * hidden + intermediate),
+                               first + max_round * hidden};
     for (int64_t from = 0, to; from < count; from = to) {
-        to = round_end(chosen.get(), count, from);
-        const int64_t begin = chosen[from].begin, some_experts = to - from;
+        to = round_end(selected.get(), count, from);
+        const int64_t begin = selected[from].begin, round_experts = to - from;
         int failed = DONE;
-        if (a.threads > 1 && (some_experts % a.threads == 0 || some_experts >= 3 * a.threads)) {
+        if (a.threads > 1 && (round_experts % a.threads == 0 || round_experts >= 3 * a.threads)) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(a.threads) reduction(max : failed)
             for (int64_t e = from; e < to; e++) {
-                const int status = compute(isa, a, chosen[e], begin, tokens.get(), buffers, 1);
+                const int status = compute(isa, a, selected[e], begin, tokens.get(), buffers, 1);
                 failed = status > failed ? status : failed;
             }
         } else {
             for (int64_t e = from; e < to && failed == DONE; e++)
-                failed = compute(isa, a, chosen[e], begin, tokens.get(), buffers, a.threads);
+                failed = compute(isa, a, selected[e], begin, tokens.get(), buffers, a.threads);
         }
         if (failed != DONE) return failed;
-        add(a, hidden, begin, chosen[to - 1].end, tokens.get(), shares.get(), buffers.out);
+        add(a, hidden, begin, selected[to - 1].end, tokens.get(), routing_weights.get(), buffers.out);
     }
     return DONE;
 }
@@ -208,24 +213,24 @@ void logits_of(const Route& a, const bf16* x, float* logits) {
     }
 }
 
-// Select the largest logits. Ties go to the lower index. Their shares are normalized over all
+// Select the largest logits. Ties go to the lower index. Their weights are normalized over all
 // exponentials or over the selected ones.
-void choose(const Route& a, float* logits, int64_t* ids, float* shares) {
+void select_experts(const Route& a, float* logits, int64_t* ids, float* routing_weights) {
     float largest = logits[0], total = 0;
     for (int64_t e = 1; e < a.count; e++) largest = logits[e] > largest ? logits[e] : largest;
-    if (!a.normalise)
+    if (!a.normalize)
         for (int64_t e = 0; e < a.count; e++) total += exp(broadcast(logits[e] - largest))[0];
-    for (int64_t i = 0; i < a.each; i++) {
+    for (int64_t i = 0; i < a.per_token; i++) {
         int64_t best = -1;
         for (int64_t e = 0; e < a.count; e++)
             if (logits[e] != MASKED && (best < 0 || logits[e] > logits[best])) best = e;
         if (best < 0) best = i;  // all remaining logits are -inf
         ids[i] = best;
-        shares[i] = exp(broadcast(logits[best] - largest))[0];
-        if (a.normalise) total += shares[i];
+        routing_weights[i] = exp(broadcast(logits[best] - largest))[0];
+        if (a.normalize) total += routing_weights[i];
         logits[best] = MASKED;
     }
-    for (int64_t i = 0; i < a.each; i++) shares[i] /= total;
+    for (int64_t i = 0; i < a.per_token; i++) routing_weights[i] /= total;
 }
 
 }  // namespace
@@ -238,7 +243,7 @@ int route(const Route& a) {
     for (int64_t row = 0; row < a.rows; row++) {
         float* row_logits = logits.get() + row * a.count;
         logits_of(a, static_cast<const bf16*>(a.x) + row * a.x_row, row_logits);
-        choose(a, row_logits, a.ids + row * a.each, a.shares + row * a.each);
+        select_experts(a, row_logits, a.ids + row * a.per_token, a.routing_weights + row * a.per_token);
     }
     return DONE;
 }

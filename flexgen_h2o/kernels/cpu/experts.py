@@ -76,30 +76,31 @@ class ExpertTable:
 
         Parameters
         ----------
-        gate, up : Tensor or QuantizedMatrix [wide, hidden]
-        down : Tensor or QuantizedMatrix [hidden, wide]
+        gate, up : Tensor or QuantizedMatrix [intermediate, hidden]
+        down : Tensor or QuantizedMatrix [hidden, intermediate]
             bfloat16 or quantized; all experts of a table have the same format.
         biases : sequence of Tensor
             bfloat16 biases of gate, up and down; or none.
         """
-        wide, hidden = gate.shape
-        check(tuple(up.shape) == (wide, hidden) and tuple(down.shape) == (hidden, wide)
-             and self._shape in (None, (hidden, wide)), "experts",
-             f"gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} do not "
-             "belong together")
+        intermediate, hidden = gate.shape
+        check(tuple(up.shape) == (intermediate, hidden)
+              and tuple(down.shape) == (hidden, intermediate)
+              and self._shape in (None, (hidden, intermediate)), "experts",
+              f"gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} do not "
+              "belong together")
         check(_format(gate) == _format(up), "experts", "gate and up must be quantized alike")
         struct = self.structs[number]
         struct.gate, struct.up, struct.down = map(_matrix, (gate, up, down))
         struct.gate_bias = struct.up_bias = struct.down_bias = None
         if biases:
             gate_bias, up_bias, down_bias = biases
-            check_tensors("experts", torch.bfloat16, gate_bias=(gate_bias, (wide,)),
-                   up_bias=(up_bias, (wide,)), down_bias=(down_bias, (hidden,)))
+            check_tensors("experts", torch.bfloat16, gate_bias=(gate_bias, (intermediate,)),
+                          up_bias=(up_bias, (intermediate,)), down_bias=(down_bias, (hidden,)))
             check_last_dim_contiguous("experts", gate_bias=gate_bias, up_bias=up_bias,
                                       down_bias=down_bias)
             struct.gate_bias, struct.up_bias, struct.down_bias = (
                 bias.data_ptr() for bias in biases)
-        self._weights[number], self._shape = (gate, up, down, *biases), (hidden, wide)
+        self._weights[number], self._shape = (gate, up, down, *biases), (hidden, intermediate)
 
     def drop(self, number: int) -> None:
         """Remove an expert."""
@@ -131,16 +132,16 @@ def route(x: Tensor, router: Tensor, bias: Tensor | None = None, *, per_token: i
     check_last_dim_contiguous(name, x=x, router=router, bias=bias)
     check(0 < per_token <= len(router), name, f"{per_token} of {len(router)} experts")
     ids = torch.empty(len(x), per_token, dtype=torch.int64)
-    shares = torch.empty(len(x), per_token)
+    routing_weights = torch.empty(len(x), per_token)
     cpu_library.call(name, "Route", x=x.data_ptr(), router=router.data_ptr(),
                      bias=None if bias is None else bias.data_ptr(), ids=ids.data_ptr(),
-                     shares=shares.data_ptr(), rows=len(x), hidden=x.shape[1], count=len(router),
-                     each=per_token, x_row=x.stride(0), router_row=router.stride(0),
-                     normalise=normalize)
-    return ids, shares
+                     routing_weights=routing_weights.data_ptr(), rows=len(x), hidden=x.shape[1],
+                     count=len(router), per_token=per_token, x_row=x.stride(0),
+                     router_row=router.stride(0), normalize=normalize)
+    return ids, routing_weights
 
 
-def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Tensor, *,
+def experts(x: Tensor, ids: Tensor, routing_weights: Tensor, table: ExpertTable, sums: Tensor, *,
             function: str | tuple[float, float], max_rows: int) -> None:
     """Run `reference.layers.experts` in bfloat16; `max_rows` is at most EXPERT_ROWS."""
     name = "experts"
@@ -149,16 +150,17 @@ def experts(x: Tensor, ids: Tensor, shares: Tensor, table: ExpertTable, sums: Te
     slope, limit = function if isinstance(function, tuple) else (1.0, 0.0)
     known = limit > 0 or function in abi.ACTIVATIONS
     check(x.dim() == ids.dim() == 2 and known and max_rows <= EXPERT_ROWS, name,
-         f"takes x [rows, hidden], ids [rows, each], one of {abi.ACTIVATIONS} and up to "
+         f"takes x [rows, hidden], ids [rows, per_token], one of {abi.ACTIVATIONS} and up to "
          f"{EXPERT_ROWS} rows")
     check_tensors(name, torch.bfloat16, x=(x, (len(ids), table.shape[0])))
-    check_tensors(name, torch.float32, shares=(shares, tuple(ids.shape)),
+    check_tensors(name, torch.float32, routing_weights=(routing_weights, tuple(ids.shape)),
                   sums=(sums, tuple(x.shape)))
     check_tensors(name, torch.int64, ids=(ids, tuple(ids.shape)))
-    check_contiguous(name, ids=ids, shares=shares)
+    check_contiguous(name, ids=ids, routing_weights=routing_weights)
     check_last_dim_contiguous(name, x=x, sums=sums)
-    cpu_library.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(), shares=shares.data_ptr(),
-                     sums=sums.data_ptr(), experts=ctypes.addressof(table.structs), rows=len(x),
-                     each=ids.shape[1], count=len(table), most=max_rows,
+    cpu_library.call(name, "Experts", x=x.data_ptr(), ids=ids.data_ptr(),
+                     routing_weights=routing_weights.data_ptr(), sums=sums.data_ptr(),
+                     experts=ctypes.addressof(table.structs), rows=len(x),
+                     per_token=ids.shape[1], count=len(table), max_rows=max_rows,
                      function=0 if limit else abi.ACTIVATIONS.index(function), x_row=x.stride(0),
                      sums_row=sums.stride(0), slope=slope, limit=limit)

@@ -21,8 +21,8 @@ constexpr int64_t TILE_HEIGHT = 6;
 constexpr int64_t TILE_HEIGHT = 4;
 #endif
 constexpr int64_t BLOCK_OUTPUTS = 2 * WIDTH;  // of a register block, contiguous for each input
-constexpr int64_t DEPTH = PRODUCT_DEPTH;
-constexpr int64_t PANEL_OUTPUTS = 4 * PRODUCT_OUTPUTS;  // maximum of an L2 panel, converted together
+constexpr int64_t DEPTH = MATMUL_DEPTH;
+constexpr int64_t PANEL_OUTPUTS = 4 * MATMUL_OUTPUTS;  // maximum of an L2 panel, converted together
 constexpr int64_t MIN_PANEL = BLOCK_OUTPUTS > MATRIX_TILE ? BLOCK_OUTPUTS : MATRIX_TILE;
 static_assert(PANEL_OUTPUTS % MIN_PANEL == 0 && MIN_PANEL % BLOCK_OUTPUTS == 0 && DEPTH % WIDTH == 0,
               "whole register blocks and vectors");
@@ -112,19 +112,19 @@ void widen_rows(const T* x, int64_t inputs, int64_t row, int64_t rows, float* to
 // one matmul.
 template <class T, class Weights, class A>
 int float_product(const A& a, int64_t inputs) {
-    const int64_t most = a.rows < PRODUCT_ROWS ? a.rows : PRODUCT_ROWS;
-    const int64_t blocks = (inputs + DEPTH - 1) / DEPTH, size = PANEL_OUTPUTS * (most + DEPTH);
-    const Memory<float> x = memory<float>(blocks * most * DEPTH);
+    const int64_t max_rows = a.rows < MATMUL_ROWS ? a.rows : MATMUL_ROWS;
+    const int64_t blocks = (inputs + DEPTH - 1) / DEPTH, size = PANEL_OUTPUTS * (max_rows + DEPTH);
+    const Memory<float> x = memory<float>(blocks * max_rows * DEPTH);
     const Memory<float> workspace = memory<float>(a.threads * size);
     if (!x || !workspace) return NO_MEMORY;
 #pragma omp parallel num_threads(a.threads)
     {
         float* const totals = workspace.get() + thread_number() * size;
-        float* const floats = totals + most * PANEL_OUTPUTS;
+        float* const floats = totals + max_rows * PANEL_OUTPUTS;
         // Zeros pad outputs that fill no whole register block.
         std::memset(floats, 0, static_cast<size_t>(PANEL_OUTPUTS * DEPTH) * sizeof *floats);
-        for (int64_t first = 0; first < a.rows; first += PRODUCT_ROWS) {
-            const int64_t left = a.rows - first, rows = left < PRODUCT_ROWS ? left : PRODUCT_ROWS;
+        for (int64_t first = 0; first < a.rows; first += MATMUL_ROWS) {
+            const int64_t left = a.rows - first, rows = left < MATMUL_ROWS ? left : MATMUL_ROWS;
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; row++)
                 widen_rows(static_cast<const T*>(a.x) + (first + row) * a.x_row, inputs, row, rows,

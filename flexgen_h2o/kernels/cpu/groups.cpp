@@ -11,7 +11,7 @@ static int quantize(const Groups& a) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t row = 0; row < a.rows; row++)
         quantize_row(static_cast<const T*>(a.x) + row * a.x_row,
-                     static_cast<uint8_t*>(a.records) + row * a.record_row, a.layout,
+                     static_cast<uint8_t*>(a.packed) + row * a.packed_row, a.layout,
                      quantized.get() + thread_number() * a.length);
     return DONE;
 }
@@ -21,7 +21,7 @@ int quantize_groups(const Groups& a) { BY_DTYPE(quantize) }
 int dequantize_groups(const Groups& a) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t row = 0; row < a.rows; row++)
-        dequantize_row(static_cast<const uint8_t*>(a.records) + row * a.record_row,
+        dequantize_row(static_cast<const uint8_t*>(a.packed) + row * a.packed_row,
                        static_cast<float*>(a.x) + row * a.x_row, a.layout);
     return DONE;
 }

@@ -68,10 +68,10 @@ INLINE void to_columns(Floats* x) {
         Floats next[N];
 #pragma GCC unroll 8
         for (int n = 0; n < N / 2; n++) {
-            const int each = N / parts, part = n / (each / 2), i = n % (each / 2);
-            const Floats* from = x + part * each + 2 * i;
-            next[part * each + i] = __builtin_shuffle(from[0], from[1], even);
-            next[part * each + i + each / 2] = __builtin_shuffle(from[0], from[1], odd);
+            const int stride = N / parts, part = n / (stride / 2), i = n % (stride / 2);
+            const Floats* from = x + part * stride + 2 * i;
+            next[part * stride + i] = __builtin_shuffle(from[0], from[1], even);
+            next[part * stride + i + stride / 2] = __builtin_shuffle(from[0], from[1], odd);
         }
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) x[n] = next[n];

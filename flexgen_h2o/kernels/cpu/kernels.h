@@ -26,31 +26,31 @@ enum Status : int { DONE = 0, NO_MEMORY = 1, INVALID = 2 };
 
 // Not every instruction set has its own version of all kernels. setup.py says which sources are
 // compiled for which instruction set. dispatch.cpp chooses the fallback for the others.
-#define DECLARE(isa)                             \
-    namespace isa {                              \
-    int prefill_attention(const Prefill&);       \
-    int select_heavy_hitters(const Select&);     \
-    int decode_attention(const Decode&);         \
-    int index_keys(const IndexKeys&);            \
-    int choose_keys(const Choose&);              \
-    int attend_recalled(const Recalled&);        \
-    int take_slots(const TakeSlots&);            \
-    int fetch_tokens(const FetchTokens&);        \
-    int linear_skinny(const Linear&);            \
-    int linear_tiled(const Linear&);             \
-    int linear_float32(const Linear&);           \
-    int linear_quantized(const Product&);        \
-    int linear_rounded(const Product&);          \
-    int experts(int isa, const Experts&);        \
-    int route(const Route&);                     \
-    int quantize_groups(const Groups&);          \
-    int dequantize_groups(const Groups&);        \
-    int quantize_matrix(const Quantize&);        \
-    int unpack_rows(const Rows&);                \
-    int repack(const Repack&);                   \
-    int norm(const Norm&);                       \
-    int rotate(const Rotate&);                   \
-    int activate(const Activate&);               \
+#define DECLARE(isa)                                     \
+    namespace isa {                                      \
+    int prefill_attention(const PrefillAttention&);      \
+    int select_heavy_hitters(const SelectHeavyHitters&); \
+    int decode_attention(const DecodeAttention&);        \
+    int index_keys(const IndexKeys&);                    \
+    int select_keys(const SelectKeys&);                  \
+    int recall_attention(const RecallAttention&);        \
+    int assign_slots(const AssignSlots&);                \
+    int fetch_tokens(const FetchTokens&);                \
+    int linear_skinny(const Linear&);                    \
+    int linear_tiled(const Linear&);                     \
+    int linear_float32(const Linear&);                   \
+    int linear_quantized(const QuantizedLinear&);        \
+    int linear_int8(const QuantizedLinear&);             \
+    int experts(int isa, const Experts&);                \
+    int route(const Route&);                             \
+    int quantize_groups(const Groups&);                  \
+    int dequantize_groups(const Groups&);                \
+    int quantize_matrix(const QuantizeMatrix&);          \
+    int unpack_rows(const UnpackRows&);                  \
+    int repack(const Repack&);                           \
+    int norm(const Norm&);                               \
+    int rotate(const Rotate&);                           \
+    int activate(const Activate&);                       \
     }
 
 DECLARE(portable)
@@ -68,5 +68,5 @@ DECLARE(amx_emulated)
 // Dispatchers that other kernels call.
 extern "C" {
 int h2o_linear_skinny(int isa, const Linear*);
-int h2o_linear_quantized(int isa, const Product*);
+int h2o_linear_quantized(int isa, const QuantizedLinear*);
 }

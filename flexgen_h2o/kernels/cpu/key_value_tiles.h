@@ -43,7 +43,7 @@ public:
     void pack(const Lanes& of, int64_t begin, int64_t seen) {
         begin = begin / PAIR * PAIR;
         if (packed < begin) packed = begin;
-        const Prefill& a = of.a;
+        const PrefillAttention& a = of.a;
         for (; packed < seen; packed += PAIR) {
             const int64_t left = of.sequence.tokens - packed;
             const bf16 *k = of.key<bf16>(packed), *v = of.value<bf16>(packed);

@@ -239,15 +239,15 @@ def _replay_function(calls: Sequence[_Call]) -> Callable[[], None]:
     The caller keeps what the arguments point to.
     """
     numbers = {name: number for number, name in enumerate(abi.OPERATIONS)}
-    step = STRUCTS["Step"]
-    steps = (step * len(calls))(*(
-        step(numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
-    program = ctypes.byref(STRUCTS["Program"](ctypes.addressof(steps), len(calls)))
-    function, isa = _library().h2o_program, SETS.index(instruction_set())
-    keep_alive = steps, list(calls)  # the structs live as long as the function
+    captured_call = STRUCTS["CapturedCall"]
+    array = (captured_call * len(calls))(*(
+        captured_call(numbers[name], ctypes.addressof(arguments)) for name, arguments in calls))
+    argument = ctypes.byref(STRUCTS["Replay"](ctypes.addressof(array), len(calls)))
+    function, isa = _library().h2o_replay, SETS.index(instruction_set())
+    keep_alive = array, list(calls)  # the structs live as long as the function
 
     def replay() -> None:
-        status = function(isa, program)
+        status = function(isa, argument)
         if status:
             _check_status(f"one of {', '.join(dict(keep_alive[1]))}", status)
 

@@ -64,7 +64,7 @@ void unpack_tile(const Matrix& matrix, const Blocks& m, int64_t tile, T* out, fl
     }
 }
 
-INLINE bool whole_tile(const Rows& a, int64_t i) {
+INLINE bool whole_tile(const UnpackRows& a, int64_t i) {
     if (i + MATRIX_TILE > a.count || a.rows[i] % MATRIX_TILE) return false;
     for (int64_t k = 1; k < MATRIX_TILE; k++)
         if (a.rows[i + k] != a.rows[i] + k) return false;
@@ -72,7 +72,7 @@ INLINE bool whole_tile(const Rows& a, int64_t i) {
 }
 
 template <class T, class C>
-int rows_as(const Rows& a) {
+int rows_as(const UnpackRows& a) {
     for (int64_t i = 0; i < a.count; i++)
         if (a.rows[i] < 0 || a.rows[i] >= a.matrix.outputs) return INVALID;
     const Blocks m(a.matrix);
@@ -98,12 +98,12 @@ int rows_as(const Rows& a) {
 }
 
 template <class T>
-int rows_of(const Rows& a) {
+int rows_of(const UnpackRows& a) {
     return by_format(a.matrix, [&](auto format) { return rows_as<T, decltype(format)>(a); });
 }
 
 }  // namespace
 
-int unpack_rows(const Rows& a) { BY_DTYPE(rows_of) }
+int unpack_rows(const UnpackRows& a) { BY_DTYPE(rows_of) }
 
 }  // namespace ISA

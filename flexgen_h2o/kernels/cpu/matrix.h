@@ -112,7 +112,7 @@ struct CompactAffine : Codes<BITS> {
     static constexpr int MANTISSA = 19;  // bit position of the code in a float
     static constexpr int32_t LOWEST = (127 - 14) << (23 - MANTISSA);  // the exponent of code 0 is -14
     static constexpr float STEP = 1.0f / 16;
-    static INLINE Floats most() { return broadcast(28.0f); }  // maximum magnitude of an element
+    static INLINE Floats max_magnitude() { return broadcast(28.0f); }  // maximum magnitude of an element
 
     static INLINE const uint8_t* words(const uint8_t* block) { return block + 2 * MATRIX_TILE; }
 

@@ -106,7 +106,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     q, k, v = map(unit_stride, (q, k, v))
     out = q.new_empty(q.shape)
     rows, key_rows = integers(lengths), integers(key_lengths)
-    call(name, "Prefill",
+    call(name, "PrefillAttention",
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          scores=address(scores),
          lengths=ctypes.addressof(rows), key_lengths=ctypes.addressof(key_rows),
@@ -140,7 +140,7 @@ def select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: S
     check_last_dim_contiguous(name, scores=scores)
     k, v = map(unit_stride, (k, v))
     cut_fields = integers(cuts)
-    call(name, "Select",
+    call(name, "SelectHeavyHitters",
          k=k.data_ptr(), v=v.data_ptr(), scores=address(scores), cuts=ctypes.addressof(cut_fields),
          slots=slots.data_ptr(), kept_scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
@@ -185,21 +185,21 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
     if capture is not None:
         check_last_dim_contiguous(name, q=q, k=k, v=v)
     q, k, v = map(unit_stride, (q, k, v))
-    taken = q.new_empty(k.shape[:2], dtype=torch.int64)
-    call(name, "Decode", capture=capture,
-         tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, taken,
+    written_slots = q.new_empty(k.shape[:2], dtype=torch.int64)
+    call(name, "DecodeAttention", capture=capture,
+         tensors=(q, k, v, out, slots, metadata, *eviction[:5], factor, shift, written_slots,
                   form.sink_logits, form.offsets),
          q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(),
          slots=slots.data_ptr(), metadata=metadata.data_ptr(), scores=address(eviction.scores),
          positions=address(eviction.positions), ranks=address(eviction.ranks),
          cos=address(cos), sin=address(sin), factor=address(factor), shift=address(shift),
-         taken=taken.data_ptr(), dtype=DTYPES[dtype],
+         written_slots=written_slots.data_ptr(), dtype=DTYPES[dtype],
          sequences=sequences, heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2],
          num_slots=state[2], rope_rows=rope[0], half_rotary=rope[1],
          q_row=q.stride(0), q_head=q.stride(1), **strides(k, v), **slot_fields(slots, layout),
          mean=eviction.mean, sinks=eviction.sinks, window=eviction.window,
          decay=eviction.decay, form=form_struct(form))
-    return out, taken
+    return out, written_slots
 
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
@@ -208,25 +208,25 @@ def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     dtype = check_floats(name, x, x.dim())
     check_tensors(name, dtype, x=(x, (*x.shape[:-1], layout.length)))
     rows = unit_stride(x.reshape(-1, layout.length))
-    records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
-    _groups(name, rows, records.view(-1, layout.nbytes), layout)
-    return records
+    packed = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
+    _groups(name, rows, packed.view(-1, layout.nbytes), layout)
+    return packed
 
 
-def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
+def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
     """Run `reference.attention.dequantize_groups`."""
     name = "dequantize_groups"
-    check_tensors(name, torch.uint8, records=(records, (*records.shape[:-1], layout.nbytes)))
-    out = records.new_empty((*records.shape[:-1], layout.length), dtype=torch.float32)
-    _groups(name, out.view(-1, layout.length), unit_stride(records.reshape(-1, layout.nbytes)),
+    check_tensors(name, torch.uint8, packed=(packed, (*packed.shape[:-1], layout.nbytes)))
+    out = packed.new_empty((*packed.shape[:-1], layout.length), dtype=torch.float32)
+    _groups(name, out.view(-1, layout.length), unit_stride(packed.reshape(-1, layout.nbytes)),
             layout)
     return out
 
 
-def _groups(name: str, x: Tensor, records: Tensor, layout: GroupLayout) -> None:
-    call(name, "Groups", x=x.data_ptr(), records=records.data_ptr(),
+def _groups(name: str, x: Tensor, packed: Tensor, layout: GroupLayout) -> None:
+    call(name, "Groups", x=x.data_ptr(), packed=packed.data_ptr(),
          layout=group_struct(layout, layout.nbytes), dtype=DTYPES[x.dtype],
-         rows=len(x), length=layout.length, x_row=x.stride(0), record_row=records.stride(0))
+         rows=len(x), length=layout.length, x_row=x.stride(0), packed_row=packed.stride(0))
 
 
 def linear_skinny(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
@@ -306,7 +306,7 @@ def quantize_matrix(weight: Tensor, matrix: QuantizedMatrix, *, search: bool = F
     check_tensors(name, torch.float32, importance=(importance, weight.shape[1:]))
     check_contiguous(name, importance=importance)
     weight = unit_stride(weight)
-    call(name, "Quantize", weight=weight.data_ptr(), importance=address(importance),
+    call(name, "QuantizeMatrix", weight=weight.data_ptr(), importance=address(importance),
          matrix=matrix_struct(name, matrix), dtype=DTYPES[dtype], weight_row=weight.stride(0),
          search=search)
 
@@ -324,10 +324,10 @@ def repack(blocks: np.ndarray, kind: GGMLType, matrix: QuantizedMatrix,
     if order is not None:
         check_contiguous(name, order=order)
         check(int(order.min()) >= 0 and int(order.max()) < len(blocks), name, "rows out of range")
-    broken = ctypes.c_int64()
+    non_finite = ctypes.c_int64()
     call(name, "Repack", blocks=blocks.ctypes.data, rows=address(order), matrix=struct,
-         broken=ctypes.addressof(broken), kind=kind.number, row_bytes=row_bytes)
-    return not broken.value
+         non_finite=ctypes.addressof(non_finite), ggml_type=kind.number, row_bytes=row_bytes)
+    return not non_finite.value
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -338,7 +338,7 @@ def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Te
     check_tensors(name, torch.int64, rows=(rows, (rows.numel(),)))
     rows = rows.contiguous()
     out = torch.empty(len(rows), matrix.layout.inputs, dtype=dtype)
-    call(name, "Rows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=struct,
+    call(name, "UnpackRows", rows=rows.data_ptr(), out=out.data_ptr(), matrix=struct,
          dtype=DTYPES[dtype], count=len(rows))
     return out
 
@@ -353,13 +353,13 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     if capture is not None:
         check_last_dim_contiguous(name, x=x)
     x = unit_stride(x)
-    call(name, "Product", capture=capture, tensors=(x, matrix.data, bias, out),
+    call(name, "QuantizedLinear", capture=capture, tensors=(x, matrix.data, bias, out),
          x=x.data_ptr(), bias=address(bias), out=out.data_ptr(), matrix=struct,
          dtype=DTYPES[dtype], rows=len(x), x_row=x.stride(0), out_row=out.stride(0), add=add)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, eps: float,
-         centred: bool, capture: CapturedCalls | None = None) -> None:
+         centered: bool, capture: CapturedCalls | None = None) -> None:
     """Run `reference.layers.norm`."""
     dtype = check_floats("norm", x, 2)
     check_tensors("norm", dtype, x=(x, x.shape), out=(out, x.shape), weight=(weight, x.shape[1:]),
@@ -368,7 +368,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, *, 
     call("norm", "Norm", capture=capture, tensors=(x, weight, bias, out), x=x.data_ptr(),
          weight=address(weight), bias=address(bias), out=out.data_ptr(), dtype=DTYPES[dtype],
          rows=len(x), width=x.shape[1], x_row=x.stride(0), out_row=out.stride(0),
-         centred=centred, eps=eps)
+         centered=centered, eps=eps)
 
 
 def rotate(x: Tensor, cos: Tensor | None, sin: Tensor | None, change: BasisChange | None = None,

@@ -8,8 +8,8 @@
 
 namespace ISA {
 
-constexpr int64_t PANEL_ROWS = PRODUCT_ROWS;
-constexpr int64_t COLUMNS = PRODUCT_OUTPUTS;
+constexpr int64_t PANEL_ROWS = MATMUL_ROWS;
+constexpr int64_t COLUMNS = MATMUL_OUTPUTS;
 #if defined(__AVX512F__)
 constexpr int ROWS = 8;  // rows of x in the register block
 #else
@@ -26,8 +26,8 @@ struct PackedInput {
 };
 
 // Return whether the matrices of a chain, which share x, have one format.
-inline bool same_format(const Product& a) {
-    for (const Product* matmul = a.next; matmul; matmul = matmul->next)
+inline bool same_format(const QuantizedLinear& a) {
+    for (const QuantizedLinear* matmul = a.next; matmul; matmul = matmul->next)
         if (matmul->matrix.inputs != a.matrix.inputs || matmul->matrix.group != a.matrix.group ||
             matmul->matrix.bits != a.matrix.bits || matmul->rows != a.rows ||
             matmul->matrix.activation_bits != a.matrix.activation_bits)
@@ -111,7 +111,8 @@ INLINE void pack_rows(const T* x, int64_t x_row, int64_t size, int64_t steps, ui
 // may have fewer. If BLOCK is 1, the panel may have more rows, which are zeros. The panel is written
 // sequentially, because the rows of consecutive groups are too far apart to stay in the L1 cache.
 template <class A, class T, int64_t BLOCK>
-void pack_input(const Product& a, const Blocks& m, int64_t first, int64_t rows, const PackedInput& p) {
+void pack_input(const QuantizedLinear& a, const Blocks& m, int64_t first, int64_t rows,
+                const PackedInput& p) {
 #pragma omp parallel for schedule(static) collapse(2) num_threads(a.threads) \
     if (rows * a.matrix.inputs > MIN_PARALLEL_PACKING)
     for (int64_t g = 0; g < m.groups; g++)
@@ -135,8 +136,8 @@ void pack_input(const Product& a, const Blocks& m, int64_t first, int64_t rows, 
 
 // Store totals [rows, columns] to the outputs from `begin` on, for rows from `first` on.
 template <class T>
-NOINLINE void put_columns(const Product& a, int64_t begin, int64_t columns, int64_t first, int64_t rows,
-                          const float* totals) {
+NOINLINE void put_columns(const QuantizedLinear& a, int64_t begin, int64_t columns, int64_t first,
+                          int64_t rows, const float* totals) {
     const int64_t left = a.matrix.outputs - begin, count = left < columns ? left : columns;
     const T* bias = a.bias ? static_cast<const T*>(a.bias) + begin : nullptr;
     for (int64_t row = 0; row < rows; row++)

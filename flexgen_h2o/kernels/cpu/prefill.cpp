@@ -110,9 +110,9 @@ struct Block : Lanes {
     }
 
     void cap(float* logits, int64_t chunk) const {
-        const float scale = this->scale(), most = static_cast<float>(a.form.softcap);
+        const float scale = this->scale(), softcap = static_cast<float>(a.form.softcap);
         for (int64_t i = 0; i < chunk * LANES; i += WIDTH)
-            store(logits + i, soft_capped(load(logits + i) * scale, most));
+            store(logits + i, soft_capped(load(logits + i) * scale, softcap));
     }
 
     // Initialize the denominators with the attention sinks, which may be the largest logits.
@@ -165,7 +165,7 @@ struct Block : Lanes {
     void add_received(float* scores, const Floats* inverse) const {
         Floats factors[VECTORS]{};
         for (int64_t lane = 0; lane < count; lane++)
-            factors[lane / WIDTH][lane % WIDTH] = kept(lane);
+            factors[lane / WIDTH][lane % WIDTH] = decay_factor(lane);
         for (int n = 0; n < VECTORS; n++) factors[n] *= inverse[n];
         const int64_t seen = this->seen();
         for (int64_t t = begin(); t < seen; t++) {
@@ -185,7 +185,7 @@ struct Work {
     int64_t shares = 1, tasks = 1;
 
     template <class Block>
-    bool make(const Prefill& a) {
+    bool make(const PrefillAttention& a) {
         sequences = memory<Sequence>(a.sequences);
         if (!sequences) return false;
         int64_t row = 0, rows = 0;
@@ -199,7 +199,7 @@ struct Work {
         lanes = Block::most_lanes(a.head_dim, longest);
         const int64_t blocks = (rows * (a.heads / a.kv_heads) + lanes - 1) / lanes;
         const int64_t heads = a.sequences * a.kv_heads;
-        shares = heads ? (FEWEST_TASKS + heads - 1) / heads : 1;
+        shares = heads ? (MIN_TASKS + heads - 1) / heads : 1;
         if (shares > blocks) shares = blocks > 0 ? blocks : 1;
         tasks = shares;
         for (int64_t few = shares - 1; few > 0; few--)
@@ -217,7 +217,7 @@ struct Work {
 // Compute the shares `task`, `task` + tasks, ... of the blocks of a KV head. Block b belongs to share b
 // % shares. The scores [tokens] of consecutive shares are `scores_share` floats apart.
 template <class Block>
-void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_t kv_head,
+void attend(const PrefillAttention& a, const Work& work, const Sequence& sequence, int64_t kv_head,
             int64_t task, typename Block::Space& space, float* scores, int64_t scores_share) {
     for (int64_t share = task; scores && share < work.shares; share += work.tasks)
         std::memset(scores + share * scores_share, 0,
@@ -242,25 +242,25 @@ void attend(const Prefill& a, const Work& work, const Sequence& sequence, int64_
 }
 
 // Sum the attention scores of the shares in a fixed order.
-void gather_scores(const Prefill& a, const Work& work, const float* shares) {
+void gather_scores(const PrefillAttention& a, const Work& work, const float* shares) {
 #pragma omp parallel for schedule(static) num_threads(a.threads)
     for (int64_t index = 0; index < a.sequences * a.kv_heads; index++) {
         const Sequence& sequence = work.sequences[index / a.kv_heads];
         const int64_t head = index % a.kv_heads;
-        const double kept = pow(a.decay, static_cast<double>(sequence.rows));
+        const double decay_factor = pow(a.decay, static_cast<double>(sequence.rows));
         float* scores = a.scores + head * a.scores_head + sequence.key_row;
         for (int64_t t = 0; t < sequence.tokens; t++) {
             float received = 0;
             for (int64_t share = 0; share < work.shares; share++)
                 received += shares[(share * a.kv_heads + head) * work.key_rows +
                                    sequence.key_row + t];
-            scores[t] = scores[t] * static_cast<float>(kept) + received;
+            scores[t] = scores[t] * static_cast<float>(decay_factor) + received;
         }
     }
 }
 
 template <class Block>
-int prefill(const Prefill& a) {
+int prefill(const PrefillAttention& a) {
     Work work;
     if (!work.make<Block>(a)) return NO_MEMORY;
     Memory<float> shares;
@@ -294,7 +294,7 @@ int prefill(const Prefill& a) {
 }
 
 template <class T>
-int prefill_of(const Prefill& a) {
+int prefill_of(const PrefillAttention& a) {
 #if defined(TILES)
     return prefill<TileBlock>(a);
 #else
@@ -307,6 +307,6 @@ int prefill_of(const Prefill& a) {
 
 }  // namespace
 
-int prefill_attention(const Prefill& a) { BY_DTYPE(prefill_of) }
+int prefill_attention(const PrefillAttention& a) { BY_DTYPE(prefill_of) }
 
 }  // namespace ISA

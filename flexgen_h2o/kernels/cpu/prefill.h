@@ -22,7 +22,7 @@ struct Sequence {
 // A block of queries of one KV head of a sequence. A lane is a flat index of (row, query head of the
 // group), because the query heads of a group are handled as additional queries.
 struct Lanes {
-    const Prefill& a;
+    const PrefillAttention& a;
     const Sequence& sequence;
     int64_t kv_head, first, count;
 
@@ -69,7 +69,7 @@ struct Lanes {
                ((sequence.row + row(lane)) * a.heads + head(lane)) * a.head_dim;
     }
     // Return the fraction of a lane's weights that remains in the attention score after all rows.
-    float kept(int64_t lane) const {
+    float decay_factor(int64_t lane) const {
         const double age = static_cast<double>(sequence.rows - 1 - row(lane));
         return a.decay == 1.0 ? 1.0f : static_cast<float>(pow(a.decay, age));
     }

@@ -126,9 +126,9 @@ struct TileBlock : Lanes {
     }
     // Weights are relative to a reference that the maximum exceeds by a factor of at most 2^8, without
     // loss of precision. So sums are rarely rescaled.
-    static constexpr float MOST_RAISE = 8;
+    static constexpr float MAX_RAISE = 8;
     // The rounding error of a small shift is a common factor of all weights.
-    static constexpr float MOST_SHIFT = 1024;
+    static constexpr float MAX_SHIFT = 1024;
 
     Space& space;
     DenormalsAsZeros denormals{};
@@ -188,7 +188,7 @@ struct TileBlock : Lanes {
 
     void set_top(int64_t lane, float top) const {
         const float shift = top * -scale;
-        const bool far = fabsf(shift) > MOST_SHIFT;
+        const bool far = fabsf(shift) > MAX_SHIFT;
         space.tops[lane] = top;
         space.shifts[lane] = far ? 0 : shift;
         uint32_t& bits = space.far[lane / PAIR];
@@ -231,11 +231,11 @@ struct TileBlock : Lanes {
     }
 
     __attribute__((noinline)) void cap(int64_t pair, int64_t width) const {
-        const float scale = Lanes::scale(), most = static_cast<float>(a.form.softcap);
+        const float scale = Lanes::scale(), softcap = static_cast<float>(a.form.softcap);
         for (int64_t lane = pair; lane < pair_end(pair); lane++) {
             float* x = logits(lane);
             for (int64_t j = 0; j < width; j += WIDTH)
-                store(x + j, soft_capped(load(x + j) * scale, most));
+                store(x + j, soft_capped(load(x + j) * scale, softcap));
         }
     }
 
@@ -263,18 +263,18 @@ struct TileBlock : Lanes {
     // Replace the logits of TOGETHER lanes by unnormalized weights in bfloat16, in place.
     INLINE void weigh(int64_t lane, int64_t width) const {
         float* x = logits(lane);
-        Floats most[TOGETHER];
+        Floats largest[TOGETHER];
 #pragma GCC unroll 4
         for (int n = 0; n < TOGETHER; n++) {
             const float* row = x + n * LOGITS_ROW;
-            most[n] = max(load(row), load(row + WIDTH));
+            largest[n] = max(load(row), load(row + WIDTH));
             for (int64_t j = 2 * WIDTH; j < width; j += 2 * WIDTH)
-                most[n] = max(max(load(row + j), load(row + j + WIDTH)), most[n]);
+                largest[n] = max(max(load(row + j), load(row + j + WIDTH)), largest[n]);
         }
         float tops[TOGETHER];
-        reduce_max(most, tops);
+        reduce_max(largest, tops);
         for (int n = 0; n < TOGETHER; n++)
-            if ((tops[n] - space.tops[lane + n]) * scale > MOST_RAISE) raise(lane + n, tops[n]);
+            if ((tops[n] - space.tops[lane + n]) * scale > MAX_RAISE) raise(lane + n, tops[n]);
         if (space.far[lane / PAIR]) subtract_tops(lane, lane + TOGETHER, width);
         const Floats by = broadcast(scale);
 #pragma GCC unroll 4
@@ -323,7 +323,7 @@ struct TileBlock : Lanes {
             for (; i + 2 * WIDTH <= a.head_dim; i += 2 * WIDTH)
                 narrow(to + i, load(sums + i) * inverse, load(sums + i + WIDTH) * inverse);
             for (; i < a.head_dim; i++) put(to + i, sums[i] * inverse);
-            space.factors[lane] = inverse * kept(lane);
+            space.factors[lane] = inverse * decay_factor(lane);
         }
     }
 

@@ -41,7 +41,7 @@ struct QuantizedPanels {
     const Matrix& matrix;
     const Blocks blocks;
 
-    explicit QuantizedPanels(const Product& a) : matrix(a.matrix), blocks(a.matrix) {}
+    explicit QuantizedPanels(const QuantizedLinear& a) : matrix(a.matrix), blocks(a.matrix) {}
     int64_t outputs() const { return matrix.outputs; }
 
     void unpack(const WeightPanel& panel, uint32_t* to) const {
@@ -70,8 +70,8 @@ constexpr int64_t max_group_scaled_rows() {
 }
 
 template <class C>
-int tiled_product(const Product& a) {
-    return a.rows <= max_group_scaled_rows<C>() ? group_scaled_product<C>(a)
+int tiled_matmul(const QuantizedLinear& a) {
+    return a.rows <= max_group_scaled_rows<C>() ? group_scaled_matmul<C>(a)
                                      : tile_matmul<QuantizedPanels<C>>(a, a.matrix.inputs,
                                                                        Blocks(a.matrix).group);
 }

@@ -295,16 +295,16 @@ NOINLINE void value_products(QuantizedTile<bits> tile, Queries weights, int64_t 
         return true;
     };
     // As many vectors as the registers allow.
-    constexpr int MOST = bits == 8 ? at_once(G) : G <= 2 ? 4 : WIDTH == 16 || G == 3 ? 2 : 1;
-    if constexpr (MOST >= 4)
+    constexpr int MAX_VECTORS = bits == 8 ? at_once(G) : G <= 2 ? 4 : WIDTH == 16 || G == 3 ? 2 : 1;
+    if constexpr (MAX_VECTORS >= 4)
         if (blocks(std::integral_constant<int, 4>{})) return;
-    if constexpr (MOST >= 2)
+    if constexpr (MAX_VECTORS >= 2)
         if (blocks(std::integral_constant<int, 2>{})) return;
     blocks(std::integral_constant<int, 1>{});
 }
 
-// Declare (`extern`) or instantiate the matmuls of rows that were converted to floats. recall.cpp uses
-// the instances of decode.cpp.
+// Declare (`extern`) or instantiate the matmuls of rows that were converted to floats.
+// recall_attention.cpp uses the instances of decode.cpp.
 #define FLOAT_PRODUCTS(declare)                                                             \
     FLOAT_PRODUCTS_OF(declare, 1) FLOAT_PRODUCTS_OF(declare, 2) FLOAT_PRODUCTS_OF(declare, 3) \
     FLOAT_PRODUCTS_OF(declare, 4)

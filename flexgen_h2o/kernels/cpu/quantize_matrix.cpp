@@ -8,7 +8,7 @@ namespace {
 
 constexpr int STEPS = 10;        // candidate scales of the search
 constexpr int REFINEMENTS = 4;  // least-squares refinements of the best fit
-constexpr float LEAST_VARIANCE = 1e-3f;  // minimum variance of quantized values for a fit, times count^2
+constexpr float MIN_VARIANCE = 1e-3f;  // minimum variance of quantized values for a fit, times count^2
 
 // A group of WIDTH outputs: values [size, WIDTH], and error weights of the same shape with mean 1.
 struct Group {
@@ -118,7 +118,7 @@ INLINE void refit(const Group& g, Floats low, Floats wide, Best& best) {
         products = fma(weighed, x, products);
         values = fma(g.weight(i), x, values);
     }
-    const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(LEAST_VARIANCE);
+    const Floats count = broadcast(static_cast<float>(g.size)), least = broadcast(MIN_VARIANCE);
     const Floats apart = count * squares - codes * codes;
     const Floats scale = (count * products - codes * values) / max(apart, least);
     const auto keep = [&](Floats rounded_scale) ALWAYS_INLINE {
@@ -265,7 +265,7 @@ INLINE void encode_lanes(const Group& g, const Blocks& m, uint8_t* block, int64_
 // Gather values of WIDTH outputs from `output` on to [size, WIDTH]. Missing outputs are zeros, which
 // quantize to zeros. WHOLE keeps values beyond the float16 range.
 template <bool WHOLE, class T>
-INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t size, float* to) {
+INLINE void gather(const QuantizeMatrix& a, int64_t output, int64_t input, int64_t size, float* to) {
     const T* x = static_cast<const T*>(a.weight) + output * a.weight_row + input;
     int64_t k = 0;
 #if defined(__AVX512F__)
@@ -288,7 +288,7 @@ INLINE void gather(const Quantize& a, int64_t output, int64_t input, int64_t siz
 
 // Compute the importance of a group's inputs from `input` on, normalized to mean 1. Without importance
 // data all are equal.
-INLINE void shares_of(const Quantize& a, int64_t input, int64_t size, float* to) {
+INLINE void importance_of(const QuantizeMatrix& a, int64_t input, int64_t size, float* to) {
     float all = 0;
     for (int64_t i = 0; a.importance && i < size; i++) all += a.importance[input + i];
     for (int64_t i = 0; i < size; i++)
@@ -296,11 +296,11 @@ INLINE void shares_of(const Quantize& a, int64_t input, int64_t size, float* to)
 }
 
 template <class T>
-void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
+void quantize_block(const QuantizeMatrix& a, const Blocks& m, int64_t tile, int64_t g, float* values) {
     uint8_t* block = static_cast<uint8_t*>(a.matrix.data) + (tile * m.groups + g) * m.block_bytes;
     const int64_t left = a.matrix.inputs - g * m.group, size = left < m.group ? left : m.group;
     float *const weights = values + m.group * WIDTH, *const shares = weights + m.group * WIDTH;
-    shares_of(a, g * m.group, size, shares);
+    importance_of(a, g * m.group, size, shares);
     for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH) {
         const int64_t output = tile * MATRIX_TILE + lane;
         if (m.bits == Float12::bits) {
@@ -310,7 +310,8 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
         }
         gather<false, T>(a, output, g * m.group, size, values);
         for (int64_t i = 0; a.matrix.group < 0 && i < size * WIDTH; i += WIDTH)
-            store(values + i, min(max(load(values + i), -Small::most()), Small::most()));
+            store(values + i, min(max(load(values + i), -Small::max_magnitude()),
+                                  Small::max_magnitude()));
         const float levels = static_cast<float>((1 << m.bits) - 1);
         const Group group{values, weights, size, levels, a.matrix.group < 0};
         if (a.search) weigh(group, shares, weights);
@@ -319,7 +320,7 @@ void quantize_block(const Quantize& a, const Blocks& m, int64_t tile, int64_t g,
 }
 
 template <class T>
-int quantize(const Quantize& a) {
+int quantize(const QuantizeMatrix& a) {
     const Blocks m(a.matrix);
     const int64_t size = m.group * (2 * WIDTH + 1);
     const Memory<float> values = memory<float>(a.threads * size);
@@ -334,6 +335,6 @@ int quantize(const Quantize& a) {
 
 }  // namespace
 
-int quantize_matrix(const Quantize& a) { BY_DTYPE(quantize) }
+int quantize_matrix(const QuantizeMatrix& a) { BY_DTYPE(quantize) }
 
 }  // namespace ISA

@@ -200,27 +200,27 @@ private:
 
 // Compute chunks `begin` to `end` of a matmul. Totals are [PANEL_CHUNKS, rows, COLUMNS].
 template <class C>
-void multiply_chunks(Tiles& tiles, const Product& a, const PackedInput& p,
+void multiply_chunks(Tiles& tiles, const QuantizedLinear& a, const PackedInput& p,
                      const PipelineScratch& scratch, float* totals, int64_t begin, int64_t end) {
     const Blocks m(a.matrix);
     const int64_t last_tile = tiles_of(a.matrix) - 1, size = a.rows * COLUMNS;
     GroupPipeline<C> groups(tiles, p, a.rows, scratch);
-    Place here(m, begin, end), ahead = here;
-    for (int64_t i = 0; i < BLOCKS_AHEAD; i++) ahead.next();
-    while (here.panel < end) {
-        const int64_t panel = here.panel, chunks = here.chunks();
+    Place current(m, begin, end), prefetched = current;
+    for (int64_t i = 0; i < BLOCKS_AHEAD; i++) prefetched.next();
+    while (current.panel < end) {
+        const int64_t panel = current.panel, chunks = current.chunks();
         std::memset(totals, 0, static_cast<size_t>(chunks * size) * sizeof *totals);
-        for (; here.panel == panel; here.next(), ahead.next()) {
+        for (; current.panel == panel; current.next(), prefetched.next()) {
             // An odd last tile is paired with itself.
             const auto block = [&](int64_t t) ALWAYS_INLINE {
-                const int64_t tile = 2 * here.chunk + t;
-                const uint8_t* later = m.at(2 * ahead.chunk + t, ahead.g);
+                const int64_t tile = 2 * current.chunk + t;
+                const uint8_t* later = m.at(2 * prefetched.chunk + t, prefetched.g);
                 prefetch(later, L1);
-                const uint8_t* current = m.at(tile < last_tile ? tile : last_tile, here.g);
-                return PrefetchedBlock<C>{current, later, later, L1};
+                const uint8_t* block_start = m.at(tile < last_tile ? tile : last_tile, current.g);
+                return PrefetchedBlock<C>{block_start, later, later, L1};
             };
             const PrefetchedBlock<C> blocks[2] = {block(0), block(1)};
-            groups.add(blocks, m.words, here.g, totals + (here.chunk - panel) * size);
+            groups.add(blocks, m.words, current.g, totals + (current.chunk - panel) * size);
         }
         groups.finish();
         for (int64_t i = 0; i < chunks; i++)
@@ -230,7 +230,7 @@ void multiply_chunks(Tiles& tiles, const Product& a, const PackedInput& p,
 
 // Compute all matmuls of a chain that share x, with quantized values as operands.
 template <class C>
-int group_scaled_product(const Product& a) {
+int group_scaled_matmul(const QuantizedLinear& a) {
     const Blocks m(a.matrix);
     const int64_t rows = a.rows > 2 * SIDE ? up_to(SIDE, a.rows) : a.rows;
     PackedInput p{nullptr, nullptr, rows, up_to(TILE_PAIRS, m.group / 2)};
@@ -246,7 +246,7 @@ int group_scaled_product(const Product& a) {
         const PipelineScratch scratch(p, thread_scratch + totals);
         const TileShapes shapes = shapes_of(a.rows);
         Tiles tiles(shapes);
-        for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+        for (const QuantizedLinear* matmul = &a; matmul; matmul = matmul->next) {
             const int64_t chunks = (tiles_of(matmul->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
             for (int64_t part = 0; part < a.threads; part++)

@@ -278,18 +278,18 @@ template <class T>
 int repacked(const Repack& a) {
     const Blocks m(a.matrix);
     if (m.bits != T::bits || m.group != T::group) return INVALID;
-    int64_t broken = 0;
-#pragma omp parallel for schedule(static) num_threads(a.threads) reduction(+ : broken)
+    int64_t non_finite = 0;
+#pragma omp parallel for schedule(static) num_threads(a.threads) reduction(+ : non_finite)
     for (int64_t tile = 0; tile < tiles_of(a.matrix); tile++)
-        if (!repack_tile<T>(a, m, tile)) broken++;
-    *a.broken = broken;
+        if (!repack_tile<T>(a, m, tile)) non_finite++;
+    *a.non_finite = non_finite;
     return DONE;
 }
 
 }  // namespace
 
 int repack(const Repack& a) {
-    switch (a.kind) {  // GGUF type ids, see config/weight_layout.py
+    switch (a.ggml_type) {  // GGUF type ids, see config/weight_layout.py
         case 2: return repacked<Q4_0>(a);
         case 3: return repacked<Q4_1>(a);
         case 6: return repacked<Q5_0>(a);

@@ -41,7 +41,7 @@ inline int64_t query_size(const TileShape& shape) { return shape.dim; }
 
 // Quantized queries of a head, in the order of the tiles. Each group has a step (quantization scale)
 // and the step times the sum of its quantized values.
-struct RoundedQueries {
+struct QuantizedQueries {
     QueryValue* quantized;  // [queries, query_size]
     float *steps, *sums;  // [queries, groups]
 };
@@ -78,8 +78,8 @@ inline QueryValue* store_query(const float* quantized, const TileShape& shape, Q
 
 // Quantize a query of `dim` floats, which are overwritten, and multiply its steps by `factor`. See
 // `rounded_queries` in h2o/recall.py.
-inline void round_query(float* q, float factor, const TileShape& shape, int64_t number,
-                        const RoundedQueries& to) {
+inline void quantize_query(float* q, float factor, const TileShape& shape, int64_t number,
+                           const QuantizedQueries& to) {
     QueryValue* quantized = to.quantized + number * query_size(shape);
     for (int64_t k = 0; k < shape.groups; k++) {
         float* values = q + k * shape.group;
@@ -113,7 +113,7 @@ INLINE Words by_token(const uint8_t* rows) {
 // Compute the logits of a tile for G queries from `number` on. If the rows of a group are not a
 // multiple of four, the padding is multiplied by zeros.
 template <int G, int BITS>
-INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const QuantizedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
     constexpr int PARTS = 8 / BITS;
     const int64_t apart = query_size(shape), rows = shape.rows_of_group();
@@ -167,8 +167,8 @@ INLINE void add_rows(const uint8_t* rows, const QueryValue* quantized, int64_t a
     constexpr int PAIRS = 4 / BITS, LEVELS = (1 << BITS) - 1;
     static_assert(COUNT * PAIRS * 2 * LEVELS * 127 < 1 << 15, "sums of 16 bits");
     const __m256i mask = _mm256_set1_epi8(LEVELS);
-    __m256i some[G][2];
-    for (int g = 0; g < G; g++) some[g][0] = some[g][1] = _mm256_setzero_si256();
+    __m256i partial[G][2];
+    for (int g = 0; g < G; g++) partial[g][0] = partial[g][1] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int two = 0; two < COUNT; two++) {
         const __m256i bytes = load_bytes(rows + two * 2 * INDEX_TILE);
@@ -181,21 +181,21 @@ INLINE void add_rows(const uint8_t* rows, const QueryValue* quantized, int64_t a
             const QueryValue* query_pair = quantized + (two * PAIRS + part) * PAIR_BYTES;
             for (int g = 0; g < G; g++) {
                 const __m256i query = load_bytes(query_pair + g * apart);
-                some[g][0] = _mm256_add_epi16(some[g][0], _mm256_maddubs_epi16(low, query));
-                some[g][1] = _mm256_add_epi16(some[g][1], _mm256_maddubs_epi16(high, query));
+                partial[g][0] = _mm256_add_epi16(partial[g][0], _mm256_maddubs_epi16(low, query));
+                partial[g][1] = _mm256_add_epi16(partial[g][1], _mm256_maddubs_epi16(high, query));
                 // Prevents a GCC reordering that needs too many registers.
-                asm("" : "+x"(some[g][0]), "+x"(some[g][1]));
+                asm("" : "+x"(partial[g][0]), "+x"(partial[g][1]));
             }
         }
     }
     for (int g = 0; g < G; g++)
         for (int half = 0; half < 2; half++)
-            sums[g][half] = _mm256_add_epi32(sums[g][half], joined_rows(some[g][half]));
+            sums[g][half] = _mm256_add_epi32(sums[g][half], joined_rows(partial[g][half]));
 }
 
 // Compute the logits of a tile for G queries from `number` on.
 template <int G, int BITS>
-INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const QuantizedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
     constexpr int64_t TWO = 2 * INDEX_TILE, CODES = 4 / BITS * PAIR_BYTES;  // bytes of two rows
     const int64_t apart = query_size(shape), twos = (shape.rows_of_group() + 1) / 2;
@@ -235,7 +235,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
 #else
 // The same in floats, which represent the integer sums of a group exactly.
 template <int G, int BITS>
-INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const RoundedQueries& queries,
+INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const QuantizedQueries& queries,
                       int64_t number, float* logits, int64_t stride) {
     const float *quantized = queries.quantized + number * shape.dim,
                 *steps = queries.steps + number * shape.groups,
@@ -269,7 +269,7 @@ INLINE void scan_tile(const uint8_t* tile, const TileShape& shape, const Rounded
 // Compute logits [group, stride] of all tiles.
 template <int BITS>
 void scan(const uint8_t* index, const TileShape& shape, int64_t tiles, int64_t group,
-          const RoundedQueries& queries, float* logits, int64_t stride) {
+          const QuantizedQueries& queries, float* logits, int64_t stride) {
     for (int64_t t = 0; t < tiles; t++) {
         const uint8_t* tile = index + t * shape.bytes;
         for (int64_t i = 0; i < shape.bytes; i += 64) prefetch(tile + AHEAD + i, L1);

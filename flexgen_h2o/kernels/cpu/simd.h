@@ -208,9 +208,9 @@ INLINE int32_t reduce_max(Ints x) {
 #if defined(__AVX512F__)
     return _mm512_reduce_max_epi32(__m512i(x));
 #else
-    int32_t most = x[0];
-    for (int i = 1; i < WIDTH; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    int32_t largest = x[0];
+    for (int i = 1; i < WIDTH; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
 #endif
 }
 

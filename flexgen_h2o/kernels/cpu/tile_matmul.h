@@ -21,7 +21,7 @@ namespace ISA {
 constexpr int64_t SIDE = TILE_ROWS;               // rows of a tile, and its columns in words
 constexpr int64_t STEP_INPUTS = 2 * TILE_PAIRS;   // reduction depth of one tile matmul
 constexpr int64_t TILE_COLUMNS = 2 * SIDE;        // outputs of the register block
-constexpr int64_t FEWEST_ROWS = 4 * TILE_COLUMNS;  // minimum of a share, which converts weights again
+constexpr int64_t MIN_ROWS = 4 * TILE_COLUMNS;  // minimum of a share, which converts weights again
 static_assert(TILED_OUTPUTS % TILE_COLUMNS == 0 && TILED_ROWS % (2 * SIDE) == 0 &&
                   TILED_INPUTS % STEP_INPUTS == 0,
               "whole tiles");
@@ -261,11 +261,11 @@ void multiply_rows(Tiles& tiles, const A& a, const LeftOperand& x, const WeightP
 struct Shares {
     int64_t rows, outputs, by_rows = 1, by_outputs;
 
-    // `most` is the maximum number of outputs of an L2 panel.
-    Shares(int64_t rows, int64_t outputs, int64_t most, int64_t threads)
-        : rows(rows), outputs(outputs), by_outputs((outputs + most - 1) / most) {
+    // `max_outputs` is the maximum number of outputs of an L2 panel.
+    Shares(int64_t rows, int64_t outputs, int64_t max_outputs, int64_t threads)
+        : rows(rows), outputs(outputs), by_outputs((outputs + max_outputs - 1) / max_outputs) {
         if (by_outputs < threads) {
-            const int64_t parts = (rows + FEWEST_ROWS - 1) / FEWEST_ROWS;
+            const int64_t parts = (rows + MIN_ROWS - 1) / MIN_ROWS;
             by_rows = (threads + by_outputs - 1) / by_outputs;
             if (by_rows > parts) by_rows = parts;
         } else {

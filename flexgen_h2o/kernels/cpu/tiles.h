@@ -32,9 +32,9 @@ struct PlainTile {
     INLINE void prefetch(int64_t row, int64_t i) const {
         if (i * static_cast<int64_t>(sizeof(T)) % LINE) return;
         for (int64_t r = row; r < row + R; r++) {
-            const char* here = reinterpret_cast<const char*>(base + r * stride + i);
-            ISA::prefetch(here + 2 * AHEAD, L2);
-            ISA::prefetch(here + AHEAD, L2);
+            const char* address = reinterpret_cast<const char*>(base + r * stride + i);
+            ISA::prefetch(address + 2 * AHEAD, L2);
+            ISA::prefetch(address + AHEAD, L2);
         }
     }
 };

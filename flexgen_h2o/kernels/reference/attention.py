@@ -173,7 +173,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     Returns
     -------
     out : Tensor [sequences, heads, head_dim]
-    taken : int64 Tensor [sequences, kv_heads]
+    written_slots : int64 Tensor [sequences, kv_heads]
         The slot of each new token.
     """
     cached, tokens, recent, full = metadata.long()
@@ -205,7 +205,7 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         products, hidden, dim=q.shape[-1], form=form,
         sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     out = torch.einsum("skgt,sktd->skgd", probabilities, values).flatten(1, 2).to(q.dtype)
-    taken = cached[:, None].expand(-1, kv_heads)
+    written_slots = cached[:, None].expand(-1, kv_heads)
     if state is not None:
         received = probabilities.sum(2)
         state.scores.mul_(state.eviction.decay).add_(received[..., :n])
@@ -214,12 +214,12 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
             new_key = smoothing.restored(k[:, :, None])[:, :, 0]
         victims = _victims(state, metadata.long(), received[..., n:], cached_vectors,
                            torch.stack((new_key.float(), v.float())))
-        taken = torch.where(full[:, None] == 1, victims, taken)
-        _update_state(state, metadata.long(), taken[..., None], received[..., n:])
+        written_slots = torch.where(full[:, None] == 1, victims, written_slots)
+        _update_state(state, metadata.long(), written_slots[..., None], received[..., n:])
     if rolls and smoothing is not None:
         k = smoothing.keys(k).to(k.dtype)
-    cache_token(k, v, slots=slots, taken=taken, layout=layout)
-    return out, taken.contiguous()
+    cache_token(k, v, slots=slots, written_slots=written_slots, layout=layout)
+    return out, written_slots.contiguous()
 
 
 def _victims(state, metadata, new_scores, cached_vectors, new):
@@ -251,12 +251,12 @@ def _victims(state, metadata, new_scores, cached_vectors, new):
                                   vectors=vectors)
 
 
-def cache_token(k, v, *, slots, taken, layout):
-    """Write the keys and values of new tokens to slots `taken` [sequences, kv_heads]."""
+def cache_token(k, v, *, slots, written_slots, layout):
+    """Write the keys and values of new tokens to slots `written_slots` [sequences, kv_heads]."""
     fresh = pack_slots(torch.stack((k, v)), layout)
-    sequence, head = (torch.arange(n, device=k.device) for n in taken.shape)
+    sequence, head = (torch.arange(n, device=k.device) for n in written_slots.shape)
     # Not scatter_, which copies all slots of 16-bit floats.
-    slots[:, sequence[:, None], head, taken] = fresh.to(slots.dtype)
+    slots[:, sequence[:, None], head, written_slots] = fresh.to(slots.dtype)
 
 
 def _update_state(state, metadata, place, new_scores):
@@ -324,18 +324,18 @@ def quantize_groups(x, layout):
     if layout.bits == 4:
         low, high = codes.chunk(2, dim=-1)
         codes = low + 16 * high
-    records = torch.zeros(*x.shape[:-1], layout.nbytes, dtype=torch.uint8, device=x.device)
-    records[..., : codes.shape[-1]] = codes
-    records[..., layout.code_bytes :] = torch.cat([scales, zeros], -1).view(torch.uint8)
-    return records
+    packed = torch.zeros(*x.shape[:-1], layout.nbytes, dtype=torch.uint8, device=x.device)
+    packed[..., : codes.shape[-1]] = codes
+    packed[..., layout.code_bytes :] = torch.cat([scales, zeros], -1).view(torch.uint8)
+    return packed
 
 
-def dequantize_groups(records, layout):
+def dequantize_groups(packed, layout):
     """Return the vectors that `quantize_groups` quantized.
 
     Parameters
     ----------
-    records : uint8 Tensor [..., layout.nbytes]
+    packed : uint8 Tensor [..., layout.nbytes]
         Any strides, but contiguous in the last dimension.
     layout : GroupLayout
 
@@ -343,10 +343,10 @@ def dequantize_groups(records, layout):
     -------
     float32 Tensor [..., length]
     """
-    codes = records[..., : layout.length * layout.bits // 8]
+    codes = packed[..., : layout.length * layout.bits // 8]
     if layout.bits == 4:
         codes = torch.cat([codes % 16, codes // 16], -1)
-    halves = records[..., layout.code_bytes :].clone(memory_format=torch.contiguous_format)
+    halves = packed[..., layout.code_bytes :].clone(memory_format=torch.contiguous_format)
     scales, zeros = halves.view(torch.float16).float()[..., None].chunk(2, dim=-2)
     codes = codes.float().unflatten(-1, (layout.groups, layout.group))
     return (zeros + scales * codes).flatten(-2)
@@ -374,13 +374,13 @@ def pack_slots(vectors, layout, *, quantize=quantize_groups):
     return torch.cat((quantize(keys, layout.keys), quantize(values, layout.values)), dim=-1)[None]
 
 
-def unpack_slots(records, layout, *, dequantize=dequantize_groups):
+def unpack_slots(packed, layout, *, dequantize=dequantize_groups):
     """Convert cache slots to keys and values [2, ..., length], the inverse of `pack_slots`."""
     if layout is None:
-        return records
+        return packed
     if not layout.mixed:
-        return dequantize(records, layout.keys)
-    keys, values = split_slots(records, layout)
+        return dequantize(packed, layout.keys)
+    keys, values = split_slots(packed, layout)
     return torch.stack((dequantize(keys, layout.keys), dequantize(values, layout.values)))
 
 

@@ -21,7 +21,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def norm(x, weight, bias, out, *, eps, centred):
+def norm(x, weight, bias, out, *, eps, centered):
     """Compute LayerNorm (arXiv 1607.06450) or RMSNorm (arXiv 1910.07467) of each row.
 
     Parameters
@@ -33,11 +33,11 @@ def norm(x, weight, bias, out, *, eps, centred):
         Written in place; may be x.
     eps : float
         Added to the variance.
-    centred : bool
+    centered : bool
         Subtract each row's mean: LayerNorm, otherwise RMSNorm.
     """
     result = x.float()
-    if centred:
+    if centered:
         result = result - result.mean(-1, keepdim=True)
     result = result * (result.square().mean(-1, keepdim=True) + eps).rsqrt()
     if weight is not None:
@@ -83,7 +83,7 @@ def activate(x, function, factor=None):
 
 
 def route(x, router, bias=None, *, per_token, normalize):
-    """Return the experts of each row by descending logit, and their shares, in float32.
+    """Return the experts of each row by descending logit, and their weights, in float32.
 
     Of equal logits, the expert with the lower number is first.
 
@@ -97,33 +97,36 @@ def route(x, router, bias=None, *, per_token, normalize):
     per_token : int
         Experts per row.
     normalize : bool
-        Shares are the softmax over the chosen experts; otherwise over all experts.
+        Normalize the weights over the selected experts; otherwise over all experts.
 
     Returns
     -------
-    ids : int64 Tensor [rows, each]
-    shares : float32 Tensor [rows, each]
+    ids : int64 Tensor [rows, per_token]
+    routing_weights : float32 Tensor [rows, per_token]
     """
     logits = x.float() @ router.float().t() + (0 if bias is None else bias.float())
     ids = logits.argsort(dim=-1, descending=True, stable=True)[:, :per_token]
-    shares = logits.softmax(-1).gather(-1, ids)
-    return ids, shares / shares.sum(-1, keepdim=True) if normalize else shares
+    routing_weights = logits.softmax(-1).gather(-1, ids)
+    if normalize:
+        routing_weights /= routing_weights.sum(-1, keepdim=True)
+    return ids, routing_weights
 
 
-def experts(x, ids, shares, table, sums, *, function, max_rows):
-    """Add ``share * down(function(gate(x)) * up(x))`` of each row's experts to its sum.
+def experts(x, ids, routing_weights, table, sums, *, function, max_rows):
+    """Add ``weight * down(function(gate(x)) * up(x))`` of each row's experts to its sum.
 
-    Results of matmuls are rounded to x's dtype. Experts that are missing in the table, or chosen by
-    more than `max_rows` rows, are skipped.
+    Results of matmuls are rounded to x's dtype. Experts that are missing in the table, or selected
+    by more than `max_rows` rows, are skipped.
 
     Parameters
     ----------
     x : Tensor [rows, hidden]
-    ids : int64 Tensor [rows, each]
-    shares : float32 Tensor [rows, each]
+    ids : int64 Tensor [rows, per_token]
+    routing_weights : float32 Tensor [rows, per_token]
     table : sequence of tuple or None
         For each expert (gate, up, down), optionally followed by their biases; None if missing.
-        Weights in x's dtype or `QuantizedMatrix`: gate and up [wide, hidden], down [hidden, wide].
+        Weights in x's dtype or `QuantizedMatrix`: gate and up [intermediate, hidden],
+        down [hidden, intermediate].
     sums : float32 Tensor [rows, hidden]
         Updated in place.
     function : str or (slope, limit)
@@ -138,22 +141,22 @@ def experts(x, ids, shares, table, sums, *, function, max_rows):
         if matrices is None or not 0 < len(rows) <= max_rows:
             continue
         parts, biases = matrices[:3], matrices[3:] or (None, None, None)
-        wide, up = (_product(x[rows], *arguments) for arguments in zip(parts[:2], biases[:2],
-                                                                       strict=True))
+        gate, up = (_matmul(x[rows], *arguments)
+                    for arguments in zip(parts[:2], biases[:2], strict=True))
         if isinstance(function, tuple):
-            wide = _gated(wide, up, *function)
+            gate = _gated(gate, up, *function)
         else:
-            activate(wide, function, up)
-        out = _product(wide, parts[2], biases[2])
-        sums.index_add_(0, rows, out.float() * shares[rows, places, None])
+            activate(gate, function, up)
+        out = _matmul(gate, parts[2], biases[2])
+        sums.index_add_(0, rows, out.float() * routing_weights[rows, places, None])
 
 
 def _gated(gate, up, slope, limit):
-    held = gate.float().clamp(max=limit)
-    return ((up.float().clamp(-limit, limit) + 1) * held * (slope * held).sigmoid()).to(gate.dtype)
+    x = gate.float().clamp(max=limit)
+    return ((up.float().clamp(-limit, limit) + 1) * x * (slope * x).sigmoid()).to(gate.dtype)
 
 
-def _product(x, matrix, bias):
+def _matmul(x, matrix, bias):
     out = x.new_empty(len(x), len(matrix))
     if isinstance(matrix, QuantizedMatrix):
         linear_quantized(x, matrix, bias, out)

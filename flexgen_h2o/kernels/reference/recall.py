@@ -17,28 +17,28 @@ from flexgen_h2o.h2o.recall import index_codes, index_weights, select_tokens
 from flexgen_h2o.kernels.reference.attention import cache_token, dequantize_groups, unpack_slots
 
 
-def index_keys(keys, index, spans, *, layout, records=None):
+def index_keys(keys, index, spans, *, layout, key_layout=None):
     """Quantize cached keys into the index.
 
     Parameters
     ----------
     keys : Tensor [sequences, kv_heads, n, width]
-        Floats, or uint8 in the format of `records`. Any strides, but contiguous in the last
+        Floats, or uint8 in the format of `key_layout`. Any strides, but contiguous in the last
         dimension.
     index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
         Written in place.
     spans : int32 Tensor [3, sequences]
         Rows: the first of `keys` to index, its token number, and the number of keys to index.
     layout : IndexLayout
-    records : GroupLayout, optional
+    key_layout : GroupLayout, optional
         Layout of quantized keys. None: keys are floats.
     """
     codes_end = layout.code_rows * INDEX_TILE
     scales_end = codes_end + 2 * INDEX_TILE * layout.groups
     for sequence, (first, token, count) in enumerate(spans.T.tolist()):
         sequence_keys = keys[sequence, :, first : first + count]
-        sequence_keys = sequence_keys if records is None else dequantize_groups(sequence_keys,
-                                                                                records)
+        sequence_keys = sequence_keys if key_layout is None else dequantize_groups(sequence_keys,
+                                                                                   key_layout)
         codes, scales, zeros = index_codes(sequence_keys, layout)
         shifts = layout.bits * torch.arange(layout.per_byte, device=keys.device)
         packed = (codes.unflatten(-1, (-1, layout.per_byte)).int() << shifts).sum(-1)
@@ -69,7 +69,7 @@ def indexed_keys(index, layout):
     return keys.flatten(-3, -2).transpose(-2, -1).flatten(-3, -2)
 
 
-def choose_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=DEFAULT_FORM,
+def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=DEFAULT_FORM,
                 sinks=None, offsets=None):
     """Return the cached tokens that new tokens attend to (`h2o.recall.select_tokens`).
 
@@ -140,8 +140,8 @@ def update_log_weights(weights, log_weights, cached):
     log_weights.copy_(mean.where(there, log_weights))
 
 
-def attend_recalled(q, k, v, *, slots, selected, metadata, layout=None, form=DEFAULT_FORM,
-                    sinks=None, offsets=None):
+def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DEFAULT_FORM,
+                     sinks=None, offsets=None):
     """Compute attention of one new token per sequence over selected slots and itself, and cache it.
 
     Parameters
@@ -167,7 +167,7 @@ def attend_recalled(q, k, v, *, slots, selected, metadata, layout=None, form=DEF
     Returns
     -------
     out : Tensor [sequences, heads, head_dim]
-    taken : int64 Tensor [sequences, kv_heads]
+    written_slots : int64 Tensor [sequences, kv_heads]
         The slot of each new token.
     """
     place, counts = metadata.long()
@@ -186,12 +186,12 @@ def attend_recalled(q, k, v, *, slots, selected, metadata, layout=None, form=DEF
     weights = attention_weights(products, hidden, dim=q.shape[-1], form=form,
                                 sinks=None if sinks is None else sinks.view(kv_heads, -1, 1))
     out = torch.einsum("skgt,sktd->skgd", weights, values).flatten(1, 2).to(q.dtype)
-    taken = place[:, None].expand(-1, kv_heads).contiguous()
-    cache_token(k, v, slots=slots, taken=taken, layout=layout)
-    return out, taken
+    written_slots = place[:, None].expand(-1, kv_heads).contiguous()
+    cache_token(k, v, slots=slots, written_slots=written_slots, layout=layout)
+    return out, written_slots
 
 
-def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
+def assign_slots(selected, first_recent, *, slot_of, token_of, log_weights, newest):
     """Return the slots of selected tokens in the hot set, and assign slots to those without one.
 
     `heads` counts every KV head of every sequence. Tokens without a slot replace those tokens that
@@ -202,7 +202,7 @@ def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
     ----------
     selected : int32 Tensor [sequences, kv_heads, n]
         Distinct tokens per head; -1 for padding.
-    firsts : int32 Tensor [sequences]
+    first_recent : int32 Tensor [sequences]
         Tokens from this one on are the newest ones. They are kept behind the hot set, in slot
         num_slots + token % newest.
     slot_of : int32 Tensor [heads, tokens]
@@ -220,7 +220,7 @@ def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
         -1 for padding.
     missing : int64 Tensor [3, m]
         Rows: head, token and slot of tokens that had no slot. Their content has to be loaded.
-    held : int
+    hits : int
         Number of tokens that had a slot.
 
     Raises
@@ -229,17 +229,17 @@ def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
         More tokens than slots are selected, or a token is out of range.
     """
     heads, num_slots = selected.flatten(0, 1), token_of.shape[1]
-    old = (heads >= 0) & (heads < firsts.repeat_interleave(selected.shape[1])[:, None])
+    old = (heads >= 0) & (heads < first_recent.repeat_interleave(selected.shape[1])[:, None])
     if (heads >= slot_of.shape[1]).any() or (old.sum(1) > num_slots).any():
-        raise ValueError("take_slots: a tensor of indices points outside of what it indexes")
+        raise ValueError("assign_slots: a tensor of indices points outside of what it indexes")
     slots = (num_slots + heads % newest).where(heads >= 0, -1)
     missing = []
     for head, (tokens, is_old) in enumerate(zip(heads, old, strict=True)):
         tokens = tokens[is_old]
         token_slots = slot_of[head, tokens]
         away = tokens[token_slots < 0]
-        held = token_of[head]
-        keys = log_weights[head, held.clamp(min=0)].where(held >= 0, 0)
+        slot_tokens = token_of[head]
+        keys = log_weights[head, slot_tokens.clamp(min=0)].where(slot_tokens >= 0, 0)
         keys[token_slots[token_slots >= 0]] = torch.iinfo(torch.int32).max
         replaced = keys.argsort(stable=True)[: len(away)].sort().values
         evicted = token_of[head, replaced]
@@ -252,14 +252,14 @@ def take_slots(selected, firsts, *, slot_of, token_of, log_weights, newest):
 
 
 def claim_slots(selected, *, slot_of, token_of, log_weights):
-    """Assign slots of the hot set as `take_slots` does, without synchronization with the host.
+    """Assign slots of the hot set as `assign_slots` does, without synchronization with the host.
 
     Parameters
     ----------
     selected : int32 Tensor [sequences, kv_heads, n]
         Distinct tokens per head, at most the number of slots; -1 for padding.
     slot_of, token_of, log_weights : int32 Tensors [heads, tokens], [heads, slots], [heads, tokens]
-        See `take_slots`; contiguous. The first two are updated in place.
+        See `assign_slots`; contiguous. The first two are updated in place.
 
     Returns
     -------
@@ -270,7 +270,7 @@ def claim_slots(selected, *, slot_of, token_of, log_weights):
         defined.
     counts : int32 Tensor [sequences, kv_heads]
     """
-    slots, missing, _ = take_slots(
+    slots, missing, _ = assign_slots(
         selected, torch.full((len(selected),), slot_of.shape[1]), slot_of=slot_of,
         token_of=token_of, log_weights=log_weights, newest=1)
     heads, tokens, places = missing
@@ -299,7 +299,7 @@ def copy_tokens(source, target, moves, counts):
             target[:, sequence, head, places] = source[:, sequence, head, origins]
 
 
-def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
+def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     """Read tokens from a file into their slots.
 
     Of each head the file has pages of `layout.tokens` tokens each (`PageLayout`).
@@ -318,7 +318,7 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
     offset : int
         Byte offset of the pages [heads, layout.rows].
     layout : PageLayout
-    landing : uint8 Tensor
+    read_buffer : uint8 Tensor
         Read buffer of at least one page, aligned to memory pages. Overwritten.
 
     Returns
@@ -340,13 +340,13 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
     if (missing < 0).any() or (head >= len(lines)).any() or (slot >= num_slots).any() or (
             token >= layout.rows * layout.tokens).any():
         raise ValueError("fetch_tokens: a tensor of indices points outside of what it indexes")
-    record = head * layout.rows + token // layout.tokens
-    nbytes, max_records = 0, min(layout.max_read_records, len(landing) // layout.record_bytes)
-    for members, together in runs_of(record.tolist(), gap=layout.gap, max_records=max_records):
-        buffer = landing[: len(together) * layout.record_bytes].view(-1, layout.record_bytes)
+    page = head * layout.rows + token // layout.tokens
+    nbytes, max_pages = 0, min(layout.max_read_pages, len(read_buffer) // layout.page_bytes)
+    for members, together in contiguous_runs(page.tolist(), gap=layout.gap, max_pages=max_pages):
+        buffer = read_buffer[: len(together) * layout.page_bytes].view(-1, layout.page_bytes)
         try:
             got = os.preadv(file, [memoryview(buffer.numpy()).cast("B")],
-                            offset + together.start * layout.record_bytes)
+                            offset + together.start * layout.page_bytes)
         except OSError:
             got = 0
         if got != buffer.nbytes:
@@ -354,37 +354,37 @@ def fetch_tokens(missing, slots, *, file, direct, offset, layout, landing):
         nbytes += got
         for i in members:
             start = token[i] % layout.tokens * layout.token_bytes
-            lines[head[i], slot[i]] = buffer[record[i] - together.start,
+            lines[head[i], slot[i]] = buffer[page[i] - together.start,
                                              start : start + layout.token_bytes]
     return missing.shape[1], nbytes
 
 
-def runs_of(records, *, gap, max_records):
+def contiguous_runs(pages, *, gap, max_pages):
     """Group pages into contiguous reads.
 
     Parameters
     ----------
-    records : sequence of int
+    pages : sequence of int
         Page numbers, with repetitions. A number below the first of its run starts a new run.
     gap : int
         Maximum number of unneeded pages to read between two needed ones.
-    max_records : int
+    max_pages : int
         Maximum number of pages in a run.
 
     Yields
     ------
     range
-        Indices of `records`.
+        Indices of `pages`.
     range
         The pages to read for them.
     """
     first, run = 0, range(0)
-    for place, record in enumerate(records):
-        if run and run.start <= record < run.start + max_records and record - run.stop <= gap:
-            run = range(run.start, max(run.stop, record + 1))
+    for place, page in enumerate(pages):
+        if run and run.start <= page < run.start + max_pages and page - run.stop <= gap:
+            run = range(run.start, max(run.stop, page + 1))
             continue
         if run:
             yield range(first, place), run
-        first, run = place, range(record, record + 1)
+        first, run = place, range(page, page + 1)
     if run:
-        yield range(first, len(records)), run
+        yield range(first, len(pages)), run

@@ -101,7 +101,7 @@ def attend_selected(k, v, *, slots, values, weights, metadata, layout=None):
     Returns
     -------
     out : Tensor [sequences, heads, head_dim], of v's dtype
-    taken : int64 Tensor [sequences, kv_heads]
+    written_slots : int64 Tensor [sequences, kv_heads]
         The slot of each new token: the next free one.
     """
     kv_heads = v.shape[1]
@@ -109,6 +109,6 @@ def attend_selected(k, v, *, slots, values, weights, metadata, layout=None):
     values = torch.cat([values.float(), v.float()[:, :, None]], dim=2)
     grouped = weights.unflatten(1, (kv_heads, -1))
     out = torch.einsum("skgt,sktd->skgd", grouped, values).flatten(1, 2).to(v.dtype)
-    taken = metadata[0].long()[:, None].expand(-1, kv_heads).contiguous()
-    cache_token(k, v, slots=slots, taken=taken, layout=layout)
-    return out, taken
+    written_slots = metadata[0].long()[:, None].expand(-1, kv_heads).contiguous()
+    cache_token(k, v, slots=slots, written_slots=written_slots, layout=layout)
+    return out, written_slots

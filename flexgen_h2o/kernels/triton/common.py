@@ -17,8 +17,8 @@ from flexgen_h2o.kernels.arguments import EvictionArguments
 from flexgen_h2o.kernels.dispatch import gpu_of
 
 EMPTY = tl.constexpr(limits.EMPTY)
-FEWEST = 16
-"""The shortest side of a matrix that `tl.dot` supports."""
+MIN_DOT_SIZE = 16
+"""Minimum size of each dimension of the operands of `tl.dot`."""
 
 
 def interpreted() -> bool:
@@ -108,7 +108,7 @@ def _in_units(strides: Sequence[int]) -> tuple[int, list[int]]:
     return unit, [stride // unit for stride in strides]
 
 
-def record_shape(length: int, layout: CacheLayout | None) -> dict[str, int]:
+def vector_format(length: int, layout: CacheLayout | None) -> dict[str, int]:
     """Return constants of kernels that read or write slots: bits and groups of keys and values."""
     if layout is None:
         return {"BITS": 16, "GROUP": length, "VALUE_BITS": 16, "VALUE_GROUP": length}

@@ -25,17 +25,17 @@ from flexgen_h2o.kernels.arguments import (
 )
 from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
-    FEWEST,
+    MIN_DOT_SIZE,
     ceil_div,
     configs,
     interpreted,
     multiprocessors,
     one_layout,
     power_of_2,
-    record_shape,
     slots_in_units,
     soft_capped,
     unit_stride,
+    vector_format,
 )
 from flexgen_h2o.kernels.triton.decode_quantized import (
     EXACT,
@@ -47,7 +47,7 @@ from flexgen_h2o.kernels.triton.decode_quantized import (
 from flexgen_h2o.kernels.triton.finish import PartialAttention, finish
 from flexgen_h2o.kernels.triton.groups import load_halves, load_rotated
 
-MOST_SPLITS = 128
+MAX_SPLITS = 128
 NO_EVICTION = EvictionArguments()
 
 
@@ -208,9 +208,9 @@ def _keep_part(parts, stats, rows, g, maximum, total, low, high, LENGTH: tl.cons
 
 def _split(n: int, programs: int, device: torch.device) -> int:
     """Return the slots per split, for enough splits to fill the device several times."""
-    least, target_programs = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
-    splits = min(max(1, target_programs // programs), MOST_SPLITS)
-    return max(least, ceil_div(ceil_div(n, splits), least) * least)
+    min_part, target_programs = (32, 4) if interpreted() else (128, 32 * multiprocessors(device))
+    splits = min(max(1, target_programs // programs), MAX_SPLITS)
+    return max(min_part, ceil_div(ceil_div(n, splits), min_part) * min_part)
 
 
 def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Tensor,
@@ -255,13 +255,13 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     logits = None if scores is None else logits
     rotary = 0 if ranks is None else 2 * cos.shape[-1]
     unit, strides = slots_in_units(slots, layout)
-    shape = {"UNIT": unit, "LENGTH": length, **record_shape(length, layout),
+    shape = {"UNIT": unit, "LENGTH": length, **vector_format(length, layout),
              "CAPPED": form.softcap > 0, "WINDOWED": eviction.window > 0}
     # A group's heads run together in `tl.dot`, or one by one. Then every head reads the cache, but
     # at the same time, and mostly from L2.
     together = group > 1 and dispatch.gpu_choice(
         "decode_attention", group, q.dtype, gpu_of(q.device)) == "matrix units"
-    heads, least = (group, FEWEST) if together else (1, 1)
+    heads, min_rows = (group, MIN_DOT_SIZE) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
     apart = {"SHARERS": group // heads, "LONG": n >= 512}
@@ -276,7 +276,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
             q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
             parts, stats, selected, kv_heads, n, split, scale, form.softcap, positions,
             eviction.window, **shape, **apart, ROTARY=rotary, HEADS=heads,
-            TALL=max(least, power_of_2(heads)),
-            WIDTH=max(least, power_of_2(length // 2)))
+            TALL=max(min_rows, power_of_2(heads)),
+            WIDTH=max(min_rows, power_of_2(length // 2)))
     return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,
                   metadata=metadata, layout=layout, form=form, eviction=eviction, places=places)

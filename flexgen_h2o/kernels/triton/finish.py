@@ -23,12 +23,12 @@ from flexgen_h2o.kernels.triton.common import (
     interpreted,
     multiprocessors,
     power_of_2,
-    record_shape,
     slots_in_units,
     soft_capped,
+    vector_format,
 )
 from flexgen_h2o.kernels.triton.decode_quantized import LOG2_E, LOWEST
-from flexgen_h2o.kernels.triton.groups import load_rotated, store_records
+from flexgen_h2o.kernels.triton.groups import load_rotated, store_packed
 
 FINISH_ELEMENTS = 8192
 """Elements per iteration of a program of `_finish`."""
@@ -240,8 +240,8 @@ def _note(scores, positions, ranks, place, score, cached, tokens, full, BLOCK: t
 @triton.jit
 def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_kind, s_row,
             s_head, s_slot, metadata, scores, positions, ranks, b_row, b_head, cos, sin, logits,
-            parts, stats, lowest, victims, taken, given_slots, kv_heads, n, split, splits, part,
-            score_parts, scale, cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr,
+            parts, stats, lowest, victims, written_slots, fixed_slots, kv_heads, n, split, splits,
+            part, score_parts, scale, cap, window, sink_logits, decay, sinks, HEADS: tl.constexpr,
             CAPPED: tl.constexpr, WINDOWED: tl.constexpr, TALL: tl.constexpr,
             LENGTH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
             VALUE_GROUP: tl.constexpr, VALUE_BITS: tl.constexpr, WIDTH: tl.constexpr,
@@ -250,7 +250,7 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
     """Write the output of one KV head, update its eviction state, and cache the new token.
 
     All in-place updates are here, but scores are updated by `_score_part` if `lowest` and `victims`
-    are given. Without an eviction state the new token takes slot `given_slots`, or the next one.
+    are given. Without an eviction state the new token takes slot `fixed_slots`, or the next one.
     """
     sequence = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
@@ -270,8 +270,8 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
     _combine(parts, stats, v, out, rows, g < HEADS, new_logit, maximum, total, count, splits,
              LENGTH, CHUNK)
     place = cached
-    if given_slots is not None:
-        place = tl.load(given_slots + sequence)
+    if fixed_slots is not None:
+        place = tl.load(fixed_slots + sequence)
     if scores is not None:
         tokens = tl.load(metadata + sequences + sequence)
         recent = tl.load(metadata + 2 * sequences + sequence)
@@ -288,7 +288,7 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
         received = tl.sum(tl.where(g < HEADS, tl.exp2(new_logit - lse), 0.0), axis=0)
         _note(scores + state, positions + state, None if ranks is None else ranks + state, place,
               received, cached, tokens, full, BLOCK)
-    tl.store(taken + tl.program_id(0), place.to(tl.int64))
+    tl.store(written_slots + tl.program_id(0), place.to(tl.int64))
     slots += (sequence * s_row + head * s_head + place.to(tl.int64) * s_slot) * UNIT
     values = slots + s_kind * UNIT
     if BITS == 16:
@@ -296,8 +296,8 @@ def _finish(q, q_row, q_head, k, k_row, k_head, v, v_row, v_head, out, slots, s_
         tl.store(slots + lane, tl.load(k + lane, mask=lane < LENGTH), mask=lane < LENGTH)
         tl.store(values + lane, tl.load(v + lane, mask=lane < LENGTH), mask=lane < LENGTH)
     else:
-        store_records(k + zero, slots + zero, zero == 0, LENGTH, GROUP, BITS)
-        store_records(v + zero, values + zero, zero == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
+        store_packed(k + zero, slots + zero, zero == 0, LENGTH, GROUP, BITS)
+        store_packed(v + zero, values + zero, zero == 0, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
 def _score_slots(n: int, programs: int, device: torch.device) -> int:
@@ -316,13 +316,13 @@ def _score_slots(n: int, programs: int, device: torch.device) -> int:
 def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Tensor,
            metadata: Tensor, layout: CacheLayout | None, form: FormArguments,
            eviction: EvictionArguments, places: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the output and taken slots of `decode_attention`, given the partial attention.
+    """Return the output and written_slots slots of `decode_attention`, given the partial attention.
 
     Arguments are those of `decode.attend_slots`.
     """
     scores, positions, ranks, cos, sin, mean, decay, sinks, window = eviction[:9]
     (sequences, heads, length), kv_heads, n = q.shape, k.shape[1], read.n
-    out, taken = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
+    out, written_slots = q.new_empty(q.shape), q.new_empty((sequences, kv_heads), dtype=torch.int64)
     pairs, group = sequences * kv_heads, heads // kv_heads
     splits = max(1, ceil_div(n, read.split))
     tall, wide = power_of_2(group), power_of_2(length)
@@ -353,8 +353,8 @@ def finish(q: Tensor, k: Tensor, v: Tensor, read: PartialAttention, *, slots: Te
     _finish[(pairs,)](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, slots, *strides, metadata,
         scores, positions, ranks, *stride, cos, sin, read.logits, read.parts, read.stats, lowest,
-        victims, taken, places, kv_heads, n, read.split, splits, part, score_parts, read.scale,
-        form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit,
-        **record_shape(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block,
+        victims, written_slots, places, kv_heads, n, read.split, splits, part, score_parts,
+        read.scale, form.softcap, window, form.sink_logits, decay, sinks, **softmax, UNIT=unit,
+        **vector_format(length, layout), PARTS=power_of_2(score_parts), CHUNK=chunk, BLOCK=block,
         num_warps=warps)
-    return out, taken
+    return out, written_slots

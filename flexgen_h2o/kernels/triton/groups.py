@@ -143,7 +143,7 @@ def _values(x, mask, element):
 
 
 @triton.jit
-def _codes(x, records, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+def _codes(x, packed, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.constexpr,
            BITS: tl.constexpr):
     """Quantize half groups to [rows, parts, members], and store scales and zero points of groups.
 
@@ -163,7 +163,7 @@ def _codes(x, records, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.co
     extent = zero.to(tl.float32) - high
     levels = tl.full(extent.shape, 2**BITS - 1, tl.float32)
     scale = tl.abs(_half_below(tl.div_rn(extent, levels)).to(tl.float32))  # rounded up
-    halves = (records + (CODES + CODES % 2)).to(tl.pointer_type(tl.float16))[:, None]
+    halves = (packed + (CODES + CODES % 2)).to(tl.pointer_type(tl.float16))[:, None]
     first_half = live[:,
                       None] & (in_vector & (part % 2 == 0))[None, :]  # one of a group's two halves
     tl.store(halves + group[None, :], scale.to(tl.float16), mask=first_half)
@@ -180,42 +180,42 @@ def _codes(x, records, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
-def store_records(x, records, live, LENGTH: tl.constexpr, GROUP: tl.constexpr,
-                  BITS: tl.constexpr):
-    """Quantize vectors at pointers x [rows] to `records` [rows], with the reference's bytes."""
+def store_packed(x, packed, live, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+                 BITS: tl.constexpr):
+    """Quantize vectors at pointers x [rows] to `packed` [rows], with the reference's bytes."""
     CODES: tl.constexpr = LENGTH * BITS // 8
     GROUPS: tl.constexpr = LENGTH // GROUP
     part = tl.arange(0, triton.next_power_of_2(GROUPS))  # of the half groups of either half
     member = tl.arange(0, triton.next_power_of_2(GROUP // 2))
-    low, mask = _codes(x, records, live, part, part < GROUPS, LENGTH, GROUP, BITS)
-    high, mask = _codes(x, records, live, part + GROUPS, part < GROUPS, LENGTH, GROUP, BITS)
-    place = records[:, None, None] + (part[:, None] * (GROUP // 2) + member[None, :])[None]
+    low, mask = _codes(x, packed, live, part, part < GROUPS, LENGTH, GROUP, BITS)
+    high, mask = _codes(x, packed, live, part + GROUPS, part < GROUPS, LENGTH, GROUP, BITS)
+    place = packed[:, None, None] + (part[:, None] * (GROUP // 2) + member[None, :])[None]
     if BITS == 4:
         tl.store(place, (low | (high << 4)).to(tl.uint8), mask=mask)
     else:
         tl.store(place, low.to(tl.uint8), mask=mask)
         tl.store(place + LENGTH // 2, high.to(tl.uint8), mask=mask)
     if CODES % 2 == 1:
-        tl.store(records + CODES, tl.zeros(live.shape, tl.uint8), mask=live)
+        tl.store(packed + CODES, tl.zeros(live.shape, tl.uint8), mask=live)
 
 
 @triton.jit
-def _quantize(x, records, rows, x_stride, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+def _quantize(x, packed, rows, x_stride, LENGTH: tl.constexpr, GROUP: tl.constexpr,
               BITS: tl.constexpr, NBYTES: tl.constexpr, ROWS: tl.constexpr):
     """Quantize ROWS vectors."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    store_records(x + row * x_stride, records + row * NBYTES, row < rows, LENGTH, GROUP, BITS)
+    store_packed(x + row * x_stride, packed + row * NBYTES, row < rows, LENGTH, GROUP, BITS)
 
 
 @triton.jit
-def _dequantize(records, out, rows, stride, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+def _dequantize(packed, out, rows, stride, LENGTH: tl.constexpr, GROUP: tl.constexpr,
                 BITS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
                 ROWS: tl.constexpr):
     """Dequantize ROWS vectors."""
     HALF: tl.constexpr = LENGTH // 2
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    low, high = load_halves(records + row * stride * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
+    low, high = load_halves(packed + row * stride * UNIT, live, LENGTH, GROUP, BITS, WIDTH)
     lane = tl.arange(0, WIDTH)
     mask = live[:, None] & (lane < HALF)[None, :]
     place = out + row[:, None] * LENGTH + lane[None, :]
@@ -225,21 +225,21 @@ def _dequantize(records, out, rows, stride, LENGTH: tl.constexpr, GROUP: tl.cons
 
 def quantize_groups(x: Tensor, layout: GroupLayout) -> Tensor:
     """Run `reference.attention.quantize_groups`, with identical bytes."""
-    records = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
+    packed = x.new_empty((*x.shape[:-1], layout.nbytes), dtype=torch.uint8)
     vectors = unit_stride(x.reshape(-1, layout.length))
     tile = max(1, GROUP_ELEMENTS // power_of_2(layout.length))
     if len(vectors):
         _quantize[(ceil_div(len(vectors), tile),)](
-            vectors, records, len(vectors), vectors.stride(0), layout.length, layout.group,
+            vectors, packed, len(vectors), vectors.stride(0), layout.length, layout.group,
             layout.bits, layout.nbytes, tile)
-    return records
+    return packed
 
 
-def dequantize_groups(records: Tensor, layout: GroupLayout) -> Tensor:
+def dequantize_groups(packed: Tensor, layout: GroupLayout) -> Tensor:
     """Run `reference.attention.dequantize_groups`."""
     length = layout.length
-    out = records.new_empty((*records.shape[:-1], length), dtype=torch.float32)
-    flat = records.reshape(-1, layout.nbytes)
+    out = packed.new_empty((*packed.shape[:-1], length), dtype=torch.float32)
+    flat = packed.reshape(-1, layout.nbytes)
     if flat.stride(1) != 1 or flat.stride(0) % 2 or flat.data_ptr() % 2:
         flat = flat.clone(memory_format=torch.contiguous_format)  # float16 is read at even bytes
     tile = max(1, GROUP_ELEMENTS // power_of_2(length))

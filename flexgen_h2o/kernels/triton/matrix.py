@@ -35,7 +35,7 @@ from flexgen_h2o.kernels.triton.common import (
 
 LANES = tl.constexpr(MATRIX_TILE)
 
-_MOST_VECTORS = 8  # rows of `_skinny`, as in `dispatch.GPU_TABLE` without tensor cores
+_MAX_VECTORS = 8  # rows of `_skinny`, as in `dispatch.GPU_TABLE` without tensor cores
 
 MAGIC = 0x4B000000
 """2 ** 23 in float32, to whose low bits integers are ORed."""
@@ -169,11 +169,11 @@ def _add_parts(parts, bias, out, out_row, outputs, splits, ADD: tl.constexpr,
 
 
 @triton.jit
-def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WORDS: tl.constexpr,
-            BITS: tl.constexpr, BLOCK: tl.constexpr):
+def _unpack(data, output_ids, first, out, out_row, count, inputs, groups, magic,
+            WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Dequantize outputs to rows of out; one program per tile of rows and BLOCK words of each.
 
-    Outputs are `chosen`, or those from `first` on, which is a multiple of the tile.
+    Outputs are `output_ids`, or those from `first` on, which is a multiple of the tile.
     """
     WIDTH: tl.constexpr = 8 if BITS == 6 else BITS  # bits of a value in a word
     FULL: tl.constexpr = WORDS * WIDTH // BITS  # words of a group of one output
@@ -182,10 +182,10 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
     row = tl.program_id(0).to(tl.int64) * LANES + lane
     there = row < count
     place = lane
-    if chosen is None:
+    if output_ids is None:
         base = (first // LANES + tl.program_id(0)).to(tl.int64) + lane * 0
     else:
-        output = tl.load(chosen + row, mask=there, other=0)
+        output = tl.load(output_ids + row, mask=there, other=0)
         base, place = output // LANES, output % LANES
     base *= groups * (LANES + LANES * WORDS)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -209,18 +209,18 @@ def _unpack(data, chosen, first, out, out_row, count, inputs, groups, magic, WOR
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Run `reference.matrix.unpack_rows`, with identical bits in float32."""
     out = matrix.data.new_empty((len(rows), matrix.layout.inputs), dtype=dtype)
-    _unpack_to(out, matrix.data, matrix.layout, chosen=rows.contiguous())
+    _unpack_to(out, matrix.data, matrix.layout, output_ids=rows.contiguous())
     return out
 
 
 def _unpack_to(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int = 0,
-               chosen: Tensor | None = None) -> None:
+               output_ids: Tensor | None = None) -> None:
     if len(out) and not layout.has_zeros:
-        matrix_floats.unpack(out, data, layout, first=first, chosen=chosen)
+        matrix_floats.unpack(out, data, layout, first=first, output_ids=output_ids)
     elif len(out):
         block = 8 if interpreted() else 64
         grid = ceil_div(len(out), MATRIX_TILE), ceil_div(_words_of(layout), block)
-        _unpack[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
+        _unpack[grid](data, output_ids, first, out, out.stride(0), len(out), layout.inputs,
                       layout.groups, MAGIC, layout.words, layout.bits, block)
 
 
@@ -240,10 +240,10 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     x = unit_stride(x)
     target = None if add else out
     operation = "linear_quantized" if layout.has_zeros else "linear_short_floats"
-    chosen = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
-    if chosen == "vectors" or layout.bits == 6 and len(x) <= _MOST_VECTORS:
+    kernel = dispatch.gpu_choice(operation, len(x), x.dtype, gpu_of(x.device))
+    if kernel == "vectors" or layout.bits == 6 and len(x) <= _MAX_VECTORS:
         parts = _parts(x, data, layout)
-    elif chosen == "matrix units" and tensor_cores.takes(layout):
+    elif kernel == "matrix units" and tensor_cores.takes(layout):
         parts = tensor_cores.product(x, data, layout, bias, target)
     else:
         _multiply_unpacked(x, data, layout, bias, out, add=add)
@@ -285,8 +285,8 @@ def _multiply_unpacked(x: Tensor, data: Tensor, layout: MatrixLayout, bias: Tens
                        out: Tensor, *, add: bool) -> None:
     """Multiply many rows, through a buffer of `UNPACKED_BYTES` or at least one tile."""
     stride = ceil_div(layout.inputs, 8) * 8  # aligned rows suit cuBLAS
-    most = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
-    slices = ceil_div(layout.tiles, most)
+    max_tiles = max(1, UNPACKED_BYTES // (MATRIX_TILE * stride * x.element_size()))
+    slices = ceil_div(layout.tiles, max_tiles)
     num_outputs = min(ceil_div(layout.tiles, slices) * MATRIX_TILE, layout.outputs)
     buffer = x.new_empty((num_outputs, stride))
     for first in range(0, layout.outputs, num_outputs):

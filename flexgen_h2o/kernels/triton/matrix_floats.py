@@ -148,18 +148,18 @@ def multiply(x: Tensor, data: Tensor, layout: MatrixLayout, parts: Tensor, split
 
 
 @triton.jit
-def _unpack_floats(data, chosen, first, out, out_row, count, inputs, groups, units,
+def _unpack_floats(data, output_ids, first, out, out_row, count, inputs, groups, units,
                    WORDS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Dequantize outputs to rows of out; one program per tile of rows and BLOCK units of each.
 
-    Outputs are `chosen`, or those from `first` on, which is a multiple of the tile.
+    Outputs are `output_ids`, or those from `first` on, which is a multiple of the tile.
     """
     lane = tl.arange(0, LANES)
     row = tl.program_id(0).to(tl.int64) * LANES + lane
     there = row < count
     output = first + row
-    if chosen is not None:
-        output = tl.load(chosen + row, mask=there, other=0)
+    if output_ids is not None:
+        output = tl.load(output_ids + row, mask=there, other=0)
     base = output // LANES * groups * (LANES // 4 + LANES * WORDS)
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (unit < units)[:, None] & there[None, :]
@@ -180,12 +180,12 @@ def _unpack_floats(data, chosen, first, out, out_row, count, inputs, groups, uni
 
 
 def unpack(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int,
-           chosen: Tensor | None) -> None:
-    """Dequantize the outputs `chosen`, or those from `first` on, to the rows of out."""
+           output_ids: Tensor | None) -> None:
+    """Dequantize the outputs `output_ids`, or those from `first` on, to the rows of out."""
     block = 8 if interpreted() else 64
     units = units_of(layout)
     grid = ceil_div(len(out), MATRIX_TILE), ceil_div(units, block)
-    _unpack_floats[grid](data, chosen, first, out, out.stride(0), len(out), layout.inputs,
+    _unpack_floats[grid](data, output_ids, first, out, out.stride(0), len(out), layout.inputs,
                          layout.groups, units, WORDS=layout.words, BITS=layout.bits, BLOCK=block)
 
 

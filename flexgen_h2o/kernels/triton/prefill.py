@@ -23,7 +23,7 @@ from flexgen_h2o.kernels import dispatch, torch_ops
 from flexgen_h2o.kernels.arguments import DEFAULT_ARGUMENTS, FormArguments
 from flexgen_h2o.kernels.dispatch import gpu_of
 from flexgen_h2o.kernels.triton.common import (
-    FEWEST,
+    MIN_DOT_SIZE,
     ceil_div,
     configs,
     device_ints,
@@ -40,10 +40,10 @@ LOWEST = tl.constexpr(-3.0e38)
 LONG = 512
 """Tokens from which on prompts are autotuned separately."""
 
-MOST_SUMS = {4: 4 * 32 * 80, 8: 8 * 32 * 96}
+MAX_SUMS = {4: 4 * 32 * 80, 8: 8 * 32 * 96}
 """Accumulators of a program by its warps, in float32: 80 or 96 of the 255 registers of a thread.
 Larger blocks spill; benchmarks/results/gpu_static.csv checks that none does."""
-MOST_SUMS_HOPPER = 8 * 32 * 160
+MAX_SUMS_HOPPER = 8 * 32 * 160
 """The same for 8 warps on sm_90, whose tensor cores read their operands from shared memory."""
 
 
@@ -56,7 +56,7 @@ def _fitting(tuned, named_args, **constants):
     wide, gpu = constants["WIDTH"] > 128, gpu_of(named_args["q"].device)
     hopper = wide and constants["DIM"] == constants["WIDTH"] and (
         gpu is not None and gpu.architecture >= 90)
-    limits = MOST_SUMS | ({8: MOST_SUMS_HOPPER} if hopper else {})
+    limits = MAX_SUMS | ({8: MAX_SUMS_HOPPER} if hopper else {})
     # Three stages of keys and values of wide heads do not fit into shared memory.
     return [config for config in tuned if (config.num_stages == 2 if wide else config not in _WIDE)
             and config.kwargs["BLOCK_M"] * (config.kwargs["BLOCK_N"] + constants["WIDTH"])
@@ -299,7 +299,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int],
     options = (scale, inner, form.softcap, form.window)
     shape = {"CAPPED": form.softcap > 0, "WINDOWED": form.window > 0,
              "GROUP": heads // kv_heads, "DIM": dim,
-             "WIDTH": max(FEWEST, power_of_2(dim)), "LONG": longest >= LONG}
+             "WIDTH": max(MIN_DOT_SIZE, power_of_2(dim)), "LONG": longest >= LONG}
     _forward[lambda size: (ceil_div(longest, size["BLOCK_M"]), heads, len(lengths))](
         q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], out, stats, sequences, rows,
         *options, form.sink_logits, **shape)

@@ -1,6 +1,6 @@
 """Recall on a GPU: the key index, the choice of tokens, and attention over them.
 
-`choose_keys` has four launches: quantize queries, compute logits of all tokens from the index, sum
+`select_keys` has four launches: quantize queries, compute logits of all tokens from the index, sum
 the attention weights over a group's query heads, and select tokens by bisection as `select` does,
 without a sort. Attention over the selected slots is that of `decode`. Slots may be in page-locked
 host memory: then only selected ones are transferred, as they are read. Logits are to base 2, as
@@ -39,15 +39,15 @@ LEVELS = tl.constexpr(float(QUERY_LEVELS))
 LOG2_E = tl.constexpr(1.4426950408889634)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2 ** 23. Adding it to a small float32 and subtracting it rounds to an integer."""
-MOST_HEADS = 4
+MAX_HEADS = 4
 """Query heads per program of `_logits`; the accumulators of more do not fit into registers."""
 
 
 @triton.jit
 def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.constexpr,
-           RECORD: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+           KEY_GROUP: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
            INDEX_BITS: tl.constexpr, ROWS: tl.constexpr):
-    """Index ROWS keys of one KV head, which have BITS bits in groups of RECORD elements."""
+    """Index ROWS keys of one KV head, which have BITS bits in groups of KEY_GROUP elements."""
     PER: tl.constexpr = 8 // INDEX_BITS
     GROUPS: tl.constexpr = LENGTH // GROUP
     MANY: tl.constexpr = triton.next_power_of_2(GROUPS)
@@ -66,8 +66,8 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
     values = ()
     for j in tl.static_range(PER):
         x = load_elements(rows, live, tl.reshape(element + j, (MANY * WIDE,)),
-                          tl.reshape(there, (MANY * WIDE,)), 0, LENGTH // RECORD - 1, LENGTH,
-                          RECORD, BITS)
+                          tl.reshape(there, (MANY * WIDE,)), 0, LENGTH // KEY_GROUP - 1, LENGTH,
+                          KEY_GROUP, BITS)
         x = tl.reshape(x.to(tl.float32), (ROWS, MANY, WIDE))
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
         low = tl.minimum(low, tl.min(tl.where(there[None], x, float("inf")), axis=2))
@@ -289,7 +289,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
 
 
 @triton.jit
-def _choose(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr,
+def _select(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr,
             BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Write the tokens with the largest weights of one KV head, ascending, padded with -1."""
     pair = tl.program_id(0)
@@ -313,7 +313,7 @@ def _choose(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr
 
 
 def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayout,
-               records: GroupLayout | None) -> None:
+               key_layout: GroupLayout | None) -> None:
     """Run `reference.recall.index_keys`; keys may be in page-locked host memory."""
     keys = unit_stride(keys)
     _, kv_heads, _, _ = keys.shape
@@ -327,8 +327,8 @@ def index_keys(keys: Tensor, index: Tensor, spans: Tensor, *, layout: IndexLayou
     device_spans = device_ints(tuple(map(tuple, spans.T.tolist())), index.device)
     _index[(ceil_div(max(counts), rows), len(counts), kv_heads)](
         keys, *strides, index, *index.stride()[:2], device_spans, LENGTH=length,
-        RECORD=length if records is None else records.group,
-        BITS=16 if records is None else records.bits, UNIT=unit,
+        KEY_GROUP=length if key_layout is None else key_layout.group,
+        BITS=16 if key_layout is None else key_layout.bits, UNIT=unit,
         GROUP=layout.group, INDEX_BITS=layout.bits, ROWS=rows)
 
 
@@ -336,13 +336,13 @@ def _depth(layout: IndexLayout) -> int:
     """Return the rows of a group, a divisor of them, whose products fit into 16 bits and registers.
     """
     rows = layout.group // layout.per_byte
-    most = min(2**15 // (QUERY_LEVELS * layout.levels), 32 // layout.per_byte)
-    return next(depth for depth in range(min(rows, most), 0, -1) if rows % depth == 0)
+    max_depth = min(2**15 // (QUERY_LEVELS * layout.levels), 32 // layout.per_byte)
+    return next(depth for depth in range(min(rows, max_depth), 0, -1) if rows % depth == 0)
 
 
-def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
+def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout: IndexLayout,
                 top_k: int, log_weights: Tensor | None, form: FormArguments) -> Tensor:
-    """Run `reference.recall.choose_keys`, without synchronization."""
+    """Run `reference.recall.select_keys`, without synchronization."""
     (sequences, heads, length), kv_heads = q.shape, k.shape[1]
     n, pairs, group = index.shape[2] * limits.INDEX_TILE, sequences * kv_heads, heads // kv_heads
     selected = torch.empty((sequences, kv_heads, top_k), dtype=torch.int32, device=q.device)
@@ -359,7 +359,7 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
                                        GROUP=layout.group, num_warps=1)
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
     shape = {"HEADS": group, "CAPPED": form.softcap > 0, "LENGTH": length, "BLOCK": block}
-    parts = ceil_div(group, MOST_HEADS)
+    parts = ceil_div(group, MAX_HEADS)
     _logits[(pairs, blocks, parts)](
         codes, steps, index, *index.stride()[:2], metadata, logits, stats, kv_heads, n, scale,
         form.softcap, **shape, PART=ceil_div(group, parts), GROUP=layout.group,
@@ -369,14 +369,14 @@ def choose_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
         kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
         BLOCKS=power_of_2(blocks))
-    _choose[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
+    _select[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
     return selected
 
 
-def attend_recalled(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
-                    metadata: Tensor, layout: CacheLayout | None, form: FormArguments
+def recall_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, selected: Tensor,
+                     metadata: Tensor, layout: CacheLayout | None, form: FormArguments
                     ) -> tuple[Tensor, Tensor]:
-    """Run `reference.recall.attend_recalled`; slots may be in page-locked host memory."""
+    """Run `reference.recall.recall_attention`; slots may be in page-locked host memory."""
     places, counts = metadata.contiguous()
     return triton_decode.attend_slots(q, k, v, slots=slots, metadata=counts, layout=layout,
                                       form=form, selected=selected.contiguous(), places=places)

@@ -24,14 +24,14 @@ from flexgen_h2o.kernels.triton.common import (
     interpreted,
     one_layout,
     power_of_2,
-    record_shape,
     slots_in_units,
     starts,
     unit_stride,
+    vector_format,
 )
-from flexgen_h2o.kernels.triton.groups import store_records
+from flexgen_h2o.kernels.triton.groups import store_packed
 
-MOST_IN_REGISTERS = 32768
+MAX_IN_REGISTERS = 32768
 """Scores that a program of 16 warps holds, in 64 of the 128 registers of each thread. With 32 warps
 and 64 registers per thread, the sums over threads spill."""
 
@@ -120,9 +120,9 @@ def store_staying(scores, stride, first, last, length, bound, equals, num_equal,
 
 
 @triton.jit
-def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
-            sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-            CHUNK: tl.constexpr):
+def _select_tokens(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
+                   sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+                   CHUNK: tl.constexpr):
     """Write the eviction state of one KV head: the tokens that stay, then empty slots."""
     sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length, heavy = tl.load(cuts + 4 * sequence + 1), tl.load(cuts + 4 * sequence + 2)
@@ -185,8 +185,8 @@ def _gather(k, k_row, k_head, v, v_row, v_head, cuts, positions, b_row, b_head, 
         tl.store(place[:, None] + lane, key, mask=mask)
         tl.store(values[:, None] + lane, value, mask=mask)
     else:
-        store_records(k, place, live, LENGTH, GROUP, BITS)
-        store_records(v, values, live, LENGTH, VALUE_GROUP, VALUE_BITS)
+        store_packed(k, place, live, LENGTH, GROUP, BITS)
+        store_packed(v, values, live, LENGTH, VALUE_GROUP, VALUE_BITS)
 
 
 def launch_shape(heavy: int, longest: int, *, mean: bool = False) -> dict[str, int | bool]:
@@ -199,7 +199,7 @@ def launch_shape(heavy: int, longest: int, *, mean: bool = False) -> dict[str, i
     if interpreted():
         in_registers, chunk, warps = heavy <= 64, 32, 4
     else:
-        capacity = MOST_IN_REGISTERS // (2 if mean else 1)
+        capacity = MAX_IN_REGISTERS // (2 if mean else 1)
         in_registers, warps = heavy <= capacity, 4 if heavy <= capacity // 4 else 16
         chunk = 2048 if warps == 4 else 4096
     chunk = max(32, min(chunk, power_of_2(longest)))
@@ -234,7 +234,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
                           if 0 < h < n - r - sinks), default=1)
     shape = launch_shape(max_candidates, max(lengths), mean=mean)
     kv_heads, length, state = k.shape[1], k.shape[2], kept_scores.stride()[:2]
-    _choose[(len(lengths), kv_heads)](
+    _select_tokens[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, **shape)
     rows = max(1, 4096 // power_of_2(length))
@@ -242,4 +242,4 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
     unit, strides = slots_in_units(slots, layout)
     _gather[(ceil_div(max_kept, rows), len(lengths), kv_heads)](
         k, *k.stride()[:2], v, *v.stride()[:2], table, positions, *state, slots,
-        *strides, sinks, LENGTH=length, **record_shape(length, layout), UNIT=unit, ROWS=rows)
+        *strides, sinks, LENGTH=length, **vector_format(length, layout), UNIT=unit, ROWS=rows)

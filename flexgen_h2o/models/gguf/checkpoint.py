@@ -27,8 +27,8 @@ from flexgen_h2o.models.gguf.header import GgufHeader, Metadata, read_header
 
 _CHUNK_ELEMENTS = 1 << 20  # dequantized at a time: 4 MB of float32
 _MXFP4_BLOCK = 32
-_MOST_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
-_MOST_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
+_MAX_ELEMENTS = 1 << 28  # of an expert, which is converted at once; the largest have 8 million
+_MAX_TENSORS = 1 << 17  # mostly experts: the largest models have some ten thousand
 _LAYER = re.compile(r"blk\.([0-9]{1,9})\.([a-z_]+)\.(weight|bias)")
 
 
@@ -185,7 +185,7 @@ def fused_experts(source: Path, prefix: str, parts: Mapping[str, GgufTensor]
             kind, shape = stacked[0].kind, stacked[0].shape
             fits = (len({(part.kind.name, part.shape) for part in stacked}) == 1
                     and len(shape) == (3 if suffix == "weight" else 2))
-            if not fits or math.prod(shape[1:]) > _MOST_ELEMENTS:
+            if not fits or math.prod(shape[1:]) > _MAX_ELEMENTS:
                 raise UserError(f"{source}: the tensors of {prefix}{name}{end} do not fit together")
             if suffix == "weight" and kind.name == "MXFP4":
                 for form in ("blocks", "scales"):
@@ -235,7 +235,7 @@ def mapped(header: GgufHeader, *, fuse_experts: bool = True) -> Tensors:
         shift = -1.0 if kind.shifted and name.endswith("norm.weight") else 0.0
         tensor = GgufTensor(file, stored.kind, stored.shape, stored.offset, shift=shift)
         tensors.update(_named(meta, kind, name, match, tensor))
-        if len(tensors) > _MOST_TENSORS:
+        if len(tensors) > _MAX_TENSORS:
             raise UserError(f"{header.source} has more tensors than any model")
     for prefix, experts in parts.items():
         tensors.update(fused_experts(header.source, prefix, experts))
@@ -275,7 +275,7 @@ def _entries(meta: Metadata, hub_name: str, tensor: GgufTensor
              ) -> Iterator[tuple[str, GgufTensor]]:
     """Yield the entries of the first axis of a stacked tensor."""
     entries, shape = tensor.shape[0], tensor.shape[1:]
-    if not shape or len(shape) > 2 or entries > _MOST_TENSORS:
+    if not shape or len(shape) > 2 or entries > _MAX_TENSORS:
         raise UserError(f"{meta.source}: {hub_name.format('N')} of shape {list(tensor.shape)} is "
                         "not a tensor for each expert or head")
     size = math.prod(shape) // tensor.kind.elements * tensor.kind.nbytes

@@ -30,12 +30,12 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 _STRING, _LIST = 8, 9
 _VERSIONS = (2, 3)
-_MOST = {"values": 1 << 12, "tensors": 1 << 17}
-_MOST_ENTRIES = 1 << 21  # of all lists: tokens, scores, types and merges of a large vocabulary
-_MOST_TEXT = 64 << 20
-_MOST_NAME = 1 << 10
-_MOST_KEPT = 1 << 12  # bytes of a string, or numbers of a list; longer ones are skipped
-_MOST_DIMS = 4
+_MAX_COUNTS = {"values": 1 << 12, "tensors": 1 << 17}
+_MAX_ENTRIES = 1 << 21  # of all lists: tokens, scores, types and merges of a large vocabulary
+_MAX_TEXT = 64 << 20
+_MAX_NAME = 1 << 10
+_MAX_KEPT = 1 << 12  # bytes of a string, or numbers of a list; longer ones are skipped
+_MAX_DIMS = 4
 _ALIGNMENTS = {1 << power for power in range(17)}
 _LENGTH = struct.Struct("<Q")
 _OTHER_WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*")
@@ -207,7 +207,7 @@ class _Parser:
     def _tensor(self) -> tuple[tuple[int, ...], int, int]:
         """Read the shape, type and offset of a tensor."""
         dims = self._number("I")
-        if not 1 <= dims <= _MOST_DIMS:
+        if not 1 <= dims <= _MAX_DIMS:
             raise self._damaged(f"a tensor has {dims} dimensions")
         shape = tuple(int(self._number("Q")) for _ in range(dims))[::-1]
         return shape, int(self._number("I")), int(self._number("Q"))
@@ -238,12 +238,12 @@ class _Parser:
         """Read a value; return None for strings and lists that are too long."""
         if kind == _STRING:
             text = self._text()
-            return None if len(text) > _MOST_KEPT else self._decoded(text)
+            return None if len(text) > _MAX_KEPT else self._decoded(text)
         if kind != _LIST:
             return self._number(self._letter(kind))
         inner, count = int(self._number("I")), int(self._number("Q"))
         self._entries += count
-        if self._entries > _MOST_ENTRIES:
+        if self._entries > _MAX_ENTRIES:
             raise self._damaged(f"a list of {count} entries is longer than any model's")
         if inner == _STRING:
             self._skip_texts(count)
@@ -251,7 +251,7 @@ class _Parser:
         letters = f"<{count}{self._letter(inner)}"
         begin = self._at
         self._skip(struct.calcsize(letters))
-        return struct.unpack_from(letters, self._data, begin) if count <= _MOST_KEPT else None
+        return struct.unpack_from(letters, self._data, begin) if count <= _MAX_KEPT else None
 
     def _skip_texts(self, count: int) -> None:
         """Skip strings: vocabularies have hundreds of thousands."""
@@ -262,7 +262,7 @@ class _Parser:
                 at += _LENGTH.size  # past the end
                 break
             (length,) = unpack(data, at)
-            if length > _MOST_TEXT:
+            if length > _MAX_TEXT:
                 raise self._damaged(f"a text of {length} bytes is longer than any model's")
             at += _LENGTH.size + length
         self._at = at
@@ -275,24 +275,24 @@ class _Parser:
 
     def _count(self, what: str) -> int:
         count = int(self._number("Q"))
-        if count > _MOST[what]:
+        if count > _MAX_COUNTS[what]:
             raise self._damaged(f"{count} {what} are more than any model has")
         return count
 
     def _name(self) -> str:
         begin, length = self._at + 8, self._text_length()
-        if length > _MOST_NAME:
+        if length > _MAX_NAME:
             raise self._damaged(f"a name of {length} bytes is longer than any model's")
         return self._decoded(self._data[begin : begin + length])
 
     def _text(self) -> bytes:
         begin, length = self._at + 8, self._text_length()
-        return self._data[begin : begin + min(length, _MOST_KEPT + 1)]
+        return self._data[begin : begin + min(length, _MAX_KEPT + 1)]
 
     def _text_length(self) -> int:
         """Skip a string and return its length."""
         length = int(self._number("Q"))
-        if length > _MOST_TEXT:
+        if length > _MAX_TEXT:
             raise self._damaged(f"a text of {length} bytes is longer than any model's")
         self._skip(length)
         return length

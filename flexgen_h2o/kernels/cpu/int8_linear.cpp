@@ -1,4 +1,4 @@
-// linear_rounded: integer matmuls of quantized matrices with inputs quantized to 8 bits.
+// linear_int8: integer matmuls of quantized matrices with inputs quantized to 8 bits.
 //
 // Outputs are the lanes of vectors. Shifts and masks extract bytes of four quantized values of an
 // output. They are multiplied with four quantized inputs in the same order and accumulated in 16 bits
@@ -53,7 +53,7 @@ struct UnsignedBytes<Mxfp4> {
 
 // Quantized rows of x, one step per group. The rows of a register block are interleaved in blocks of
 // ROWS; the last block may have fewer.
-struct RoundedRows {
+struct QuantizedInput {
     uint32_t* quantized;  // [groups, blocks, words, rows of the block], four inputs in matrix order
     float* steps;     // [groups, rows], quantization scales
     float* sums;      // [groups, rows], sums of x
@@ -74,12 +74,12 @@ INLINE Sixteen ordered(Sixteen x, int64_t bits) {
 
 template <class T>
 INLINE float largest_of(const T* x, int64_t count) {
-    Ints most{};
+    Ints largest{};
     for (int64_t i = 0; i < count; i += WIDTH) {
         const Ints size = bits_of<Ints>(magnitude(load_partial(x + i, count - i)));
-        most = size > most ? size : most;  // NaN counts as larger than all
+        largest = size > largest ? size : largest;  // NaN counts as larger than all
     }
-    return bits_of<float>(reduce_max(most));
+    return bits_of<float>(reduce_max(largest));
 }
 
 // Quantize `count` inputs of a group of `group` elements to words `apart` apart. Return the sum of the
@@ -87,14 +87,14 @@ INLINE float largest_of(const T* x, int64_t count) {
 template <class T>
 INLINE int32_t round_group(const T* x, int64_t count, int64_t group, int64_t bits, float step,
                            uint32_t* to, int64_t apart) {
-    const Floats divisor = broadcast(step > 0 ? step : 1), most = broadcast(INPUT_LEVELS);
+    const Floats divisor = broadcast(step > 0 ? step : 1), limit = broadcast(INPUT_LEVELS);
     Ints all{};
     for (int64_t i = 0; i < group; i += 16) {
         uint8_t quantized[16];
         for (int64_t k = 0; k < 16; k += WIDTH) {
             Floats x_codes = rounded(load_partial(x + i + k, count - i - k) / divisor);
-            x_codes = x_codes > most ? most : x_codes;
-            x_codes = x_codes < -most ? -most : x_codes;
+            x_codes = x_codes > limit ? limit : x_codes;
+            x_codes = x_codes < -limit ? -limit : x_codes;
             const Ints whole = __builtin_convertvector(x_codes, Ints);
             all += whole;
             narrow(quantized + k, whole);
@@ -110,7 +110,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int64_t group, int64_t bit
 // Quantize the rows of x from `first` on with all threads of a parallel region. The rows of a block
 // share cache lines. So few rows are split by groups, and no two threads write to one line.
 template <class T>
-void round_rows(const Product& a, const Blocks& m, int64_t first, const RoundedRows& p) {
+void quantize_rows(const QuantizedLinear& a, const Blocks& m, int64_t first, const QuantizedInput& p) {
     const auto round_one = [&](int64_t row, int64_t g) {
         const T* x = static_cast<const T*>(a.x) + (first + row) * a.x_row + g * m.group;
         const int64_t at = g * p.rows + row, left = a.matrix.inputs - g * m.group;
@@ -267,8 +267,8 @@ constexpr int64_t TOGETHER = TILES_TOGETHER * MATRIX_TILE;  // outputs
 
 // Multiply R rows from `row` on by a vector of outputs of each block, and add to their totals.
 template <class C, int R>
-INLINE void add_rounded(const Blocks& m, const PrefetchedBlock<C>* blocks, int64_t lane, int64_t g,
-                        const RoundedRows& p, int64_t row, float* totals) {
+INLINE void add_block(const Blocks& m, const PrefetchedBlock<C>* blocks, int64_t lane, int64_t g,
+                      const QuantizedInput& p, int64_t row, float* totals) {
     TileWords words;
     for (int v = 0; v < TILES_TOGETHER; v++) words[v] = blocks[v].words(lane, row == 0);
     Ints whole[TILES_TOGETHER][R] = {};
@@ -288,14 +288,14 @@ INLINE void add_rounded(const Blocks& m, const PrefetchedBlock<C>* blocks, int64
     }
 }
 
-using RoundedTiles = void (*)(const Blocks&, int64_t tile, int64_t tiles, const RoundedRows&,
+using RoundedTiles = void (*)(const Blocks&, int64_t tile, int64_t tiles, const QuantizedInput&,
                               float* totals);
 
 // Compute tiles of outputs from `tile` on, to totals [rows, TOGETHER]. Positions past the last tile
 // repeat it.
 template <class C>
-void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRows& p,
-                   float* totals) {
+void multiply_tiles(const Blocks& m, int64_t tile, int64_t tiles, const QuantizedInput& p,
+                    float* totals) {
     std::memset(totals, 0, static_cast<size_t>(p.rows * TOGETHER) * sizeof *totals);
     const CacheLevel to = cache_of_weights(p.rows <= ROWS);
     for (int64_t g = 0; g < m.groups; g++) {
@@ -306,36 +306,36 @@ void rounded_tiles(const Blocks& m, int64_t tile, int64_t tiles, const RoundedRo
         }
         for (int64_t lane = 0; lane < MATRIX_TILE; lane += WIDTH)
             by_rows(p.rows, [&](auto count, int64_t row) ALWAYS_INLINE {
-                add_rounded<C, decltype(count)::value>(m, blocks, lane, g, p, row, totals);
+                add_block<C, decltype(count)::value>(m, blocks, lane, g, p, row, totals);
             });
     }
 }
 
 // Compute all matmuls of a chain that share x.
 template <class T>
-int rounded_product(const Product& a) {
+int multiply(const QuantizedLinear& a) {
     const RoundedTiles multiply = by_format(a.matrix, [](auto format) -> RoundedTiles {
         if constexpr (std::is_same_v<decltype(format), Float12>)
             return nullptr;  // its codes are not integers
         else
-            return rounded_tiles<decltype(format)>;
+            return multiply_tiles<decltype(format)>;
     });
     if (!multiply) return INVALID;
     const Blocks m(a.matrix);
-    const int64_t most = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
-    RoundedRows p{nullptr, nullptr, nullptr, most, m.group / 4};
-    const Memory<uint32_t> quantized = memory<uint32_t>(m.groups * most * p.words);
-    const Memory<float> floats = memory<float>(2 * most * m.groups);
+    const int64_t max_rows = a.rows < ROUNDED_ROWS ? a.rows : ROUNDED_ROWS;
+    QuantizedInput p{nullptr, nullptr, nullptr, max_rows, m.group / 4};
+    const Memory<uint32_t> quantized = memory<uint32_t>(m.groups * max_rows * p.words);
+    const Memory<float> floats = memory<float>(2 * max_rows * m.groups);
     if (!quantized || !floats) return NO_MEMORY;
-    p.quantized = quantized.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * most;
+    p.quantized = quantized.get(), p.steps = floats.get(), p.sums = p.steps + m.groups * max_rows;
     for (int64_t first = 0; first < a.rows; first += ROUNDED_ROWS) {
         const int64_t left = a.rows - first;
-        p.rows = left < most ? left : most;
+        p.rows = left < max_rows ? left : max_rows;
 #pragma omp parallel num_threads(a.threads)
         {
-            round_rows<T>(a, m, first, p);
+            quantize_rows<T>(a, m, first, p);
             alignas(64) float totals[ROUNDED_ROWS * TOGETHER];
-            for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+            for (const QuantizedLinear* matmul = &a; matmul; matmul = matmul->next) {
                 const Blocks blocks(matmul->matrix);
                 const int64_t tiles = tiles_of(matmul->matrix);
 #pragma omp for schedule(static) nowait
@@ -351,9 +351,9 @@ int rounded_product(const Product& a) {
 
 }  // namespace
 
-int linear_rounded(const Product& a) {
+int linear_int8(const QuantizedLinear& a) {
     if (!same_format(a)) return INVALID;
-    BY_DTYPE(rounded_product)
+    BY_DTYPE(multiply)
 }
 
 }  // namespace ISA

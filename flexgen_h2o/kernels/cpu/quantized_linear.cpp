@@ -13,7 +13,7 @@ namespace ISA {
 namespace {
 
 constexpr int VECTORS = 2;  // vectors of outputs in the register block
-constexpr int64_t FLOAT_PRODUCT_ROWS = 64;  // minimum rows for dequantized float matmuls
+constexpr int64_t FLOAT_MATMUL_ROWS = 64;  // minimum rows for dequantized float matmuls
 static_assert(COLUMNS == 2 * MATRIX_TILE && COLUMNS % (VECTORS * WIDTH) == 0, "two tiles");
 
 // A group of two tiles. An odd last tile is paired with itself.
@@ -70,8 +70,8 @@ constexpr int64_t max_register_rows() {
 
 // Return the number of accumulator chains that hide the add latency for R rows.
 constexpr int chains(int rows, int steps) {
-    const int wanted = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
-    return wanted < steps ? wanted : steps;
+    const int count = rows * VECTORS >= 8 ? 1 : rows * VECTORS >= 4 ? 2 : 4;
+    return count < steps ? count : steps;
 }
 
 // Scale the sums of R rows and add them to their totals.
@@ -200,11 +200,11 @@ void dequantize(const Blocks& blocks, const Extent& part, float* to) {
 // Dequantized floats of a matrix.
 struct QuantizedWeights {
     using Dequantize = void (*)(const Blocks&, const Extent&, float*);
-    const Product& a;
+    const QuantizedLinear& a;
     const Blocks blocks;
     const Dequantize dequantize_part;
 
-    explicit QuantizedWeights(const Product& a)
+    explicit QuantizedWeights(const QuantizedLinear& a)
         : a(a), blocks(a.matrix), dequantize_part(by_format(a.matrix, [](auto format) -> Dequantize {
               return dequantize<decltype(format)>;
           })) {}
@@ -229,18 +229,18 @@ struct QuantizedWeights {
 
 // Compute all matmuls of a chain that share x.
 template <class A, class T>
-int product(const Product& a) {
+int product(const QuantizedLinear& a) {
     const Blocks m(a.matrix);
     const AddGroups add = by_format(a.matrix, [](auto format) -> AddGroups {
         return add_groups<A, decltype(format)>;
     });
-    const int64_t most = a.rows < PANEL_ROWS ? a.rows : PANEL_ROWS;
-    PackedInput p{nullptr, nullptr, most, m.group / A::inputs};
-    const int64_t size = most * COLUMNS + p.steps * COLUMNS + 2 * COLUMNS;
-    const Memory<uint32_t> x = memory<uint32_t>(m.groups * most * (p.steps + 1));
+    const int64_t max_rows = a.rows < PANEL_ROWS ? a.rows : PANEL_ROWS;
+    PackedInput p{nullptr, nullptr, max_rows, m.group / A::inputs};
+    const int64_t size = max_rows * COLUMNS + p.steps * COLUMNS + 2 * COLUMNS;
+    const Memory<uint32_t> x = memory<uint32_t>(m.groups * max_rows * (p.steps + 1));
     const Memory<float> workspace = memory<float>(a.threads * size);
     if (!x || !workspace) return NO_MEMORY;
-    p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * most * p.steps);
+    p.x = x.get(), p.sums = reinterpret_cast<float*>(p.x + m.groups * max_rows * p.steps);
     for (int64_t first = 0; first < a.rows; first += PANEL_ROWS) {
         const int64_t rows = a.rows - first < PANEL_ROWS ? a.rows - first : PANEL_ROWS;
         p.rows = rows;
@@ -249,10 +249,10 @@ int product(const Product& a) {
         {
             Workspace w{};
             w.totals = workspace.get() + thread_number() * size;
-            w.values = reinterpret_cast<uint32_t*>(w.totals + most * COLUMNS);
-            w.scales = w.totals + most * COLUMNS + p.steps * COLUMNS;
+            w.values = reinterpret_cast<uint32_t*>(w.totals + max_rows * COLUMNS);
+            w.scales = w.totals + max_rows * COLUMNS + p.steps * COLUMNS;
             w.zeros = w.scales + COLUMNS;
-            for (const Product* matmul = &a; matmul; matmul = matmul->next) {
+            for (const QuantizedLinear* matmul = &a; matmul; matmul = matmul->next) {
                 const Blocks blocks(matmul->matrix);
                 const int64_t chunks = (tiles_of(matmul->matrix) + 1) / 2;
 #pragma omp for schedule(static) nowait
@@ -273,21 +273,21 @@ using Arithmetic = Single;
 #endif
 
 template <class T>
-int product_of(const Product& a) {
+int product_of(const QuantizedLinear& a) {
 #if defined(TILES)
     if (a.rows > VECTOR_ROWS)
-        return by_format(a.matrix, [&](auto format) { return tiled_product<decltype(format)>(a); });
+        return by_format(a.matrix, [&](auto format) { return tiled_matmul<decltype(format)>(a); });
 #endif
     // For many rows, dequantizing once to floats costs less than scaling the sums of each group.
     if constexpr (Arithmetic::inputs == 1)
-        if (a.rows >= FLOAT_PRODUCT_ROWS && QuantizedWeights(a).suits())
+        if (a.rows >= FLOAT_MATMUL_ROWS && QuantizedWeights(a).suits())
             return float_product<T, QuantizedWeights>(a, a.matrix.inputs);
     return product<Arithmetic, T>(a);
 }
 
 }  // namespace
 
-int linear_quantized(const Product& a) {
+int linear_quantized(const QuantizedLinear& a) {
     if (!same_format(a)) return INVALID;
     BY_DTYPE(product_of)
 }

@@ -21,12 +21,12 @@ INLINE void group_codes(const float* x, int64_t count, float levels, uint8_t* qu
     scale_bits = to_half(scale);
     scale = from_half(scale_bits);
     const float step = scale < TINY ? TINY : scale;
-    const Floats most = broadcast(levels);
+    const Floats max_code = broadcast(levels);
     int64_t i = 0;
     for (; i + WIDTH <= count; i += WIDTH) {
         Floats code = rounded((clamped(load(x + i)) - zero) / step);
         code = code < 0.0f ? Floats{} : code;
-        narrow(quantized + i, __builtin_convertvector(code > most ? most : code, Ints));
+        narrow(quantized + i, __builtin_convertvector(code > max_code ? max_code : code, Ints));
     }
     for (; i < count; i++) {
         const float code = nearbyintf((clamped_one(x + i) - zero) / step);

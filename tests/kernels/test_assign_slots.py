@@ -29,9 +29,9 @@ def test_taken_slots_equal_the_reference(isa):
                                 for _ in range(sequences * kv_heads)]).int()
         selected[1, 150:] = -1
         told = {"selected": selected.view(sequences, kv_heads, most), "newest": 32,
-                "firsts": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
-        found = native_recall.take_slots(**told, **one)
-        expected = reference_recall.take_slots(**told, **other)
+                "first_recent": torch.tensor([tokens - 30, tokens], dtype=torch.int32)}
+        found = native_recall.assign_slots(**told, **one)
+        expected = reference_recall.assign_slots(**told, **other)
         assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
         assert found[2] == expected[2]
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -39,12 +39,12 @@ def test_taken_slots_equal_the_reference(isa):
 
 
 @pytest.mark.parametrize("take", [
-    reference_recall.take_slots, pytest.param(native_recall.take_slots, marks=BUILT)])
+    reference_recall.assign_slots, pytest.param(native_recall.assign_slots, marks=BUILT)])
 @pytest.mark.parametrize("selected", [[0, 1, 2], [0, 20]])
 def test_too_many_or_unknown_tokens_are_errors(take, selected):
     some = state(1, 2, 20)
     before = {name: tensor.clone() for name, tensor in some.items()}
-    with pytest.raises(ValueError, match="take_slots: a tensor of indices"):
+    with pytest.raises(ValueError, match="assign_slots: a tensor of indices"):
         take(torch.tensor([[selected]], dtype=torch.int32),
              torch.tensor([20], dtype=torch.int32), newest=3, **some)
     assert all(torch.equal(some[name], before[name]) for name in some)

@@ -1,4 +1,4 @@
-// attend_recalled: attention of one new token over selected slots of a cache, and its write into a
+// recall_attention: attention of one new token over selected slots of a cache, and its write into a
 // slot.
 //
 // A task is one KV head of one sequence. All query heads of the group share one read of the keys and
@@ -18,7 +18,7 @@ int64_t padded(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 // Load the scaled queries of a head [group, width], padded with zeros.
 template <class T>
-void queries(const Recalled& a, int64_t sequence, int64_t head, int64_t width, float* q) {
+void queries(const RecallAttention& a, int64_t sequence, int64_t head, int64_t width, float* q) {
     const int64_t group = a.heads / a.kv_heads;
     const float scale = logit_scale(a.form, a.head_dim);
     const T* from = static_cast<const T*>(a.q) + sequence * a.q_row + head * group * a.q_head;
@@ -32,8 +32,8 @@ void queries(const Recalled& a, int64_t sequence, int64_t head, int64_t width, f
 
 // Convert the vector of the slot at `start` to floats [width], padded with zeros.
 template <class T>
-NOINLINE void convert_slot(const Recalled& a, const Layout& layout, int64_t start, int64_t width,
-                           float* to) {
+NOINLINE void convert_slot(const RecallAttention& a, const Layout& layout, int64_t start,
+                           int64_t width, float* to) {
     if (layout.bits == 16)
         to_floats(static_cast<const T*>(a.slots) + start, a.head_dim, to);
     else
@@ -44,10 +44,11 @@ NOINLINE void convert_slot(const Recalled& a, const Layout& layout, int64_t star
 // Call f(first, count, tile) for the selected rows of a head's keys (kind 0) or values (kind 1), up to
 // SLOT_TILE rows at a time. `scratch` [SLOT_TILE, width] is for rows that need conversion.
 template <class T, class F>
-void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* scratch, F f) {
+void for_each_tile(const RecallAttention& a, int64_t task, int kind, int64_t width, float* scratch,
+                   F f) {
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads;
     const int64_t count = a.metadata[a.sequences + s];
-    const int32_t* chosen = a.chosen + task * a.most;
+    const int32_t* selected = a.selected + task * a.top_k;
     const int64_t start = slot_start(a, kind, s, head, 0);
     const Layout& layout = layout_of(a, kind);
     const T *base = static_cast<const T*>(a.slots) + start, *rows[SLOT_TILE];
@@ -55,15 +56,15 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
     for (int64_t t = 0; t < count; t += SLOT_TILE) {
         const int64_t rows_count = t + SLOT_TILE < count ? SLOT_TILE : count - t;
         if (plain) {
-            for (int64_t i = 0; i < rows_count; i++) rows[i] = base + chosen[t + i] * a.slots_slot;
+            for (int64_t i = 0; i < rows_count; i++) rows[i] = base + selected[t + i] * a.slots_slot;
             const GatheredTile<T> tile{rows,     base,       a.slots_slot,
-                                       a.head_dim, chosen + t, count - t};
+                                       a.head_dim, selected + t, count - t};
             if (t == 0) tile.prefetch_first();
             f(t, rows_count, tile);
             continue;
         }
         for (int64_t i = 0; i < rows_count; i++)
-            convert_slot<T>(a, layout, start + chosen[t + i] * a.slots_slot, width,
+            convert_slot<T>(a, layout, start + selected[t + i] * a.slots_slot, width,
                             scratch + i * width);
         f(t, rows_count, PlainTile<float>{scratch, width});
     }
@@ -74,9 +75,9 @@ void each_tile(const Recalled& a, int64_t task, int kind, int64_t width, float* 
 void normalize(float* row, int64_t count, float sink) {
     const int64_t stop = padded(count, WIDTH);
     for (int64_t t = count; t < stop; t++) row[t] = MASKED;
-    Floats most = broadcast(sink), total{};
-    for (int64_t t = 0; t < stop; t += WIDTH) most = max(load(row + t), most);
-    const float top = reduce_max(most);
+    Floats largest = broadcast(sink), total{};
+    for (int64_t t = 0; t < stop; t += WIDTH) largest = max(load(row + t), largest);
+    const float top = reduce_max(largest);
     for (int64_t t = 0; t < stop; t += WIDTH) {
         const Floats e = exp(load(row + t) - top);
         store(row + t, e);
@@ -86,13 +87,13 @@ void normalize(float* row, int64_t count, float sink) {
     for (int64_t t = 0; t < stop; t += WIDTH) store(row + t, load(row + t) * factor);
 }
 
-// Compute the new token's own logit for query `head` of a sequence, after its `count` logits of selected
-// slots. Replace all of them by weights.
-void weigh(const Recalled& a, int64_t sequence, int64_t head, const float* q, const float* key,
+// Append the logit of the new token to the `count` logits of selected slots of query `head`, then
+// replace all of them by weights.
+void weigh(const RecallAttention& a, int64_t sequence, int64_t head, const float* q, const float* key,
            float* row, int64_t count) {
-    float own = 0;
-    for (int64_t i = 0; i < a.head_dim; i++) own += q[i] * key[i];
-    row[count] = own;
+    float logit = 0;
+    for (int64_t i = 0; i < a.head_dim; i++) logit += q[i] * key[i];
+    row[count] = logit;
     if (a.form.offsets) {
         const float offset =
             a.form.offsets[sequence * a.heads + head] * logit_scale(a.form, a.head_dim);
@@ -106,56 +107,57 @@ void weigh(const Recalled& a, int64_t sequence, int64_t head, const float* q, co
 }
 
 template <class T>
-void attend_head(const Recalled& a, int64_t task, float* scratch, int64_t width, int64_t stride) {
+void attend_head(const RecallAttention& a, int64_t task, float* scratch, int64_t width,
+                 int64_t stride) {
     const int64_t s = task / a.kv_heads, head = task % a.kv_heads, group = a.heads / a.kv_heads;
     const int64_t place = a.metadata[s], count = a.metadata[a.sequences + s];
-    float *q = scratch, *out = q + group * width, *own = out + group * width;
-    float *tile = own + width, *logits = tile + SLOT_TILE * width;
+    float *q = scratch, *out = q + group * width, *new_token = out + group * width;
+    float *tile = new_token + width, *logits = tile + SLOT_TILE * width;
     const T* key = static_cast<const T*>(a.k) + s * a.k_row + head * a.k_head;
     const T* value = static_cast<const T*>(a.v) + s * a.v_row + head * a.v_head;
     queries<T>(a, s, head, width, q);
-    to_floats(key, a.head_dim, own);
-    each_tile<T>(a, task, 0, width, tile, [&](int64_t t, int64_t rows_count, const auto& keys) {
+    to_floats(key, a.head_dim, new_token);
+    for_each_tile<T>(a, task, 0, width, tile, [&](int64_t t, int64_t rows_count, const auto& keys) {
         by_queries(group, [&](auto G, int64_t g) {
             key_products<G()>(keys, {q + g * width, width, logits + g * stride + t, stride}, rows_count);
         });
     });
     for (int64_t g = 0; g < group; g++)
-        weigh(a, s, head * group + g, q + g * width, own, logits + g * stride, count);
+        weigh(a, s, head * group + g, q + g * width, new_token, logits + g * stride, count);
     std::memset(out, 0, static_cast<size_t>(group * width) * sizeof *out);
-    each_tile<T>(a, task, 1, width, tile, [&](int64_t t, int64_t rows_count, const auto& values) {
+    for_each_tile<T>(a, task, 1, width, tile, [&](int64_t t, int64_t rows_count, const auto& values) {
         by_queries(group, [&](auto G, int64_t g) {
             value_products<G()>(values, {nullptr, width, logits + g * stride + t, stride}, rows_count,
                                 out + g * width, width);
         });
     });
-    to_floats(value, a.head_dim, own);
+    to_floats(value, a.head_dim, new_token);
     for (int64_t g = 0; g < group; g++) {
         float* row = out + g * width;
         const float weight = logits[g * stride + count];
-        for (int64_t i = 0; i < a.head_dim; i++) row[i] += weight * own[i];
+        for (int64_t i = 0; i < a.head_dim; i++) row[i] += weight * new_token[i];
         from_floats(row, a.head_dim,
                     static_cast<T*>(a.out) + (s * a.heads + head * group + g) * a.head_dim);
     }
-    uint8_t* quantized = reinterpret_cast<uint8_t*>(own);
+    uint8_t* quantized = reinterpret_cast<uint8_t*>(new_token);
     write_slot(a, a.key_layout, slot_start(a, 0, s, head, place), key, quantized);
     write_slot(a, a.value_layout, slot_start(a, 1, s, head, place), value, quantized);
-    a.taken[task] = place;
+    a.written_slots[task] = place;
 }
 
 template <class T>
-int attend(const Recalled& a) {
+int attend(const RecallAttention& a) {
     for (int64_t s = 0; s < a.sequences; s++) {
         const int64_t place = a.metadata[s], count = a.metadata[a.sequences + s];
-        if (place < 0 || place >= a.num_slots || count < 0 || count > a.most) return INVALID;
+        if (place < 0 || place >= a.num_slots || count < 0 || count > a.top_k) return INVALID;
         for (int64_t head = 0; head < a.kv_heads; head++)
             for (int64_t i = 0; i < count; i++) {
-                const int32_t slot = a.chosen[(s * a.kv_heads + head) * a.most + i];
+                const int32_t slot = a.selected[(s * a.kv_heads + head) * a.top_k + i];
                 if (slot < 0 || slot >= a.num_slots) return INVALID;
             }
     }
     const int64_t group = a.heads / a.kv_heads, width = padded(a.head_dim, WIDTH);
-    const int64_t stride = padded(a.most + 1, 16);
+    const int64_t stride = padded(a.top_k + 1, 16);
     const int64_t scratch_size = (2 * group + 1 + SLOT_TILE) * width + group * stride;
     const Memory<float> scratch = memory<float>(a.threads * scratch_size);
     if (!scratch) return NO_MEMORY;
@@ -167,6 +169,6 @@ int attend(const Recalled& a) {
 
 }  // namespace
 
-int attend_recalled(const Recalled& a) { BY_DTYPE(attend) }
+int recall_attention(const RecallAttention& a) { BY_DTYPE(attend) }
 
 }  // namespace ISA

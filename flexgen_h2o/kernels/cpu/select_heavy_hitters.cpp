@@ -16,14 +16,14 @@ inline uint32_t ordered(float x) {
     return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
-// The largest key that at least `wanted` keys reach, and the surplus of keys equal to it. The search
+// The largest key that at least `count_left` keys reach, and the surplus of keys equal to it. The search
 // goes digit by digit from the top, with a histogram of the keys that match so far.
 struct Threshold {
     uint32_t key;
     int64_t surplus;
 };
 
-Threshold threshold(const uint32_t* keys, int64_t count, int64_t wanted, uint32_t* bins) {
+Threshold threshold(const uint32_t* keys, int64_t count, int64_t count_left, uint32_t* bins) {
     uint32_t prefix = 0, known = 0;  // known digits, and their bit mask
     const int shifts[] = {21, 10, 0};
     for (const int shift : shifts) {
@@ -32,10 +32,10 @@ Threshold threshold(const uint32_t* keys, int64_t count, int64_t wanted, uint32_
         for (int64_t i = 0; i < count; i++)
             if ((keys[i] & known) == prefix) bins[keys[i] >> shift & digit]++;
         uint32_t bin = digit;
-        while (bins[bin] < wanted) wanted -= bins[bin--];
+        while (bins[bin] < count_left) count_left -= bins[bin--];
         prefix |= bin << shift;
         known |= digit << shift;
-        if (shift == 0) return {prefix, bins[bin] - wanted};
+        if (shift == 0) return {prefix, bins[bin] - count_left};
     }
     return {prefix, 0};
 }
@@ -46,7 +46,7 @@ struct Prompt {
 
 template <class T>
 struct Gather {
-    const Select& a;
+    const SelectHeavyHitters& a;
     const Prompt& prompt;
     int64_t sequence, head;
     uint8_t* quantized;
@@ -77,8 +77,8 @@ struct Gather {
 };
 
 template <class T>
-void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, uint32_t* keys,
-         uint8_t* quantized) {
+void cut(const SelectHeavyHitters& a, const Prompt& prompt, int64_t sequence, int64_t head,
+         uint32_t* keys, uint8_t* quantized) {
     Gather<T> gather{a, prompt, sequence, head, quantized};
     const int64_t tokens = prompt.length, first = a.sinks, last = tokens - prompt.recent;
     if (tokens <= first + prompt.heavy + prompt.recent) {
@@ -111,7 +111,7 @@ void cut(const Select& a, const Prompt& prompt, int64_t sequence, int64_t head, 
 }
 
 template <class T>
-int select(const Select& a) {
+int select(const SelectHeavyHitters& a) {
     const Memory<Prompt> prompts = memory<Prompt>(a.sequences);
     if (!prompts) return NO_MEMORY;
     int64_t rows = 0, longest = 0;
@@ -136,6 +136,6 @@ int select(const Select& a) {
 
 }  // namespace
 
-int select_heavy_hitters(const Select& a) { BY_DTYPE(select) }
+int select_heavy_hitters(const SelectHeavyHitters& a) { BY_DTYPE(select) }
 
 }  // namespace ISA

@@ -19,7 +19,7 @@
 namespace ISA {
 namespace {
 
-// A range of `blocks` file blocks from `block` on, read to `place` in the landing buffer, and the
+// A range of `blocks` file blocks from `block` on, read to `place` in the read buffer, and the
 // missing tokens `first` to `end` that it contains.
 struct Run {
     int64_t block, blocks, place, first, end;
@@ -34,19 +34,20 @@ Token missing(const FetchTokens& a, int64_t i) {
 }
 
 int64_t block_of(const FetchTokens& a, const Token& at) {
-    return at.head * a.rows + at.token / a.tokens;
+    return at.head * a.head_pages + at.token / a.page_tokens;
 }
 
-// Plan runs of missing tokens from `first` on, as many as fit in the landing buffer.
+// Plan runs of missing tokens from `first` on, as many as fit in the read buffer.
 int64_t plan(const FetchTokens& a, int64_t first, Run* runs) {
-    const int64_t capacity = a.landing_bytes / a.record_bytes;
+    const int64_t capacity = a.read_buffer_bytes / a.page_bytes;
     int64_t count = 0, filled = 0;
     for (int64_t i = first; i < a.count; i++) {
         const int64_t block = block_of(a, missing(a, i));
         if (count) {
             Run& last = runs[count - 1];
             const int64_t blocks = block - last.block + 1, more = blocks - last.blocks;
-            if (blocks > 0 && more <= a.gap + 1 && blocks <= a.most && filled + more <= capacity) {
+            if (blocks > 0 && more <= a.gap + 1 && blocks <= a.max_read_pages &&
+                filled + more <= capacity) {
                 if (more > 0) {
                     last.blocks = blocks;
                     filled += more;
@@ -56,7 +57,7 @@ int64_t plan(const FetchTokens& a, int64_t first, Run* runs) {
             }
         }
         if (filled == capacity) break;
-        runs[count++] = {block, 1, filled++ * a.record_bytes, i, i + 1};
+        runs[count++] = {block, 1, filled++ * a.page_bytes, i, i + 1};
     }
     return count;
 }
@@ -64,31 +65,32 @@ int64_t plan(const FetchTokens& a, int64_t first, Run* runs) {
 void put(const FetchTokens& a, const Run& run) {
     for (int64_t i = run.first; i < run.end; i++) {
         const Token at = missing(a, i);
-        const char* block = static_cast<const char*>(a.landing) + run.place +
-                             (block_of(a, at) - run.block) * a.record_bytes;
+        const char* block = static_cast<const char*>(a.read_buffer) + run.place +
+                             (block_of(a, at) - run.block) * a.page_bytes;
         std::memcpy(static_cast<char*>(a.slots) +
                         (at.head * a.num_slots + at.slot) * a.token_bytes,
-                    block + at.token % a.tokens * a.token_bytes,
+                    block + at.token % a.page_tokens * a.token_bytes,
                     static_cast<size_t>(a.token_bytes));
     }
 }
 
 char* target(const FetchTokens& a, const Run& run) {
-    return static_cast<char*>(a.landing) + run.place;
+    return static_cast<char*>(a.read_buffer) + run.place;
 }
 
 int64_t offset(const FetchTokens& a, const Run& run) {
-    return a.offset + run.block * a.record_bytes;
+    return a.offset + run.block * a.page_bytes;
 }
 
-int64_t size(const FetchTokens& a, const Run& run) { return run.blocks * a.record_bytes; }
+int64_t size(const FetchTokens& a, const Run& run) { return run.blocks * a.page_bytes; }
 
 bool read_run(const FetchTokens& a, const Run& run) {
     for (int64_t done = 0; done < size(a, run);) {
-        const ssize_t got = pread(static_cast<int>(a.file), target(a, run) + done,
-                                  static_cast<size_t>(size(a, run) - done), offset(a, run) + done);
-        if (got <= 0 && !(got < 0 && errno == EINTR)) return false;
-        if (got > 0) done += got;
+        const ssize_t received =
+            pread(static_cast<int>(a.file), target(a, run) + done,
+                  static_cast<size_t>(size(a, run) - done), offset(a, run) + done);
+        if (received <= 0 && !(received < 0 && errno == EINTR)) return false;
+        if (received > 0) done += received;
     }
     return true;
 }
@@ -150,10 +152,11 @@ bool read_at_once(const FetchTokens& a, const Run* runs, int64_t count) {
     while (ended < submitted || submitted < stop) {
         const int64_t capacity = DEPTH - (submitted - ended), left = stop - submitted;
         if (capacity && left) {
-            const int64_t taken = syscall(SYS_io_submit, context(), capacity < left ? capacity : left,
-                                          pointers.get() + submitted);
-            if (taken > 0) {
-                submitted += taken;
+            const int64_t accepted =
+                syscall(SYS_io_submit, context(), capacity < left ? capacity : left,
+                        pointers.get() + submitted);
+            if (accepted > 0) {
+                submitted += accepted;
             } else if (errno != EAGAIN || submitted == ended) {
                 stop = submitted;  // after an error, requests in flight still have to end
                 whole = false;
@@ -163,10 +166,10 @@ bool read_at_once(const FetchTokens& a, const Run* runs, int64_t count) {
         // At the end wait for all requests, before that for half of them, because each wakeup costs
         // time.
         const int64_t under_way = submitted - ended;
-        const int64_t found = syscall(SYS_io_getevents, context(),
-                                      submitted == stop ? under_way : (under_way + 1) / 2, DEPTH,
-                                      events, nullptr);
-        for (int64_t i = 0; i < found; i++) {
+        const int64_t completed = syscall(SYS_io_getevents, context(),
+                                          submitted == stop ? under_way : (under_way + 1) / 2, DEPTH,
+                                          events, nullptr);
+        for (int64_t i = 0; i < completed; i++) {
             const Run& run = runs[events[i].data];
             if (events[i].res == size(a, run)) {
                 put(a, run);
@@ -174,7 +177,7 @@ bool read_at_once(const FetchTokens& a, const Run* runs, int64_t count) {
                 whole = false;
             }
         }
-        if (found > 0) ended += found;  // negative if interrupted by a signal
+        if (completed > 0) ended += completed;  // negative if interrupted by a signal
     }
     return whole;
 }
@@ -189,7 +192,7 @@ bool valid(const FetchTokens& a) {
     for (int64_t i = 0; i < a.count; i++) {
         const Token at = missing(a, i);
         if (at.head < 0 || at.head >= a.heads || at.token < 0 ||
-            at.token >= a.rows * a.tokens || at.slot < 0 || at.slot >= a.num_slots)
+            at.token >= a.head_pages * a.page_tokens || at.slot < 0 || at.slot >= a.num_slots)
             return false;
     }
     return true;
@@ -199,9 +202,9 @@ bool valid(const FetchTokens& a) {
 
 int fetch_tokens(const FetchTokens& a) {
     if (!valid(a)) return INVALID;
-    const int64_t capacity = a.landing_bytes / a.record_bytes;
-    const int64_t most = capacity < a.count ? capacity : a.count;
-    const Memory<Run> runs = memory<Run>(most);
+    const int64_t capacity = a.read_buffer_bytes / a.page_bytes;
+    const int64_t max_runs = capacity < a.count ? capacity : a.count;
+    const Memory<Run> runs = memory<Run>(max_runs);
     if (!runs) return NO_MEMORY;
     const bool at_once = a.direct && context();
     int64_t &done = a.counts[0] = 0, &nbytes = a.counts[1] = 0;
