@@ -195,9 +195,9 @@ class Stream(Session):
     def _encode(self, text: str | Sequence[int]) -> list[int]:
         self._check_open()
         limit, reason = self._limit
-        left = None if limit is None else limit - self.tokens
+        remaining = None if limit is None else limit - self.tokens
         return self._prompts.encode(text, self._turns, continues=self.tokens > 0,
-                                    limit=(left, f"the {left} that are left of {reason}"))
+                                    limit=(remaining, f"the {remaining} that are left of {reason}"))
 
     def _check_length(self, new: int) -> None:
         """Raise `UserError` if `new` more tokens exceed the limit."""

@@ -22,7 +22,7 @@ class UserError(Exception):
     def __init__(self, message: str):
         line = " ".join(message.split())
         if not line.isprintable():
-            line = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
+            line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
         half = _LONGEST // 2
         super().__init__(line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}")
 
@@ -59,6 +59,6 @@ def short_repr(value: object) -> str:
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "see --help for the names"
                  ) -> str:
     """Return the end of a message on an unknown name: the nearest known name, or `otherwise`."""
-    names = {each.lstrip("-"): each for each in known}
+    names = {flag.lstrip("-"): flag for flag in known}
     near = difflib.get_close_matches(name.lstrip("-"), names, n=1)
     return f": did you mean {names[near[0]]}?" if near else f": {otherwise}"

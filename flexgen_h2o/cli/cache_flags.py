@@ -107,10 +107,10 @@ def _check_recall(flags: RunFlags) -> None:
         f"{flag('hh_all')} false": not flags.hh_all,
         flag("evict_while_prefilling"): flags.evict_while_prefilling,
     }
-    for what, given in idle.items():
-        if given:
+    for name, is_set in idle.items():
+        if is_set:
             raise UserError(f"{flag('recall')} evicts nothing and chooses by each query alone: "
-                            f"leave {what} out")
+                            f"leave {name} out")
 
 
 def _check_full(flags: RunFlags) -> None:
@@ -128,9 +128,9 @@ def _check_full(flags: RunFlags) -> None:
     }
     hint = ("leave it out" if flags.eviction == "full"
             else f"give {flag('hh_ratio')} or {flag('num_window_length')}")
-    for what, given in idle.items():
-        if given:
-            raise UserError(f"{what} has no effect on the full cache: {hint}")
+    for name, is_set in idle.items():
+        if is_set:
+            raise UserError(f"{name} has no effect on the full cache: {hint}")
 
 
 def _sinks(flags: RunFlags) -> int:

@@ -48,16 +48,16 @@ def parser() -> Parser:
     """Return the parser of the program's own flags."""
     names = "\n".join(f"  {name:<{max(map(len, COMMANDS))}}  {text}"
                       for name, text in COMMANDS.items())
-    found = Parser(
+    program_parser = Parser(
         prog=program(), usage="%(prog)s COMMAND [flags]",
         description="Generate text with models that are larger than memory.\n"
         f"COMMAND --help shows the flags of a command.\n\ncommands:\n{names}\n\n"
         f"example:\n  {program()} {EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    found.add_argument("--print-completion", metavar="|".join(SHELLS),
-                       help="print a script that completes commands and flags in a shell")
-    return found
+    program_parser.add_argument("--print-completion", metavar="|".join(SHELLS),
+                                help="print a script that completes commands and flags in a shell")
+    return program_parser
 
 
 def split(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -164,8 +164,8 @@ def follow(pipeline: Pipeline) -> None:
         message = pipeline.receive_broadcast()
         if not message:
             return
-        given: Mapping[str, Any] = msgspec.json.decode(message)
-        config = RunConfig.from_mapping(given)
+        values: Mapping[str, Any] = msgspec.json.decode(message)
+        config = RunConfig.from_mapping(values)
         # The first rank reads and writes the files.
         quiet = replace(config, prompts=None, csv=None, output=None, trace=None, debug_mode=None,
                         count_experts=None)

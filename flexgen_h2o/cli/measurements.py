@@ -99,12 +99,12 @@ def collected(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[s
     if path is None:
         return [{**row} for row in rows]
     file = CsvWriter(path, columns)
-    found: list[Row] = []
+    all_rows: list[Row] = []
     with report_partial_rows(file):
         for row in rows:
-            found.append({**row})
+            all_rows.append({**row})
             with catch_write_errors("--csv", path):
                 file.write(row)
     with catch_write_errors("--csv", path):
         file.finish()
-    return found
+    return all_rows

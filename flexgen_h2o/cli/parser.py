@@ -101,8 +101,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise `UserError` with argparse's message in the words of the other checks."""
-        for words, ours in _REWORDED.items():
-            message = re.sub(words, ours, message)
+        for pattern, replacement in _REWORDED.items():
+            message = re.sub(pattern, replacement, message)
         raise UserError(message)
 
 
@@ -202,12 +202,12 @@ def parse_args(argv: Sequence[str] | None = None, parser: Parser | None = None) 
 
 def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
     """Return the values of the given flags, over those of ``--config``. Raises `UserError`."""
-    given = vars(parser.parse_args(argv))
-    values = load_yaml(given["config"]) if "config" in given else {}
+    arguments = vars(parser.parse_args(argv))
+    values = load_yaml(arguments["config"]) if "config" in arguments else {}
     for flags, replaced in _ALTERNATIVES.items():
-        if not given.keys().isdisjoint(flags):
+        if not arguments.keys().isdisjoint(flags):
             values = {k: v for k, v in values.items() if k not in replaced}
-    return values | given
+    return values | arguments
 
 
 ENGINE = ("path", "device", "dtype", "percent", "weight_bits", "activation_bits",
@@ -300,7 +300,7 @@ def _spellings(spec: Field) -> list[str]:
     """Return the names of a flag, with dashes and with underscores."""
     names = [flag_name(spec.name), *([_ALIASES[spec.name]] if spec.name in _ALIASES else [])]
     return list(dict.fromkeys(
-        each for name in names for each in (name, "--" + name[2:].replace("-", "_"))))
+        spelling for name in names for spelling in (name, "--" + name[2:].replace("-", "_"))))
 
 
 def check_from_csv(names: Collection[str]) -> None:

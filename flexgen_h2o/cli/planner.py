@@ -282,7 +282,7 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     if config.allow_compression and not (config.weight_bits or config.compress_weight):
         weight_bits = (config.resolved_weight_bits, *WEIGHT_BITS[1:])
     if config.allow_compression and not config.gives_cache_bits:
-        caches = tuple(CacheOptions(config.h2o(), each, config.attn_sparsity) for each in BITS)
+        caches = tuple(CacheOptions(config.h2o(), bits, config.attn_sparsity) for bits in BITS)
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),

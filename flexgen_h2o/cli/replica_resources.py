@@ -67,8 +67,8 @@ class ReplicaResources:
             The replicas do not fit even with a single CPU each.
         """
         nodes = list(nodes)
-        most = int(max((node.get("CPU", 0) for node in nodes), default=0))
-        for cpus in range(most, 0, -1):
+        max_cpus = int(max((node.get("CPU", 0) for node in nodes), default=0))
+        for cpus in range(max_cpus, 0, -1):
             resources = replace(self, num_cpus=cpus)
             if sum(resources.capacity(node) for node in nodes) >= replicas:
                 return resources

@@ -56,13 +56,13 @@ class _Counts(StrictStruct, frozen=True):
         if len(set(map(len, layers))) > 1 or len(layers[0]) < self.per_token:
             raise ValueError("counts: each layer needs as many experts as the others, and as a "
                              "token chooses: count a run again")
-        tokens, rest = divmod(sum(layers[0]), self.per_token)
-        if rest or len(set(map(sum, layers))) > 1 or max(map(max, layers)) > tokens:
+        tokens, remainder = divmod(sum(layers[0]), self.per_token)
+        if remainder or len(set(map(sum, layers))) > 1 or max(map(max, layers)) > tokens:
             raise ValueError("counts: tokens have not chosen alike many experts in each layer: "
                              "count a run again")
         means = self.texts, self.text_experts / self.per_token, self.text_tokens
-        most = self.texts * len(layers[0])
-        if list(means) != sorted(means) or self.text_experts > most:
+        max_experts = self.texts * len(layers[0])
+        if list(means) != sorted(means) or self.text_experts > max_experts:
             raise ValueError("texts, text_tokens and text_experts contradict each other: count a "
                              "run again")
 
@@ -76,8 +76,8 @@ def read_expert_counts(path: str) -> ExpertChoices:
         The file cannot be read, or its contents are not expert counts.
     """
     text = read_text("--expert-counts", path, if_empty="is empty: count a run again")
-    what = f"--expert-counts {path}"
-    counts = validate(_Counts, parse_json(what, text), what)
+    name = f"--expert-counts {path}"
+    counts = validate(_Counts, parse_json(name, text), name)
     return ExpertChoices(tuple(map(tuple, counts.counts)), counts.per_token, counts.texts,
                          counts.text_tokens, counts.text_experts, path)
 
@@ -134,8 +134,9 @@ class RunConfig(RunFlags):
         try:
             self.sampling()
         except UserError as error:
-            name, _, rest = str(error).partition(" ")
-            raise UserError(f"{flag_name(name) if hasattr(self, name) else name} {rest}") from None
+            name, _, reason = str(error).partition(" ")
+            flag = flag_name(name) if hasattr(self, name) else name
+            raise UserError(f"{flag} {reason}") from None
 
     def _check_lengths(self) -> None:
         cut = self.cut_gen_len
@@ -173,17 +174,17 @@ class RunConfig(RunFlags):
         takes = {"weight_cache": quantized, "no_weight_cache": quantized,
                  "activation_bits": (AUTO, *INTEGER_BITS), "calibration": INTEGER_BITS}
         for name, possible in takes.items():
-            given = getattr(self, name) != getattr(RunConfig, name)
+            is_set = getattr(self, name) != getattr(RunConfig, name)
             stored = self.resolved_weight_bits
-            if given and stored not in possible:
+            if is_set and stored not in possible:
                 raise UserError(f"{self.label(name)} has no effect on weights of {stored} bits: "
                                 f"{'add' if stored == 16 else 'use'} "
                                 f"{self.label('weight_bits')} 4")
 
     def _check_planning(self) -> None:
         """Refuse flags that have no effect in this configuration."""
-        for flag, given, reason in self._ineffective_flags():
-            if given:
+        for flag, is_set, reason in self._ineffective_flags():
+            if is_set:
                 raise UserError(f"{flag} has no effect {reason}")
         if self.hardware is not None and not self.plan_only:
             raise UserError("--hardware describes another machine: add --plan-only")
@@ -194,8 +195,8 @@ class RunConfig(RunFlags):
         yield "--goal", fixed and self.goal != GOALS[0], "on a fixed policy: add --percent auto"
         yield ("--allow-compression", fixed and self.allow_compression,
                "on a fixed policy: add --percent auto")
-        chosen = [self.weight_bits is not None or self.compress_weight, self.gives_cache_bits]
-        yield ("--allow-compression", self.allow_compression and all(chosen),
+        bits_set = [self.weight_bits is not None or self.compress_weight, self.gives_cache_bits]
+        yield ("--allow-compression", self.allow_compression and all(bits_set),
                "as the bits of weights and cache are both given: leave one of them out")
         yield ("--expert-percent", self.expert_percent is not None and not fixed,
                "with --percent auto, which chooses it")
@@ -273,7 +274,7 @@ class RunConfig(RunFlags):
     def gives_cache_bits(self) -> bool:
         """Whether a flag sets the bit width of the cache."""
         return self.compress_cache or any(
-            each is not None for each in (self.cache_bits, self.key_bits, self.value_bits))
+            bits is not None for bits in (self.cache_bits, self.key_bits, self.value_bits))
 
     @property
     def resolved_cache_bits(self) -> int:

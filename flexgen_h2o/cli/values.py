@@ -79,9 +79,9 @@ def checked(spec: Field, value: object, label: Callable[[str], str] = flag_name)
         case "text":
             value = validation.validate(validation.Text, value, name)
     if "choices" in rules:
-        each = f"each of {name}" if isinstance(value, tuple) else name
-        for one in _several(value):
-            check_choice(each, one, rules["choices"])
+        item_name = f"each of {name}" if isinstance(value, tuple) else name
+        for item in _several(value):
+            check_choice(item_name, item, rules["choices"])
     return value
 
 

@@ -182,11 +182,11 @@ def text(repeats: Sequence[RunStats], least: Choice | str) -> str:
         rows["roofline"] = bound = _least(least, middle)
         # Times are above the roofline, rates below it.
         rows["over roofline"] = [
-            found and best and (found / best if name.endswith(" s") else best / found)
-            for name, found, best in zip(_COLUMNS, rows["median"], bound, strict=True)]
+            value and limit and (value / limit if name.endswith(" s") else limit / value)
+            for name, value, limit in zip(_COLUMNS, rows["median"], bound, strict=True)]
     mark = " (projected)" if middle.projected else ""
     lines = [[f"repeat{mark}", *_COLUMNS],
-             *([name, *("-" if each is None else f"{each:.4g}" for each in row)]
+             *([name, *("-" if cell is None else f"{cell:.4g}" for cell in row)]
                for name, row in rows.items())]
     note = f"\nroofline: {least}" if isinstance(least, str) else ""
     return f"{stats_table(middle)}\n\n{align_columns(lines, WIDTH)}{note}"

@@ -106,13 +106,13 @@ def prune(selected: Sequence[Entry], *, dry_run: bool) -> None:
     removed = []
     for entry in selected:
         try:
-            gone = not entry.in_use if dry_run else entry.remove()
+            removable = not entry.in_use if dry_run else entry.remove()
         except OSError as error:
             raise UserError(f"cannot remove {entry.path} ({error.strerror or error}): check its "
                             "permissions") from None
-        word = ("would remove" if dry_run else "removed") if gone else "in use, kept"
-        print_stdout(_fitted(f"{word:<12}  {_size(entry.nbytes):>9}  ", entry))
-        removed += [entry] if gone else []
+        action = ("would remove" if dry_run else "removed") if removable else "in use, kept"
+        print_stdout(_fitted(f"{action:<12}  {_size(entry.nbytes):>9}  ", entry))
+        removed += [entry] if removable else []
     if not dry_run:
         for kind in KINDS:
             remove_left_over(cache_dir() / kind)
@@ -142,8 +142,8 @@ def table(selected: Sequence[Entry]) -> Iterator[str]:
 def _fitted(begin: str, entry: Entry) -> str:
     """Return a line with the model and the format of an entry, which has `WIDTH` columns."""
     form = entry.form or {"hardware": "measured rates"}.get(entry.kind, entry.kind)
-    left = WIDTH - len(begin) - len(form) - 3
-    model = entry.model if len(entry.model) <= left else f"{entry.model[: max(1, left - 3)]}..."
+    width = WIDTH - len(begin) - len(form) - 3
+    model = entry.model if len(entry.model) <= width else f"{entry.model[: max(1, width - 3)]}..."
     return f"{begin}{model} ({form})"
 
 

@@ -42,8 +42,8 @@ def parser() -> flag_parser.Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> RunConfig:
     """Parse flags into a checked `RunConfig` that only plans. Raises `UserError`."""
-    given = flag_parser.given_flags(parser(), argv)
-    return RunConfig.from_mapping(given | {"plan_only": True})
+    values = flag_parser.given_flags(parser(), argv)
+    return RunConfig.from_mapping(values | {"plan_only": True})
 
 
 main = entry_point(parse_args, run)

@@ -328,4 +328,4 @@ def add_windows(h2o: H2OConfig | None, forms: Sequence[AttentionForm]) -> H2OCon
 
 
 def _options(h2o: H2OConfig) -> dict[str, Any]:
-    return {each.name: getattr(h2o, each.name) for each in fields(H2OConfig)}
+    return {field.name: getattr(h2o, field.name) for field in fields(H2OConfig)}

@@ -100,30 +100,30 @@ class ExpertsConfig:
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
-    def slots(self, tokens: int, away: int, requested: int | None = None) -> int:
+    def slots(self, tokens: int, streamed: int, requested: int | None = None) -> int:
         """Return the number of expert slots in compute memory.
 
         Parameters
         ----------
         tokens : int
             Sequences of a decode step.
-        away : int
+        streamed : int
             Experts that are not in compute memory permanently: the upper limit.
         requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
         """
         touched = min(self.count, self.per_token * tokens)
-        return min(away, 2 * touched if requested is None else requested)
+        return min(streamed, 2 * touched if requested is None else requested)
 
-    def resident_slots(self, tokens: float, away: float, slots: int) -> float:
+    def resident_slots(self, tokens: float, streamed: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.
 
         The other slots are for loads of the current and the next layer, at most
-        `MAX_EXPERT_LOADS`. All slots keep their experts if there is one for each of the `away`
+        `MAX_EXPERT_LOADS`. All slots keep their experts if there is one for each of the `streamed`
         experts that are not in compute memory permanently.
         """
         loading = min(MAX_EXPERT_LOADS, 2 * self.touched(tokens))
-        return slots if slots >= away else max(slots - loading, 0)
+        return slots if slots >= streamed else max(slots - loading, 0)
 
     def touched(self, tokens: float) -> float:
         """Return the expected number of experts of a layer that some tokens choose, for independent

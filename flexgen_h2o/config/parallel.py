@@ -59,9 +59,9 @@ def torchrun_env(environment: Mapping[str, str] = os.environ) -> TorchrunEnv:
         rank = ranks = port = local = local_ranks = -1
     if not 0 <= rank < ranks or not 0 <= local < local_ranks or ranks > 1 and (
             not 0 < port < 1 << 16 or not variables.get("MASTER_ADDR")):
-        told = " ".join(f"{name}={value!r:.40}" for name, value in variables.items())
-        raise UserError(f"these variables do not say which rank this process is ({told}): start "
-                        "it with torchrun")
+        described = " ".join(f"{name}={value!r:.40}" for name, value in variables.items())
+        raise UserError("the environment does not set the rank of this process correctly "
+                        f"({described}): start it with torchrun")
     return TorchrunEnv(rank, ranks, local, local_ranks)
 
 

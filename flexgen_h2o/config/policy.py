@@ -121,7 +121,7 @@ class Policy:
     def fetches(self, has_gpu: bool) -> bool:
         """Return whether some weights are not resident in compute memory."""
         placed = [self.weights] if self.experts is None else [self.weights, self.experts]
-        return any(each.disk > 0 or has_gpu and each.cpu > 0 for each in placed)
+        return any(placement.disk > 0 or has_gpu and placement.cpu > 0 for placement in placed)
 
     def shards_weights(self, *, has_gpu: bool, mixture: bool) -> bool:
         """Return True if matrices are streamed from disk in row shards, not layer by layer.
@@ -141,8 +141,8 @@ def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
     idle = {"without recall": not cache.recalls,
             "in a simulation, whose cache is in memory": cache.simulated,
             "on a cache in memory": policy.cache.gpu == 100}
-    for reason, given in idle.items():
-        if given:
+    for reason, no_effect in idle.items():
+        if no_effect:
             raise UserError(f"fetch_chosen has no effect {reason}: leave it out")
 
 

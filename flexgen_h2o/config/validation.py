@@ -139,7 +139,7 @@ def check_arguments(function: Callable[_Options, _Result]) -> Callable[_Options,
     """
     parameters = inspect.signature(function).parameters
     names = tuple(parameters)
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
@@ -171,7 +171,7 @@ def _check(name: str, value: object, kinds: tuple[type, ...]) -> None:
     elif not isinstance(value, kinds):
         advice = ""
         if isinstance(value, Mapping) and len(kinds) == 1:
-            fields = ", ".join(f"{key}={each!r}" for key, each in value.items())
+            fields = ", ".join(f"{key}={field_value!r}" for key, field_value in value.items())
             advice = f": write {kinds[0].__name__}({fields})"
         raise UserError(f"{name} must be {' or '.join(map(_words, kinds))}, got {short_repr(value)}"
                         f"{advice}")

@@ -92,8 +92,8 @@ def _read(path: str) -> str:
         return read_text("calibration", path, if_empty="is empty: give a text")
     texts = []
     for number, record in read_json_records("calibration", path, if_empty="is empty: give texts"):
-        found = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
-        text = next((text for text in found if isinstance(text, str) and text.strip()), None)
+        rates = [record.get(key) for key in _KEYS] if isinstance(record, dict) else []
+        text = next((text for text in rates if isinstance(text, str) and text.strip()), None)
         if text is None:
             raise UserError(f"calibration {path} line {number} has no text under any of the keys "
                             f"{', '.join(_KEYS)}")

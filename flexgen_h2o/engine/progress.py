@@ -11,9 +11,9 @@ from flexgen_h2o.files.terminal import ProgressBar
 
 
 @contextmanager
-def byte_bar(what: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
+def byte_bar(description: str, *, off: bool | None) -> Iterator[Callable[[int, int], None]]:
     """Show a bar. Yields a callback (bytes done, all bytes). off=None: only on a terminal."""
-    with ProgressBar(desc=what, unit="B", unit_scale=True, disable=off) as bar:
+    with ProgressBar(desc=description, unit="B", unit_scale=True, disable=off) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

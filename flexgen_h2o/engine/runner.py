@@ -254,8 +254,8 @@ class Runner:
         stored = source.cached_constants(
             lambda: torch.stack([layer.stacked() for layer in self._measure_keys()]).cpu().numpy(),
             "keys1", self.args.weight_cache)
-        return tuple(LayerSmoothing.unstacked(each)
-                     for each in torch.from_numpy(stored).to(device))
+        return tuple(LayerSmoothing.unstacked(layer)
+                     for layer in torch.from_numpy(stored).to(device))
 
     def _measure_keys(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing, measured on a prompt of random tokens."""

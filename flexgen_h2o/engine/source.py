@@ -205,7 +205,7 @@ class ModelSource:
         """The beginning of folder names in the weight cache."""
         return model_title(self.folder) if self.gguf is None else self.gguf.source.stem
 
-    def cached_constants(self, measure: Callable[[], np.ndarray], what: str,
+    def cached_constants(self, measure: Callable[[], np.ndarray], description: str,
                          weight_cache: str | os.PathLike | None) -> np.ndarray:
         """Return constants that are measured by running the model, from the weight cache if it has
         them.
@@ -213,7 +213,7 @@ class ModelSource:
         Parameters
         ----------
         measure : callable () -> array
-        what : str
+        description : str
             Their name. It changes with the way they are measured.
         weight_cache : str, path or None
             As of `open`.
@@ -221,7 +221,7 @@ class ModelSource:
         if weight_cache is None:
             return measure()
         dtype = str(self.dtype).removeprefix("torch.")
-        form = f"{what}-{self.bits}bit-{self.activation_bits}-{dtype}"
+        form = f"{description}-{self.bits}bit-{self.activation_bits}-{dtype}"
         keep = _weight_cache(weight_cache)
         if (folder := find_copy(self._files, form, keep)) is not None:
             with suppress(OSError, ValueError):  # damaged
@@ -248,9 +248,9 @@ class ModelSource:
         return plain and info.dtype == self.dtype
 
 
-def _weight_cache(chosen: str | os.PathLike) -> Keep:
+def _weight_cache(value: str | os.PathLike) -> Keep:
     advice = "choose another --weight-cache, or --no-weight-cache"
-    root = cache_dir() / "weights" if chosen == "auto" else Path(os.path.expanduser(chosen))
+    root = cache_dir() / "weights" if value == "auto" else Path(os.path.expanduser(value))
     return Keep(root, advice)
 
 

@@ -126,26 +126,26 @@ class Prompts:
             raise UserError(f"{name}: token id {wrong} is not below the vocabulary's "
                             f"{self._config.vocab_size}")
 
-    def windows(self, text: str, what: str, *, count: int, length: int) -> list[list[int]]:
+    def windows(self, text: str, name: str, *, count: int, length: int) -> list[list[int]]:
         """Cut the beginning of a text into token sequences, with BOS if the tokenizer adds it.
 
         Parameters
         ----------
-        what : str
+        name : str
             Its name in errors.
         count, length : int
             The most sequences, and the most tokens of each.
         """
-        check_text(what, text)
+        check_text(name, text)
         if self.tokenizer is None:
-            raise UserError(f"{self._name} has no tokenizer here, and {what} is text: leave it out")
+            raise UserError(f"{self._name} has no tokenizer here, and {name} is text: leave it out")
         length = min(length, self._config.max_positions)
         bos = self.tokenizer.bos_token_id
         front = [] if bos is None or self._ids("", True)[:1] != [bos] else [bos]
         ids = self._ids(text[: 4 * _CHARACTERS * count * length], special=False)
         step = length - len(front)
         starts = range(0, min(len(ids), count * step), step)
-        return [self.encode(front + ids[start : start + step], what) for start in starts]
+        return [self.encode(front + ids[start : start + step], name) for start in starts]
 
     def fitting(self, prompt: str | Sequence[int], key: int | str, *, new_tokens: int,
                 special: bool) -> list[int]:
@@ -160,12 +160,12 @@ class Prompts:
         return clamped_new_tokens(self._config, self._h2o, length=tokens,
                                   max_new_tokens=max_new_tokens)
 
-    def _tokenize(self, text: str, what: str, *, special: bool = True,
+    def _tokenize(self, text: str, name: str, *, special: bool = True,
                   limit: tuple[int | None, str] | None = None) -> list[int]:
-        check_text(what, text)
+        check_text(name, text)
         if self.tokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here: give prompts as token ids")
-        self._check_beginning(text, what, *(limit or self._limit))
+        self._check_beginning(text, name, *(limit or self._limit))
         ids = self._ids(text, special)
         bos = self.tokenizer.bos_token_id
         if special and bos is not None and ids[:2] == [bos, bos] == self._ids("", True)[:1] * 2:
@@ -176,7 +176,7 @@ class Prompts:
         # Lengths are checked against the positions: tokenizers' own limits are often wrong.
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _check_beginning(self, text: str, what: str, max_tokens: int | None, why: str) -> None:
+    def _check_beginning(self, text: str, name: str, max_tokens: int | None, why: str) -> None:
         """Refuse a text whose beginning has too many tokens: a megabyte takes seconds."""
         if max_tokens is None:
             return
@@ -184,7 +184,7 @@ class Prompts:
         while length < len(text):
             tokens = len(self._ids(text[:length], special=False))
             if tokens > max_tokens + _CUT_TOKENS:
-                raise UserError(f"{what} has about {tokens * len(text) // length} tokens, more "
+                raise UserError(f"{name} has about {tokens * len(text) // length} tokens, more "
                                 f"than {why}")
             length *= 4  # for example blanks, which some tokenizers drop
 
@@ -228,7 +228,7 @@ class Prompts:
         self.encode(head + tail, key)
         return head, tail
 
-    def _split(self, context: str, continuation: str, what: str) -> tuple[list[int], list[int]]:
+    def _split(self, context: str, continuation: str, name: str) -> tuple[list[int], list[int]]:
         """Tokenize a context and its continuation as one text.
 
         White space at the end of the context belongs to the continuation, as in lm-eval: most
@@ -237,9 +237,9 @@ class Prompts:
         """
         if not continuation:
             return [], []
-        joined = self._tokenize(context + continuation, what)
+        joined = self._tokenize(context + continuation, name)
         context = context.rstrip()
-        head = self._tokenize(context, what) if context else []
+        head = self._tokenize(context, name) if context else []
         edge = len(os.path.commonprefix([head, joined]))
         return joined[:edge], joined[edge:]
 
@@ -278,8 +278,8 @@ class Prompts:
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that end a text."""
-        given = params.eos_token_id is not None
-        ends = params.end_tokens if given else self._source.generation.end_tokens
+        is_set = params.eos_token_id is not None
+        ends = params.end_tokens if is_set else self._source.generation.end_tokens
         return (*ends, *params.stop_token_ids)
 
     def _warn_of_missing_end(self) -> None:
@@ -366,32 +366,32 @@ class Prompts:
                          length=len(request.prompt), new_tokens=new)
 
 
-def check_list(what: str, values: Iterable[_Item]) -> list[_Item]:
-    """Return the prompts, pairs or texts of a call as a list. `what` names one of them.
+def check_list(name: str, values: Iterable[_Item]) -> list[_Item]:
+    """Return the prompts, pairs or texts of a call as a list. `name` names one of them.
 
     Raises
     ------
     UserError
         `values` is a text, a mapping, or not iterable.
     """
-    advice = f": put the one {what} in a list" if isinstance(values, str) else ""
+    advice = f": put the one {name} in a list" if isinstance(values, str) else ""
     try:
         items = None if isinstance(values, (str, bytes, Mapping)) else iter(values)
     except TypeError:
         items = None
     if items is None:
-        raise UserError(f"{what}s must be a list, got {short_repr(values)}{advice}")
+        raise UserError(f"{name}s must be a list, got {short_repr(values)}{advice}")
     return list(items)
 
 
-def _token_ids(tokens, what: str) -> list[int]:
+def _token_ids(tokens, name: str) -> list[int]:
     """Return token ids as ints, from any iterable of integers (a tensor, an array)."""
     try:
         if isinstance(tokens, bytes):
             raise TypeError("bytes")
         return [operator.index(token) for token in tokens]
     except TypeError:
-        raise UserError(f"{what} must be text or a sequence of whole token ids, "
+        raise UserError(f"{name} must be text or a sequence of whole token ids, "
                         f"got {short_repr(tokens)}") from None
 
 

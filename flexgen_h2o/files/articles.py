@@ -41,15 +41,15 @@ def select_articles(texts: Iterable[str], encode: Callable[[str], Sequence[int]]
 
     Each is cut to `max_tokens`; `encode` tokenizes a text. Raises `UserError` if there are too few.
     """
-    chosen: list[list[int]] = []
+    sentences: list[list[int]] = []
     for text in texts:
         ids = list(encode(text))
         if len(ids) >= min_tokens:
-            chosen.append(ids[:max_tokens])
-            if len(chosen) == articles:
-                return chosen
-    raise UserError(f"--input-path has {len(chosen)} articles of at least {min_tokens} tokens and "
-                    f"{articles} are needed: lower --articles or --min-tokens")
+            sentences.append(ids[:max_tokens])
+            if len(sentences) == articles:
+                return sentences
+    raise UserError(f"--input-path has {len(sentences)} articles of at least {min_tokens} tokens "
+                    f"and {articles} are needed: lower --articles or --min-tokens")
 
 
 def split_halves(articles: Iterable[Sequence[int]]) -> list[Pair]:

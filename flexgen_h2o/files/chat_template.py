@@ -223,8 +223,8 @@ def _refuse(event: str, arguments: tuple) -> None:
 def _answer(render: Any, request: dict) -> dict[str, str]:
     try:
         # Like `apply_chat_template`: a key with a null value is absent.
-        messages = [{key: value for key, value in each.items() if value is not None}
-                    for each in request["messages"]]
+        messages = [{key: value for key, value in message.items() if value is not None}
+                    for message in request["messages"]]
         variables = {"add_generation_prompt": True, **request["variables"]}
         (text,), _ = render([messages], chat_template=request["template"], **variables)
         if len(text) > _CHARACTERS:

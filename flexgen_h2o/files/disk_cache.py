@@ -160,15 +160,15 @@ class _Source:
 
     def find(self, root: Path) -> Path | None:
         """Return the copy of these files in a folder of the cache, and mark it as used."""
-        made = [(folder, _made_from(folder)) for folder in _folders(root)
-                if f"-{self.key}-" in folder.name]
-        for folder, about in made:
+        entries = [(folder, _made_from(folder)) for folder in _folders(root)
+                   if f"-{self.key}-" in folder.name]
+        for folder, about in entries:
             if any(place["files"] == self.files for place in about["places"]) and use(folder):
                 return folder
-        if made:
+        if entries:
             _log.info("comparing %s with the source of a copy", self.place["from"])
             with self.hashing(_THREADS) as digest:
-                equal = [(folder, about) for folder, about in made if about["digest"] == digest()]
+                equal = [entry for entry in entries if entry[1]["digest"] == digest()]
             for folder, about in equal:
                 if use(folder):
                     about["places"] = [*about["places"], self.place][-_MAX_PLACES:]

@@ -242,5 +242,5 @@ def _values(value: object, known: dict[int, float]) -> float:
     if id(value) not in known:
         known[id(value)] = math.inf
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_values(each, known) for each in inner)
+        known[id(value)] = 1 + sum(_values(item, known) for item in inner)
     return known[id(value)]

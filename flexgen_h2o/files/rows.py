@@ -18,7 +18,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_yaml
 from flexgen_h2o.files.writing import catch_write_errors, check_writable, open_atomic
 
-_SEPARATORS = {ord(each): f"\\u{ord(each):04x}" for each in "\x85\u2028\u2029"}
+_SEPARATORS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 def format_cell(value: object, digits: int = 6) -> object:
@@ -33,7 +33,7 @@ def format_flag_value(value: object) -> object:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return " ".join(str(format_flag_value(each)) for each in value)
+        return " ".join(str(format_flag_value(item)) for item in value)
     return format_cell(value)
 
 
@@ -134,14 +134,14 @@ class JsonlWriter(PartialFile):
 
 @contextmanager
 def report_partial_rows(file: CsvWriter | JsonlWriter | None,
-                        what: str = "rows measured") -> Iterator[None]:
+                        rows_text: str = "rows measured") -> Iterator[None]:
     """Add the name of the partial file to the error of a run that stops early."""
     try:
         yield
     except (UserError, KeyboardInterrupt) as error:
         if file is None or not file.count:
             raise
-        where = f"({what} before that: {file.partial})"
+        where = f"({rows_text} before that: {file.partial})"
         raise type(error)(f"{error} {where}".lstrip()) from None
 
 
@@ -307,8 +307,8 @@ def check_header(path: str | os.PathLike, columns: Sequence[str], *, flag: str) 
 
 def _check_header(file: io.IOBase, path: str | os.PathLike, columns: Sequence[str], flag: str
                   ) -> None:
-    found = file.readline(1 << 16)
-    if found and found.rstrip(b"\r\n") != format_csv_line(columns).strip().encode():
+    line = file.readline(1 << 16)
+    if line and line.rstrip(b"\r\n") != format_csv_line(columns).strip().encode():
         raise UserError(f"{path} has other columns than this version writes: choose a new {flag}")
 
 

@@ -138,13 +138,13 @@ class LayerSmoothing:
 
     def stacked(self) -> Tensor:
         """Return all constants as one tensor [2, 2, kv_heads, head_dim]."""
-        return torch.stack([torch.stack((each.mean, each.scale))
-                            for each in (self.rotated, self.unrotated)])
+        return torch.stack([torch.stack((smoothing.mean, smoothing.scale))
+                            for smoothing in (self.rotated, self.unrotated)])
 
     @classmethod
     def unstacked(cls, constants: Tensor) -> LayerSmoothing:
         """Return the constants of a result of `stacked`."""
-        return cls(*(KeySmoothing(*each) for each in constants.unbind()))
+        return cls(*(KeySmoothing(*pair) for pair in constants.unbind()))
 
 
 def hadamard(x: Tensor) -> Tensor:

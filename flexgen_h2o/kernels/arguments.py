@@ -115,9 +115,9 @@ def check(condition: bool, name: str, message: str) -> None:
 def check_tensors(name: str, dtype: torch.dtype,
                   **tensors: tuple[Tensor | None, tuple[int, ...]]) -> None:
     """Check that each tensor is None, or on the CPU with this dtype and its shape."""
-    for what, (x, shape) in tensors.items():
+    for tensor, (x, shape) in tensors.items():
         if x is not None and not (x.is_cpu and x.dtype == dtype and x.shape == shape):
-            raise ValueError(f"{name}: {what} must be {dtype} {list(shape)} on the CPU, got "
+            raise ValueError(f"{name}: {tensor} must be {dtype} {list(shape)} on the CPU, got "
                              f"{x.dtype} {list(x.shape)} on {x.device}")
 
 
@@ -131,8 +131,8 @@ def check_floats(name: str, x: Tensor, dims: int) -> torch.dtype:
 
 def check_contiguous(name: str, **tensors: Tensor | None) -> None:
     """Check that each tensor is None or contiguous."""
-    for what, x in tensors.items():
-        check(x is None or x.is_contiguous(), name, f"{what} must be contiguous")
+    for tensor, x in tensors.items():
+        check(x is None or x.is_contiguous(), name, f"{tensor} must be contiguous")
 
 
 def check_last_dim_contiguous(name: str, **tensors: Tensor | None) -> None:
@@ -140,9 +140,9 @@ def check_last_dim_contiguous(name: str, **tensors: Tensor | None) -> None:
 
     For tensors that are written, or read without a copy.
     """
-    for what, x in tensors.items():
+    for tensor, x in tensors.items():
         check(x is None or x.shape[-1] <= 1 or x.stride(-1) == 1, name,
-              f"{what} must be contiguous in its last dimension")
+              f"{tensor} must be contiguous in its last dimension")
 
 
 def check_attention(name: str, q: Tensor, k: Tensor, v: Tensor) -> torch.dtype:

@@ -149,8 +149,8 @@ def _attend_sequence(q: Tensor, k: Tensor, v: Tensor, scores: Tensor | None, out
         count = min(step, rows - start)
         num_keys = tokens - rows + start + count  # keys up to the last row of the block
         first = max(0, num_keys - count + 1 - form.window) if form.window else 0
-        mine = q[start : start + count].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        logits = _float_product(mine.flatten(1, 2), keys[..., first:num_keys]).unflatten(
+        queries = q[start : start + count].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        logits = _float_product(queries.flatten(1, 2), keys[..., first:num_keys]).unflatten(
             1, (-1, count))
         # Scaling the queries instead would round them again.
         logits.mul_(form.scale or dim**-0.5)
@@ -174,8 +174,8 @@ def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the softmax over keys of [kv_heads, group, rows, keys], with sinks [heads]."""
     if sinks is None:
         return logits.softmax(-1)
-    own = sinks.view(*logits.shape[:2], 1, 1)
-    lse = torch.logaddexp(logits.logsumexp(-1, keepdim=True), own)
+    learned_sinks = sinks.view(*logits.shape[:2], 1, 1)
+    lse = torch.logaddexp(logits.logsumexp(-1, keepdim=True), learned_sinks)
     return logits.sub_(lse).exp_()
 
 

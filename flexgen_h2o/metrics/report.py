@@ -27,7 +27,7 @@ _UNITS = (("GB", GB), ("MB", 1e6), ("KB", 1e3))
 def format_bytes(*nbytes: int) -> list[str]:
     """Format sizes in GB, MB, KB or bytes, with enough digits that different sizes differ."""
     for digits in range(1, 10):  # nine are bytes, whatever the unit
-        texts = [_size(each, digits) for each in nbytes]
+        texts = [_size(count, digits) for count in nbytes]
         if len(set(texts)) == len(set(nbytes)):
             break
     return texts
@@ -50,11 +50,12 @@ def align_columns(lines: Sequence[Sequence[str]], width: int | None = None) -> s
     for column in range(1, len(widths)):
         columns = [0, *tables[-1], column]
         if width is not None and tables[-1] and (
-                sum(widths[each] + 2 for each in columns) - 2 > width):
+                sum(widths[index] + 2 for index in columns) - 2 > width):
             tables.append([])
         tables[-1].append(column)
     return "\n\n".join("\n".join(
-        "  ".join([line[0].ljust(widths[0]), *(line[each].rjust(widths[each]) for each in table)])
+        "  ".join([line[0].ljust(widths[0]),
+                   *(line[index].rjust(widths[index]) for index in table)])
         for line in lines) for table in tables)
 
 

@@ -43,10 +43,10 @@ def compare_to_full(log_probs: Sequence[Sequence[float]], full: Sequence[Sequenc
     Nats are of the mean negative log-likelihood per token: more is worse.
     """
     tokens = [len(article) for article in full]
-    differences = [math.fsum(b - a for a, b in zip(ours, theirs, strict=True))
-                   for ours, theirs in zip(log_probs, full, strict=True)]
+    differences = [math.fsum(b - a for a, b in zip(value, full_value, strict=True))
+                   for value, full_value in zip(log_probs, full, strict=True)]
     low, high = bootstrap_interval(differences, tokens)
-    ours, theirs = perplexity(log_probs), perplexity(full)
-    return {"perplexity": ours, "perplexity_over_full": ours / theirs,
+    value, full_value = perplexity(log_probs), perplexity(full)
+    return {"perplexity": value, "perplexity_over_full": value / full_value,
             "delta_nats": math.fsum(differences) / sum(tokens),
             "delta_nats_low": low, "delta_nats_high": high}

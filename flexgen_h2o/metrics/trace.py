@@ -183,11 +183,11 @@ class Trace:
             with self._lock:
                 self._spans.append((name, lane, start, end, nbytes))
 
-    def sample(self, what: str, at: float, nbytes: int) -> None:
+    def sample(self, memory: str, at: float, nbytes: int) -> None:
         """Record the bytes in use of a memory at a time."""
         if self.enabled:
             with self._lock:
-                self._samples.append((what, at, nbytes))
+                self._samples.append((memory, at, nbytes))
 
     def spans(self) -> list[tuple[str, str, float, float, int]]:
         """Return all spans: (name, lane, start, end, bytes), in order of recording."""
@@ -213,8 +213,8 @@ class Trace:
             if nbytes:
                 event["args"] = {"bytes": nbytes, "GB/s": ratio(nbytes / GB, end - start)}
             events.append(event)
-        for what, at, nbytes in self.samples():
-            events.append({"ph": "C", "name": what, "pid": 1, "ts": (at - self._origin) * 1e6,
+        for memory, at, nbytes in self.samples():
+            events.append({"ph": "C", "name": memory, "pid": 1, "ts": (at - self._origin) * 1e6,
                            "args": {"bytes": nbytes}})
         with open_atomic(path) as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": self.about},

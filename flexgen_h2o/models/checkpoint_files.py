@@ -162,8 +162,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     path = Path(path)
     config = path / "config.json"
-    given = read_checkpoint_json(config) if config.exists() else None
-    settings = quantization(given, str(path)) if isinstance(given, dict) else None
+    values = read_checkpoint_json(config) if config.exists() else None
+    settings = quantization(values, str(path)) if isinstance(values, dict) else None
     plain = _open_plain(path)
     if settings is None:
         return plain

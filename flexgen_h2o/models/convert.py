@@ -99,9 +99,9 @@ def write_weights(
     nbytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in layout.values())
     free = shutil.disk_usage(folder).free
     if nbytes + _SPARE_BYTES > free:
-        needed, left = format_bytes(nbytes + _SPARE_BYTES, free)
-        raise UserError(f"a converted copy takes {needed}, but {keep.root} has {left} free; free "
-                        f"some or {keep.advice}")
+        needed, available = format_bytes(nbytes + _SPARE_BYTES, free)
+        raise UserError(f"a converted copy takes {needed}, but {keep.root} has {available} free; "
+                        f"free some or {keep.advice}")
     write_safetensors(folder / "model.safetensors", layout, chunks, progress=progress)
 
 

@@ -105,8 +105,8 @@ class Fields:
     def kv_heads(self) -> int:
         """Return num_key_value_heads; if it is null or has no default, num_attention_heads."""
         key = "num_key_value_heads"
-        given = self.values.get(key, self.defaults.get(key))
-        return self.count("num_attention_heads") if given is None else self.size(key, given)
+        value = self.values.get(key, self.defaults.get(key))
+        return self.count("num_attention_heads") if value is None else self.size(key, value)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         """Return the JSON object of a key; an empty one if there is none."""

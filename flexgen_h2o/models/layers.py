@@ -97,8 +97,8 @@ class Operations(Scratch):
     def route(self, x: Tensor, router: Tensor, bias: Tensor | None = None, *,
               per_token: int, normalize: bool) -> tuple[Tensor, Tensor]:
         """Return ids and routing weights of the experts: see `kernels.cpu.experts.route`."""
-        ours = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
-        if ours:
+        native_route = x.is_cpu and x.dtype == torch.bfloat16 and not ops.uses_reference("cpu")
+        if native_route:
             return native_experts.route(x, router, bias, per_token=per_token, normalize=normalize)
         logits = x.float() @ router.float().t()
         if bias is not None:

@@ -108,9 +108,9 @@ def check_experts(config: ModelConfig, policy: Policy) -> None:
 
 def _experts_text(counts: Sequence[int], per_token: int) -> str:
     """Return a description of layers and their experts."""
-    most = max(counts, default=0)
-    return (f"{per_token} of {most} experts a token in {sum(count > 0 for count in counts)} of "
-            f"{len(counts)} layers")
+    num_experts = max(counts, default=0)
+    layers = sum(count > 0 for count in counts)
+    return f"{per_token} of {num_experts} experts a token in {layers} of {len(counts)} layers"
 
 
 def longest_prompt(config: ModelConfig, h2o: H2OConfig | None) -> int | None:
@@ -158,8 +158,8 @@ def check_length(config: ModelConfig, h2o: H2OConfig | None, *, prompt: str, len
         if rolls:
             # Positions are ranks in the cache; new tokens have positions after the slots.
             beside = min(length, h2o.prompt_chunk) if h2o.prompt_chunk else 1
-            held = add_windows(h2o, config.attention)
-            cached = max(num_cached(held, layer, length, new_tokens - 1)
+            with_windows = add_windows(h2o, config.attention)
+            cached = max(num_cached(with_windows, layer, length, new_tokens - 1)
                          for layer in range(config.num_layers))
             num_positions = min(num_positions, beside + cached)
             advice = ", or lower the budget"

@@ -113,8 +113,8 @@ class _Values:
         value = default if value is None else value
         return validate(kind, value, f"{self.name}: {self.where} value {key}")
 
-    def refuse(self, what: str) -> UserError:
-        return UserError(f"{self.name}: {what} is not supported; {_INSTEAD}")
+    def refuse(self, feature: str) -> UserError:
+        return UserError(f"{self.name}: {feature} is not supported; {_INSTEAD}")
 
     def one_of(self, key: str, supported: tuple, default: Any) -> Any:
         """Return a value; raise `UserError` unless it is supported."""

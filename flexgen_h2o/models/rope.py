@@ -151,12 +151,12 @@ def read_rope(f: Fields, *, theta: Any = None, parameters: Any = None,
     return rope
 
 
-def _default(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
+def _default(f: Fields, scaling: Mapping, rotary_dim: int) -> dict[str, Any]:
     return {}
 
 
-def _linear(f: Fields, given: Mapping, rotary_dim: int) -> dict[str, Any]:
-    return {"factor": f.fit(Positive, given.get("factor"), "rope factor")}
+def _linear(f: Fields, scaling: Mapping, rotary_dim: int) -> dict[str, Any]:
+    return {"factor": f.fit(Positive, scaling.get("factor"), "rope factor")}
 
 
 def _llama3(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def _longrope(f: Fields, parameters: Mapping, rotary_dim: int) -> dict[str, Any]
             "attention_factor": f.fit(Positive, attention, "rope attention_factor")}
 
 
-def _factors(f: Fields, given: Mapping, key: str, rotary_dim: int) -> tuple[float, ...]:
-    factors = f.fit(list[Positive], given.get(key), f"rope {key}")
+def _factors(f: Fields, scaling: Mapping, key: str, rotary_dim: int) -> tuple[float, ...]:
+    factors = f.fit(list[Positive], scaling.get(key), f"rope {key}")
     if len(factors) != rotary_dim // 2:
         raise UserError(f"{f.name}: config value rope {key} must have {rotary_dim // 2} numbers, "
                         f"got {len(factors)}")

@@ -74,7 +74,7 @@ def recall_seconds(rates: ComputeRates | HostAttentionRates, recall: RecallRates
 def seconds_per_byte(rates: ComputeRates | HostAttentionRates, cache: CacheOptions) -> float:
     """Return the seconds of decode attention per byte of cache, weighted over keys and values."""
     bits = cache.kind_bits
-    return sum(each / rates.decode_attention[each] for each in bits) / sum(bits)
+    return sum(width / rates.decode_attention[width] for width in bits) / sum(bits)
 
 
 def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
@@ -102,8 +102,8 @@ def fit_recall_rates(rates: ComputeRates | HostAttentionRates,
     scanned = (long.cached - short.cached) * long.kv_heads * index.tile_bytes / INDEX_TILE
     scan = (second - first) * rate - apart * (long.selected - short.selected) * long.record
     fitted = RecallRates(index_work=max(MIN_RATIO, scan / scanned), apart=apart, calls=0)
-    rest = first - recall_seconds(rates, fitted, short, index=index, cache=CacheOptions())
-    return replace(fitted, calls=max(MIN_RATIO, rest / (short.kv_heads * rates.head_seconds)))
+    remainder = first - recall_seconds(rates, fitted, short, index=index, cache=CacheOptions())
+    return replace(fitted, calls=max(MIN_RATIO, remainder / (short.kv_heads * rates.head_seconds)))
 
 
 def disk_read_ratio(recall: RecallRates, tokens: RecalledTokens) -> float:
@@ -192,8 +192,8 @@ class CacheCosts:
         if not run.attends_on_host:
             token_seconds = sum(self._hardware.compute.caching.get(bits, 0.0) / 1e9
                                 for bits in run.cache.kind_bits)
-            kept = self._sequences * self._slots(self._prompt) * run.model.kv_size
-            cost.add(COMPUTE, kept * token_seconds / passes)
+            elements = self._sequences * self._slots(self._prompt) * run.model.kv_size
+            cost.add(COMPUTE, elements * token_seconds / passes)
         plain = self._sequences * 2 * run.model.kv_size * run.itemsize
         cut = self._sequences * self._slots(self._prompt + CACHE_GROWTH) * self._record
         fetched: tuple[str, ...] = ("cpu", "disk")
@@ -271,8 +271,9 @@ class CacheCosts:
         """
         run, model = self._run, self._run.model
         evicting = {*run.evicting_layers}
-        return sum(most if layer in evicting else min(most, grown) for layer, most in enumerate(
-            layer_slots(run.cache, model, run.workload))) / model.num_layers
+        max_slots = layer_slots(run.cache, model, run.workload)
+        return sum(slots if layer in evicting else min(slots, grown)
+                   for layer, slots in enumerate(max_slots)) / model.num_layers
 
     def _attention_seconds(self, rates: ComputeRates | HostAttentionRates, *, recalls: bool
                            ) -> float:

@@ -85,10 +85,10 @@ def load_or_calibrate(device: Device, offload_dir: str | os.PathLike, *, recalib
     path = _calibration_file(device, offload_dir)
     if not recalibrate:
         try:
-            if (found := load_calibration(device, offload_dir)) is not None:
+            if (calibration := load_calibration(device, offload_dir)) is not None:
                 with contextlib.suppress(OSError):
                     os.utime(path)  # its last use
-                return found
+                return calibration
         except UserError as error:
             _log.warning("measuring this machine again: %s", error)
     hardware = calibrate(device, offload_dir, progress=progress)
@@ -252,8 +252,8 @@ def fetch_rates(device: Device, file: Path) -> tuple[float, float]:
     """
     few, many = SEQUENCES
     short, long = (_fetch_seconds(device, file, sequences) for sequences in SEQUENCES)
-    each = max((long - short) / (many - few), 0.0)
-    return max(short - few * each, MIN_SECONDS), max(each / KV_HEADS, MIN_SECONDS)
+    per_call = max((long - short) / (many - few), 0.0)
+    return max(short - few * per_call, MIN_SECONDS), max(per_call / KV_HEADS, MIN_SECONDS)
 
 
 def _fetch_seconds(device: Device, file: Path, sequences: int) -> float:

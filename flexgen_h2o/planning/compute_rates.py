@@ -322,16 +322,16 @@ class Rates:
         def attend(tokens: int) -> None:
             ops.prefill_attention(q, k, v, [tokens] * (rows // tokens), scores=scores)
 
-        few = max(1, tokens // SHORT_PROMPTS)
+        short_tokens = max(1, tokens // SHORT_PROMPTS)
         took = (self._timer.seconds(partial(attend, tokens)) if scored
                 else self._fastest("prefill_attention", 16, rows, partial(attend, tokens)))
         winners = None if scored else self.implementations
         with dispatch.use_autotune_table(winners):
-            short = self._timer.seconds(partial(attend, few))
-        flops, fewer = (4 * sizes.head_dim * sizes.heads * rows * (each + 1) / 2
-                        for each in (tokens, few))
-        rate = (flops - fewer) / max(took - short, took / 2)
-        return rate, max(short - fewer / rate, MIN_SECONDS) / (rows * sizes.heads)
+            short = self._timer.seconds(partial(attend, short_tokens))
+        flops, short_flops = (4 * sizes.head_dim * sizes.heads * rows * (length + 1) / 2
+                              for length in (tokens, short_tokens))
+        rate = (flops - short_flops) / max(took - short, took / 2)
+        return rate, max(short - short_flops / rate, MIN_SECONDS) / (rows * sizes.heads)
 
     def caching(self) -> dict[int, float]:
         """Measure `ComputeRates.caching`, of whole prompts with scores."""
@@ -342,8 +342,8 @@ class Rates:
         cuts = [Cut(tokens, tokens // 2, tokens - tokens // 2)] * sequences
         nanoseconds = {}
         for bits in BITS:
-            one = self._records(sizes.heads, tokens, sizes.head_dim, bits=bits)
-            slots = one.repeat(1, sequences, 1, 1, 1)
+            packed = self._records(sizes.heads, tokens, sizes.head_dim, bits=bits)
+            slots = packed.repeat(1, sequences, 1, 1, 1)
             kept_scores, positions = (
                 torch.zeros(slots.shape[1:4], dtype=dtype, device=k.device)
                 for dtype in (torch.float32, torch.int32))
@@ -388,8 +388,8 @@ class Rates:
     def layer_seconds(self) -> float:
         """Measure `ComputeRates.layer_seconds`: a layer with negligible matmuls and attention."""
         config, weights, step, x = self._small_layer()
-        do = Operations(self._device.torch)
-        return self._timer.seconds(lambda: run_layer(config, weights, x, do, attend=step))
+        operations = Operations(self._device.torch)
+        return self._timer.seconds(lambda: run_layer(config, weights, x, operations, attend=step))
 
     def captured_layer_seconds(self) -> float | None:
         """Measure `ComputeRates.captured_layer_seconds`; None where nothing is captured."""

@@ -194,8 +194,8 @@ class _LayerStepCosts:
         share = self._hardware.interference
         lanes = (1 - share) * lanes + share * seconds.sum(axis=0)
         if policy.overlap:
-            more = max(0.0, self._hardware.read_interference - share)
-            lanes[0] += more * seconds[RESOURCES.index("disk->cpu")]
+            slowdown = max(0.0, self._hardware.read_interference - share)
+            lanes[0] += slowdown * seconds[RESOURCES.index("disk->cpu")]
         return LayerStepCost(count * self._run.groups, lanes, seconds)
 
     def embedding(self, rows: float, count: int) -> LayerStepCost:

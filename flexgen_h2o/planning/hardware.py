@@ -318,7 +318,7 @@ def _compute(file: _ComputeEntries) -> ComputeRates:
         if rates else {bits: _from_units(1, column) for bits, column in table.items()},
         prefill_attention=_from_units(TERA, file.prefill_attention_tflop_per_s),
         decode_attention=_from_units(GB, file.decode_attention_gb_per_s),
-        **{each: _rounded(getattr(file, key) * unit) for key, (each, unit) in _FIGURES.items()},
+        **{figure: _rounded(getattr(file, key) * unit) for key, (figure, unit) in _FIGURES.items()},
         captured_layer_seconds=file.bound_layer_microseconds and _rounded(
             file.bound_layer_microseconds * MICRO),
         query_seconds=_from_units(NANO, file.query_nanoseconds or {}),

@@ -135,8 +135,8 @@ class MemoryPlan:
         if limits is not None:
             free = (limits.free(tier) for tier in tiers)
             lines.append(("free", *("-" if n is None else f"{n / GB:.3f}" for n in free)))
-        return "\n".join(f"{first:<18}" + "".join(f"{cell:>15}" for cell in rest)
-                         for first, *rest in lines)
+        return "\n".join(f"{first:<18}" + "".join(f"{cell:>15}" for cell in values)
+                         for first, *values in lines)
 
 
 def memory_plan(

@@ -78,13 +78,13 @@ def moe_scratch(run: PlannedRun) -> int:
     sums = 8 if run.itemsize == 4 else 4  # float32 runs accumulate in float64
     hidden, wide = model.hidden_size, max(experts.ffn_size, experts.shared_ffn_size)
     # A token's experts: index, weight, and their order.
-    chosen = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
+    routing = rows * (experts.per_token * 4 * 8 + experts.count * 3 * 4)
     parts = 3 if experts.gate_limit else 2
     inner = chunk * ((parts * wide + 3 * hidden) * run.itemsize + hidden * (2 * sums + 4))
     # Inputs and outputs of the experts that one call computes together.
     together = min(rows * experts.per_token, EXPERT_ROUND) * 2 * (wide + hidden) * run.itemsize
     inner = max(inner, together)
-    return rows * hidden * (run.itemsize + sums) + chosen + inner
+    return rows * hidden * (run.itemsize + sums) + routing + inner
 
 
 def _migrated_bytes(run: PlannedRun) -> int:
@@ -117,8 +117,8 @@ def _attention_scratch(run: PlannedRun) -> int:
     if not cache.is_unquantized_full or run.pass_rows < load.prompt_len:
         # Chunked prompts and rotated copies; with eviction also the kept tokens, twice.
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
-    most = num_slots + SLOT_TILE
-    decode = 4 * tasks * (most + 2 * model.head_dim)
+    max_slots = num_slots + SLOT_TILE
+    decode = 4 * tasks * (max_slots + 2 * model.head_dim)
     if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * num_slots * numbers
@@ -133,11 +133,11 @@ def _sparse_attention_scratch(run: PlannedRun) -> int:
     unpacked = vector * (1 if cache.bits == 16 else 3)
     # Selected values also as stored, and copied beside the new token's.
     record = kv_entry_bytes(cache, model, run.itemsize) // 2
-    chosen = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
+    selected = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's, and as weights; sorting takes 64 bits twice.
     weights = 4 * 4 * model.num_heads + 4 * 8 * model.num_kv_heads
     tokens = load.gpu_batch_size * max(layer_slots(cache, model, load))
-    return int(tokens * (weights + max(unpacked, chosen)))
+    return int(tokens * (weights + max(unpacked, selected)))
 
 
 def _matmul_scratch(run: PlannedRun) -> int:
@@ -195,20 +195,20 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     head_tier, placement = place_first(head, total, others, compute_tiers(run.has_gpu))
     fractions = placement.fractions()
     vectors = model.over_layers(lambda part: part.vectors) * run.itemsize
-    for name, nbytes, apart, stays in (
+    for name, nbytes, head_bytes, resident_bytes in (
             ("weights", layers, 0, vectors),
             ("embeddings", total - layers, head if head_tier else 0, 0)):
-        gpu, cpu, disk = (int((nbytes - apart) * fraction) + apart * (tier == head_tier)
+        gpu, cpu, disk = (int((nbytes - head_bytes) * fraction) + head_bytes * (tier == head_tier)
                           for tier, fraction in zip(TIERS, fractions, strict=True))
         if run.shards_weights and placement.disk > 0:
             # Vectors stay in memory, and matrices are written whole.
-            gpu, disk = gpu + int(stays * fractions[2]), nbytes - apart
+            gpu, disk = gpu + int(resident_bytes * fractions[2]), nbytes - head_bytes
         yield MemoryRow(name, gpu, cpu, disk if run.writes_weights else 0)
-    away = fractions[2] + (fractions[1] if run.has_gpu else 0)
+    streamed = fractions[2] + (fractions[1] if run.has_gpu else 0)
     buffers, options = 0, run.weights.with_largest_layouts
-    if run.shards_weights and away > 0:
+    if run.shards_weights and streamed > 0:
         buffers = SHARD_BUFFERS * _shard_bytes(run, head=not head_tier)
-    elif away > 0:
+    elif streamed > 0:
         # Whole tensors are placed: a layer may hold one more of them than its share.
         tensor = max(options.matrix_bytes(shape, run.itemsize) for layer in model.layer_kinds
                      for shape in model.layer_shapes(layer).matrices)
@@ -217,7 +217,7 @@ def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:
                  for layer in model.layer_kinds)
         largest = max(part_bytes(options, part, run.itemsize)
                       for part in chain.from_iterable(parts))
-        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * away) + tensor),
+        buffers = WEIGHT_BUFFERS * max(min(largest, int(largest * streamed) + tensor),
                                        0 if head_tier else head)
     yield MemoryRow("weight buffers", buffers, buffers if run.has_gpu else 0)
     if model.experts is not None:
@@ -279,8 +279,8 @@ def _cache_rows(run: PlannedRun) -> Iterator[MemoryRow]:
         device_staging, host_staging = device_staging + STARTED_BATCHES * rows, host_staging + rows
     if run.gathers_prompts:
         plain = 2 * model.kv_size * run.itemsize
-        more = _staging_bytes(run, placed, record=plain, max_tokens=load.prompt_len)
-        device_staging, host_staging = device_staging + more[0], host_staging + more[1]
+        staging = _staging_bytes(run, placed, record=plain, max_tokens=load.prompt_len)
+        device_staging, host_staging = device_staging + staging[0], host_staging + staging[1]
     yield MemoryRow("cache buffers", device_staging, host_staging)
     yield _prompt_cache_row(run, placed)
     if options.recalls:
@@ -384,8 +384,8 @@ def _activation_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     batch = rows * run.model.hidden_size * run.itemsize
     total = batch * load.num_gpu_batches
     yield MemoryRow("activations", *(int(total * share) for share in placement.fractions()))
-    away = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
-    staging = HIDDEN_BUFFERS * batch if away else 0
+    streamed = placement.disk > 0 or (run.has_gpu and placement.cpu > 0)
+    staging = HIDDEN_BUFFERS * batch if streamed else 0
     yield MemoryRow("activation buffers", staging, staging if placement.disk > 0 else 0)
     if run.stage is not None or run.groups > 1:
         # A group's batches to the next rank, and two from the previous one. Groups without a

@@ -83,16 +83,16 @@ def estimate_pipeline(bounds: Sequence[int], hardware: Hardware, run: PlannedRun
     includes them.
     """
     runs = rank_runs(run, bounds)
-    estimates, groups = [estimate(hardware, each) for each in runs], runs[0].groups
+    estimates, groups = [estimate(hardware, rank_run) for rank_run in runs], runs[0].groups
     load, phases = run.workload, []
     for name, tokens in (("prefill", load.prompt_len), ("step", 1)):
-        each = [getattr(one, name) for one in estimates]
-        slowest = max(each, key=lambda phase: phase.seconds)
+        rank_phases = [getattr(forecast, name) for forecast in estimates]
+        slowest = max(rank_phases, key=lambda phase: phase.seconds)
         sent = 0.0 if network is None else network.seconds(
             load.num_gpu_batches, load.gpu_batch_size * load.num_gpu_batches * tokens
             * run.model.hidden_size * run.itemsize)
         busy = max(slowest.seconds, sent)
-        through = (sum(phase.seconds for phase in each) + (len(runs) - 1) * sent) / groups
+        through = (sum(phase.seconds for phase in rank_phases) + (len(runs) - 1) * sent) / groups
         seconds = (busy + through - busy / groups if name == "prefill"
                    else max(busy, through))
         phases.append(Phase(seconds, slowest.resources))
@@ -115,9 +115,9 @@ def predict_pipeline(hardware: Hardware, run: PlannedRun, ranks: int, limits: Me
         raise UserError(f"{run.model.name} has {run.model.num_layers} layers, too few for "
                         f"{ranks} ranks")
     times = layer_seconds(hardware, run, ranks)
-    each = [balance_layers(seconds, ranks) for seconds in (times, [1.0] * len(times))]
-    bounds = next((each for each in each if not any(
-        MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, each))), each[0])
+    splits = [balance_layers(seconds, ranks) for seconds in (times, [1.0] * len(times))]
+    bounds = next((split for split in splits if not any(
+        MemoryPlan(part).shortfalls(limits) for part in rank_runs(run, split))), splits[0])
     for part in rank_runs(run, bounds):
         MemoryPlan(part).check(limits)
     choice = predict(hardware, run, prompts, partial(estimate_pipeline, bounds, network=network))

@@ -78,7 +78,8 @@ class PlacementSolver:
 
     def _replace(self, policy: Policy, placements: Mapping[str, Placement]) -> Policy:
         """Return a policy with other placements of some kinds."""
-        fields: dict[str, Any] = {self._field(kind): each for kind, each in placements.items()}
+        fields: dict[str, Any] = {self._field(kind): placement
+                                  for kind, placement in placements.items()}
         return replace(policy, **fields)
 
     def _field(self, kind: str) -> str:
@@ -102,8 +103,8 @@ class PlacementSolver:
         is therefore also solved with the whole cache on each tier.
         """
         starts = [self._round_solution(), *(self._round_solution(tier) for tier in self._tiers)]
-        found = [self._hill_climb(run) for run in starts if run is not None]
-        best = min(found, key=self._run_seconds, default=None)
+        improved = [self._hill_climb(run) for run in starts if run is not None]
+        best = min(improved, key=self._run_seconds, default=None)
         return best and self._add_expert_slots(self._drop_slow_tiers(best))
 
     def _add_expert_slots(self, run: PlannedRun) -> PlannedRun:
@@ -179,8 +180,8 @@ class PlacementSolver:
         """Return the run with shares [_SHARES] in whole percents, and whole sequences for the
         cache."""
         placements = {}
-        for kind, three in zip(PLACED, shares.reshape(len(PLACED), len(TIERS)), strict=True):
-            placement = _normalize(three.tolist())
+        for kind, percents in zip(PLACED, shares.reshape(len(PLACED), len(TIERS)), strict=True):
+            placement = _normalize(percents.tolist())
             if kind == "cache":
                 placement = _normalize(split(self.run.workload.gpu_batch_size, placement))
             placements[kind] = Placement(*split(100, placement))
@@ -189,7 +190,7 @@ class PlacementSolver:
     def _best_neighbour(self, run: PlannedRun) -> PlannedRun | None:
         """Return the fastest neighbour that fits, if it is faster than the run."""
         neighbours = [replace(run, policy=policy) for policy in self._neighbours(run.policy)]
-        shares = np.stack([placement_shares(each) for each in neighbours], axis=1)
+        shares = np.stack([placement_shares(neighbour) for neighbour in neighbours], axis=1)
         times = self._block_seconds(shares)
         least = self._run_seconds(run) * (1 - _MIN_GAIN)
         order = [index for index in np.argsort(times, kind="stable") if times[index] < least]

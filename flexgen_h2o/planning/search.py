@@ -155,8 +155,8 @@ def predict(hardware: Hardware, run: PlannedRun, prompts: int | None = None,
         estimates.append(estimate(hardware, replace(
             run, workload=partial, groups=min(run.groups, count))))
     return Choice(run, full_block, blocks * block + last_prompts,
-                  prefill=sum(each.prefill.seconds for each in estimates),
-                  decode=sum(each.steps * each.step.seconds for each in estimates))
+                  prefill=sum(forecast.prefill.seconds for forecast in estimates),
+                  decode=sum(forecast.steps * forecast.step.seconds for forecast in estimates))
 
 
 def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> list[Choice]:
@@ -252,7 +252,7 @@ def _solve_placement(hardware: Hardware, run: PlannedRun, limits: MemoryLimits) 
         slots = max(slots // 2, MIN_EXPERT_SLOTS)
         fewer = replace(run, policy=replace(run.policy, expert_slots=slots))
         solvers.append(PlacementSolver(hardware, fewer, limits))
-    return min(solvers, key=lambda each: each.seconds)
+    return min(solvers, key=lambda candidate: candidate.seconds)
 
 
 class _EarlyStop:
@@ -281,8 +281,8 @@ def _drop_unused_features(run: PlannedRun | None, request: PlanRequest) -> Plann
     """Return the run without host attention and selective fetch where the cache needs neither."""
     if run is None:
         return None
-    policy, given = run.policy, request.policy
-    on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or given.cpu_cache_compute)
+    policy, requested = run.policy, request.policy
+    on_host = policy.cpu_cache_compute and (policy.cache.cpu > 0 or requested.cpu_cache_compute)
     fetches = policy.fetch_chosen and (
         not on_host and policy.cache.cpu > 0 if run.has_gpu else policy.cache.disk > 0)
     return replace(run, policy=replace(
@@ -305,9 +305,9 @@ _TIES: tuple[tuple[str, Callable[[PlannedRun], int]], ...] = (
 def _rank_choices(choices: list[Choice]) -> list[Choice]:
     """Sort by throughput, and put the tie that `_TIES` prefers first."""
     choices.sort(key=lambda choice: -choice.tokens_per_second)
-    alike = [c for c in choices
+    equal = [c for c in choices
              if c.tokens_per_second >= TIE_RATIO * choices[0].tokens_per_second]
-    best = min(alike, key=lambda choice: [of(choice.run) for _, of in _TIES])
+    best = min(equal, key=lambda choice: [cost_of(choice.run) for _, cost_of in _TIES])
     return [best, *(choice for choice in choices if choice is not best)]
 
 
@@ -315,7 +315,7 @@ def tie_break_reason(choice: Choice, other: Choice) -> str | None:
     """Return why `choice` is preferred to a faster `other`; None if `other` is not faster."""
     if other.tokens_per_second <= choice.tokens_per_second:
         return None
-    return next(words for words, of in _TIES if of(choice.run) < of(other.run))
+    return next(words for words, cost_of in _TIES if cost_of(choice.run) < cost_of(other.run))
 
 
 def _raise_nothing_fits(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> NoReturn:
@@ -323,8 +323,8 @@ def _raise_nothing_fits(hardware: Hardware, request: PlanRequest, limits: Memory
     *_, run = _options(hardware, request)
     size = request.sizes()[0]
     run = _with_batch_shape(request, run, size, request.counts(size)[0])
-    away = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
-    MemoryPlan(replace(run, policy=away)).check(limits)
+    on_disk = replace(run.policy, weights=Placement(0, 0, 100), cache=Placement(0, 0, 100))
+    MemoryPlan(replace(run, policy=on_disk)).check(limits)
     raise UserError("no policy was found that fits: give --percent and batch sizes")
 
 

@@ -178,6 +178,7 @@ class BufferRing(Generic[Key]):
     def _next(self, key: Key) -> StagingBuffer:
         """Assign the next buffer of the ring to a key."""
         buffer = next(self._order)
-        self._buffers = {other: held for other, held in self._buffers.items() if held is not buffer}
+        self._buffers = {old_key: old for old_key, old in self._buffers.items()
+                         if old is not buffer}
         self._buffers[key] = buffer
         return buffer

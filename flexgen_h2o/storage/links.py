@@ -124,7 +124,7 @@ def disk_beside(path: Path, work: Callable[[], object], *, nbytes: int = 1 << 30
 
 def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float]:
     """Return the bytes per second of copies from pinned host memory to a GPU, and back."""
-    host, there = device.host_empty(nbytes).random_(0, 256), device.empty(nbytes)
+    host, device_buffer = device.host_empty(nbytes).random_(0, 256), device.empty(nbytes)
     stream = device.stream()
 
     def rate(target: torch.Tensor, source: torch.Tensor) -> float:
@@ -134,7 +134,7 @@ def copy_rates(device: Device, *, nbytes: int = 256 << 20) -> tuple[float, float
 
         return nbytes / _median_seconds(copy)
 
-    return rate(there, host), rate(host, there)
+    return rate(device_buffer, host), rate(host, device_buffer)
 
 
 def memory_read_rate(nbytes: int = 2 << 30, *, device: Device | None = None) -> float:
@@ -187,6 +187,6 @@ def best_gemm_rate(rows: int, dtype: torch.dtype, *, device: Device | None = Non
     device = device or Device()
     if device.separate:
         return gemm_rate(rows, dtype, device=device)
-    faster = max((dtype, torch.float32), key=lambda each: gemm_rate(
-        256, each, width=1024, depth=1024, device=device))
+    faster = max((dtype, torch.float32), key=lambda candidate: gemm_rate(
+        256, candidate, width=1024, depth=1024, device=device))
     return gemm_rate(rows, faster, device=device)

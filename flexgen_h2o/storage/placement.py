@@ -80,8 +80,8 @@ def place_first(nbytes: int, total: int, placement: Placement, tiers: Sequence[s
     for tier in tiers:
         capacity = getattr(placement, tier) / 100 * total
         if nbytes <= capacity and 0 < nbytes < total:
-            shares = (getattr(placement, each) * total - 100 * nbytes * (each == tier)
-                      for each in TIERS)
+            shares = (getattr(placement, name) * total - 100 * nbytes * (name == tier)
+                      for name in TIERS)
             return tier, Placement(*(max(0.0, share) / (total - nbytes) for share in shares))
     return None, placement
 
@@ -119,10 +119,10 @@ def place_experts(dense_bytes: int, experts: int, placement: Placement,
         return placement, expert_placement or placement
     capacity, parts = [share * (dense_bytes + experts) for share in placement.fractions()], []
     for nbytes in (dense_bytes, experts):
-        amounts, left = [], float(nbytes)
+        amounts, remaining = [], float(nbytes)
         for tier, free in enumerate(capacity):
-            amounts.append(min(free, left))
-            left -= amounts[-1]
+            amounts.append(min(free, remaining))
+            remaining -= amounts[-1]
             capacity[tier] -= amounts[-1]
         parts.append(Placement(*(100 * share / max(sum(amounts), 1) for share in amounts))
                      if nbytes else placement)

@@ -75,14 +75,14 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
     """Run the job on the only rank, or on the first rank of a pipeline."""
     with _open_results(options) as (results, errors), _open_input(options) as source:
         config, implementations, bounds = _resolve_plan(options, source)
-        left, progress = _resume(options, config, source, results=results, errors=errors)
+        remaining, progress = _resume(options, config, source, results=results, errors=errors)
         stats = None
-        if len(left) and options.ray:
+        if len(remaining) and options.ray:
             with _report_partial(progress), Ending(_announce_end) as ending:
                 ray_job.RayJob(source, options, results=results, errors=errors,
                                progress=progress).run(
-                    left, lambda: ending.asked or progress.is_over(options.max_hours))
-        elif len(left):
+                    remaining, lambda: ending.asked or progress.is_over(options.max_hours))
+        elif len(remaining):
             with (_report_partial(progress),
                   open_on_ranks(config, pipeline, bounds=bounds, progress=False,
                                 implementations=implementations) as llm,
@@ -90,7 +90,7 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
                 progress.begin()
                 job = Job(llm, source, options, results=results, errors=errors, progress=progress,
                           should_end=lambda: ending.asked or progress.is_over(options.max_hours))
-                job.run(left)
+                job.run(remaining)
             stats = job.stats
     return _report(options, config, progress, stats)
 
@@ -115,10 +115,10 @@ def _run_first_replica(options: BatchOptions, place: ReplicaRank, queue: WindowQ
     try:
         with _open_results(options) as (results, errors), _open_input(options) as source:
             config, _, _ = _resolve_plan(options, source)
-            left, progress = _resume(options, config, source, results=results, errors=errors)
-            size, published = data_parallel.lead(queue, source, options, left), True
+            remaining, progress = _resume(options, config, source, results=results, errors=errors)
+            size, published = data_parallel.lead(queue, source, options, remaining), True
             with _report_partial(progress):
-                _answer_windows(options, place, queue, (left, size), pipeline=pipeline,
+                _answer_windows(options, place, queue, (remaining, size), pipeline=pipeline,
                                 source=source, progress=progress, files=(results, errors))
                 queue.wait_for_others()
                 progress.add(**data_parallel.absorb(source, results=results, errors=errors))
@@ -146,8 +146,8 @@ def _answer_windows(options: BatchOptions, place: ReplicaRank, queue: WindowQueu
                     windows: tuple[np.ndarray, int], *, pipeline: Pipeline | None, source: JobInput,
                     progress: JobProgress, files: tuple[ResultsFile, ResultsFile]) -> None:
     """Answer windows of the job on the first rank of a replica."""
-    left, size = windows
-    if not len(left):
+    remaining, size = windows
+    if not len(remaining):
         return
     with (data_parallel.open_replica(options.run, place, pipeline) as llm,
           Ending(_announce_end) as ending):
@@ -161,7 +161,7 @@ def _answer_windows(options: BatchOptions, place: ReplicaRank, queue: WindowQueu
 
         job = Job(llm, source, options, results=files[0], errors=files[1], progress=progress,
                   should_end=should_end)
-        data_parallel.work(queue, job, left, size, should_end)
+        data_parallel.work(queue, job, remaining, size, should_end)
 
 
 def dry_run(options: BatchOptions, source: JobInput) -> int:
@@ -252,10 +252,11 @@ def _resume(options: BatchOptions, config: RunConfig, source: JobInput, *, resul
         places, failures = file.answered(source)
         answered[places] = True
         succeeded[np.setdiff1d(places, failures)] = True
-    left, failed = np.flatnonzero(~answered), int((answered & ~succeeded).sum())
-    if 0 < len(left) < len(source):
-        print_stdout(f"going on: {len(source) - len(left)} of {len(source)} requests are answered")
-    return left, JobProgress(len(source), len(source) - len(left), failed, options.progress_file)
+    remaining, failed = np.flatnonzero(~answered), int((answered & ~succeeded).sum())
+    done = len(source) - len(remaining)
+    if 0 < done < len(source):
+        print_stdout(f"going on: {done} of {len(source)} requests are answered")
+    return remaining, JobProgress(len(source), done, failed, options.progress_file)
 
 
 def _announce_end() -> None:

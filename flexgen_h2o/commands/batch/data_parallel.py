@@ -79,13 +79,13 @@ class _SharedJob(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, left: np.ndarray) -> int:
+def lead(queue: WindowQueue, source: JobInput, options: BatchOptions, remaining: np.ndarray) -> int:
     """Publish the requests that are left, as replica 0. Return the requests of a window."""
     config = options.run
-    size = window_size(len(left), queue.replicas, limit=options.window,
+    size = window_size(len(remaining), queue.replicas, limit=options.window,
                        block=config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
     mask = np.zeros(len(source), bool)
-    mask[left] = True
+    mask[remaining] = True
     queue.publish(msgspec.json.encode(_SharedJob(
         keys=_digest(source), left=np.packbits(mask).tobytes(), window=size)).decode())
     return size
@@ -114,7 +114,7 @@ def follow(queue: WindowQueue, source: JobInput) -> tuple[np.ndarray, int]:
     return np.flatnonzero(mask), job.window
 
 
-def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
+def work(queue: WindowQueue, job: Job, remaining: np.ndarray, size: int,
          should_end: Callable[[], bool]) -> None:
     """Answer windows of `size` requests until all are answered, or the job is to end.
 
@@ -123,11 +123,11 @@ def work(queue: WindowQueue, job: Job, left: np.ndarray, size: int,
     UserError
         As `Job.run`, or replica 0 is gone.
     """
-    with closing(queue.windows(-(-len(left) // size))) as windows:
+    with closing(queue.windows(-(-len(remaining) // size))) as windows:
         for window in windows:
             if should_end():
                 break
-            job.run(left[window * size:(window + 1) * size])
+            job.run(remaining[window * size:(window + 1) * size])
             if should_end():
                 break
     queue.check()  # a lost queue also makes `should_end` true

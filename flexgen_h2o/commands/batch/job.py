@@ -50,7 +50,7 @@ class Encoder(Protocol):
                special: bool) -> list[int]:
         """Return the token ids of a prompt, as `LLM.encode` does."""
 
-    def clamped(self, tokens: int, most: int) -> int:
+    def clamped(self, tokens: int, max_tokens: int) -> int:
         """Return how many new tokens fit after a prompt, as `LLM.clamped` does."""
 
     @property
@@ -312,7 +312,7 @@ class Job:
         self._write_failures([FailedRequest(bad.place, bad.request.custom_id, BadRequest(
             "the model's logits are not finite for this request: try another --dtype",
             code="logits_not_finite"))])
-        return _reset(one for one in ready if not one.answered and one is not bad)
+        return _reset(pending for pending in ready if not pending.answered and pending is not bad)
 
     def _answer_halves(self, ready: Sequence[TokenizedRequest], error: InsufficientMemory) -> bool:
         """Run requests that do not fit in memory together as two halves, by length.
@@ -320,7 +320,7 @@ class Job:
         A request that does not fit alone fails. If it is the first of the job, raise the error
         instead, because no request may fit.
         """
-        waiting = sorted((one for one in ready if not one.answered),
+        waiting = sorted((pending for pending in ready if not pending.answered),
                          key=TokenizedRequest.max_tokens)
         if len(waiting) == 1:
             if self.stats is None:
@@ -339,7 +339,7 @@ class Job:
     def _run(self, ready: Sequence[TokenizedRequest]) -> bool:
         """Run requests, and write lines after each block. Return False to end the job."""
         owners = _sequences(ready)
-        prompts, params = zip(*(sequence for one in ready for sequence in one.sequences()),
+        prompts, params = zip(*(sequence for pending in ready for sequence in pending.sequences()),
                               strict=True)
         before = self._llm.stats
         try:
@@ -382,12 +382,12 @@ class Job:
 
 def _sequences(ready: Sequence[TokenizedRequest]) -> list[tuple[TokenizedRequest, int]]:
     """Return the request and the choice of each sequence, in the order in which they run."""
-    return [(one, choice) for one in ready for choice in range(one.choices)]
+    return [(pending, choice) for pending in ready for choice in range(pending.choices)]
 
 
 def _reset(waiting: Iterable[TokenizedRequest]) -> list[TokenizedRequest]:
     """Drop the outputs of requests that will run again."""
     requests = list(waiting)
-    for one in requests:
-        one.outputs.clear()
+    for request in requests:
+        request.outputs.clear()
     return requests

@@ -61,7 +61,7 @@ class RayJob:
         self._source, self._options = source, options
         self._results, self._errors, self._progress = results, errors, progress
 
-    def run(self, left: np.ndarray, should_end: Callable[[], bool]) -> None:
+    def run(self, remaining: np.ndarray, should_end: Callable[[], bool]) -> None:
         """Answer the requests at these places of the input.
 
         Parameters
@@ -80,9 +80,9 @@ class RayJob:
             gpus = _gpus(options.run, ray)
             resources = replace(resources, num_gpus=gpus).fitted(machines(ray), options.replicas)
             try:
-                with closing(self._answers(ray, left, resources)) as tables:
+                with closing(self._answers(ray, remaining, resources)) as tables:
                     try:
-                        self._collect(tables, left, should_end)
+                        self._collect(tables, remaining, should_end)
                     finally:  # Ray prints that running windows have failed
                         muted.enter_context(redirect_stdout(io.StringIO()))
             except ray.exceptions.RayTaskError:
@@ -91,17 +91,17 @@ class RayJob:
                 raise UserError(f"Ray has given up ({type(error).__name__}): "
                                 f"{str(error).strip()[:600]}") from None
 
-    def _answers(self, ray: Any, left: np.ndarray, resources: ReplicaResources
+    def _answers(self, ray: Any, remaining: np.ndarray, resources: ReplicaResources
                  ) -> Generator[pyarrow.Table, None, None]:
         """Yield tables of result lines as replicas return them."""
         options, context = self._options, ray.data.DataContext.get_current()
         context.enable_progress_bars = context.print_on_execution_start = False
         config = options.run
-        size = window_size(len(left), options.replicas, limit=options.window,
+        size = window_size(len(remaining), options.replicas, limit=options.window,
                            block=config.resolved_gpu_batch_size * config.resolved_num_gpu_batches)
         # The lines of a window are read shortly before a replica needs them.
         lines = map_here(
-            ray, ray.data.from_arrow(list(_windows(self._source, left, size))), _read,
+            ray, ray.data.from_arrow(list(_windows(self._source, remaining, size))), _read,
             batch_size=None, batch_format="pyarrow", fn_kwargs={"path": self._source.path})
         run = replace(config, memory_limit=resources.planned_bytes)
         answered = map_replicas(
@@ -112,11 +112,11 @@ class RayJob:
         yield from answered.iter_batches(batch_size=None, batch_format="pyarrow",
                                          prefetch_batches=0)
 
-    def _collect(self, tables: Iterable[pyarrow.Table], left: np.ndarray,
+    def _collect(self, tables: Iterable[pyarrow.Table], remaining: np.ndarray,
                  should_end: Callable[[], bool]) -> None:
         """Write the lines, one for each request: a repeated window may return its lines twice."""
         waiting = np.zeros(len(self._source), bool)
-        waiting[left] = True
+        waiting[remaining] = True
         for table in tables:
             if table["place"][0].as_py() == _ERROR:
                 raise UserError(table["line"][0].as_py().decode())
@@ -153,12 +153,12 @@ def _gpus(config: RunConfig, ray: Any) -> int:
     return int(config.device.startswith("cuda"))
 
 
-def _windows(source: JobInput, left: np.ndarray, size: int) -> Iterator[pyarrow.Table]:
+def _windows(source: JobInput, remaining: np.ndarray, size: int) -> Iterator[pyarrow.Table]:
     """Yield an index table of each window's lines."""
     import pyarrow  # installed with Ray
 
-    for start in range(0, len(left), size):
-        places = left[start:start + size]
+    for start in range(0, len(remaining), size):
+        places = remaining[start:start + size]
         yield pyarrow.table({
             "place": pyarrow.array(places, pyarrow.int64()), "offset": source.offsets[places],
             "key": source.keys[places], "number": source.numbers[places],

@@ -95,9 +95,9 @@ def check_fields(body: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
         if name in known:
             fields[name] = value if known[name] is None else _check_type(known[name], value, name)
         elif not any(_same(value, neutral) for neutral in _NEUTRAL.get(name, ())):
-            what = (f"{name} {short_repr(value)}" if name in _NEUTRAL
-                    else f"the field {short_repr(name)}")
-            raise BadRequest(f"{what} is not supported: leave it out", param=name[:80],
+            description = (f"{name} {short_repr(value)}" if name in _NEUTRAL
+                           else f"the field {short_repr(name)}")
+            raise BadRequest(f"{description} is not supported: leave it out", param=name[:80],
                              code="unsupported_parameter")
     return fields
 
@@ -383,8 +383,8 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     prompts: Sequence[object] = [prompt]
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         prompts = prompt
-    if not prompts or not all(isinstance(one, str) and one or _is_token_ids(one)
-                              for one in prompts):
+    if not prompts or not all(isinstance(item, str) and item or _is_token_ids(item)
+                              for item in prompts):
         raise BadRequest("prompt must be text or a list of token ids, or a list of these, none "
                          f"empty, got {short_repr(prompt)}", param="prompt")
     return tuple(prompts)  # type: ignore[arg-type]

@@ -275,13 +275,13 @@ def _choice(request: JobRequest, place: int, output: Output, parser: ReasoningPa
 
 
 def _chat_log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any]:
-    def one(token: int, log_prob: float) -> dict[str, Any]:
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
         text, data = _token_text(token, detokenizer)
         return {"token": text, "logprob": max(log_prob, _MIN_LOGPROB), "bytes": list(data)}
 
-    return {"content": [one(each.token_id, each.log_prob)
-                        | {"top_logprobs": [one(*top) for top in each.top]}
-                        for each in output.log_probs or ()],
+    return {"content": [entry(scored.token_id, scored.log_prob)
+                        | {"top_logprobs": [entry(*top) for top in scored.top]}
+                        for scored in output.log_probs or ()],
             "refusal": None}
 
 
@@ -295,14 +295,14 @@ def _log_probs(output: Output, detokenizer: Detokenizer | None) -> dict[str, Any
     offsets = []
     step = word if detokenizer is None else IncrementalDetokenizer(
         detokenizer, output.prompt_token_ids).step
-    for each in tokens:
+    for scored in tokens:
         offsets.append(end)
-        end += len(step(each.token_id))
+        end += len(step(scored.token_id))
         top.append({})  # the sampled token is always included, as in the API
-        for token, log_prob in (*each.top, (each.token_id, each.log_prob)):
+        for token, log_prob in (*scored.top, (scored.token_id, scored.log_prob)):
             top[-1].setdefault(word(token), max(log_prob, _MIN_LOGPROB))
-    return {"tokens": [word(each.token_id) for each in tokens],
-            "token_logprobs": [max(each.log_prob, _MIN_LOGPROB) for each in tokens],
+    return {"tokens": [word(scored.token_id) for scored in tokens],
+            "token_logprobs": [max(scored.log_prob, _MIN_LOGPROB) for scored in tokens],
             "top_logprobs": top, "text_offset": offsets}
 
 

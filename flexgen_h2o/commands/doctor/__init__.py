@@ -207,7 +207,7 @@ def disk(facts: DiskFacts) -> Section:
         return Section("disk", (("folder", facts.folder), ("cannot be used", facts.problem)),
                        ("nothing can be kept on disk: choose another --offload-dir",))
     rate = facts.read / GB
-    kind = next(name for most, name in SPEEDS if rate < most)
+    kind = next(name for max_rate, name in SPEEDS if rate < max_rate)
     how = "past the page cache" if facts.direct else "through the page cache"
     slow = []
     if facts.system in IN_MEMORY:
@@ -230,15 +230,15 @@ def disk(facts: DiskFacts) -> Section:
 
 def cache() -> Section:
     """Return the section of converted models on disk."""
-    found = entries()
+    converted = entries()
+    nbytes = sum(entry.nbytes for entry in converted)
     return Section("cache", (("folder", str(cache_dir())), (
-        "holds", f"{sum(entry.nbytes for entry in found) / GB:.2f} GB in {len(found)} entries: see "
-        "flexgen-h2o cache")))
+        "holds", f"{nbytes / GB:.2f} GB in {len(converted)} entries: see flexgen-h2o cache")))
 
 
 def verdict(sections: Sequence[Section]) -> Iterator[str]:
     """Yield the warnings of all sections."""
-    slow = [line for each in sections for line in each.slow]
+    slow = [line for section in sections for line in section.slow]
     yield "slow here" if slow else "nothing here is known to be slow"
     yield from (fit_rows(f"  - {line}", 4) for line in slow)
 

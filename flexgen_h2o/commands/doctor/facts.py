@@ -292,9 +292,9 @@ def file_system(folder: Path) -> str:
     """Return the kind of file system of a folder; empty if unknown."""
     import psutil
 
-    mounted = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
-    place = folder.resolve()
-    return next((mounted[each] for each in (place, *place.parents) if each in mounted), "")
+    mounted = {Path(disk.mountpoint): disk.fstype for disk in psutil.disk_partitions(all=True)}
+    resolved = folder.resolve()
+    return next((mounted[path] for path in (resolved, *resolved.parents) if path in mounted), "")
 
 
 def _takes_direct(file: Path) -> bool:

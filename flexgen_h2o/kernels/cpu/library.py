@@ -103,10 +103,10 @@ def instruction_set() -> str:
         return SETS[(_library().h2o_isa_available() & ~_EMULATED_BIT).bit_length() - 1]
     if name in available_sets():
         return name
-    if name in (has := cpu_sets()):
+    if name in (supported := cpu_sets()):
         raise UserError(f"FLEXGEN_H2O_ISA={name}: the kernels were built for "
                         f"{', '.join(built_sets())}; reinstall with FLEXGEN_H2O_BUILD=all")
-    raise UserError(f"FLEXGEN_H2O_ISA={name}: this machine has {', '.join(has)}")
+    raise UserError(f"FLEXGEN_H2O_ISA={name}: this machine has {', '.join(supported)}")
 
 
 def has_tiles() -> bool:

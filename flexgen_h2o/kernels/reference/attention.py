@@ -191,8 +191,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
         old = [table[state.ranks.where(filled, 0)] for table in state.rope]
         new = [table[cached][:, None] for table in state.rope]
         query, key, keys = rotated(query, *new), rotated(key, *new), rotated(keys, *old)
-    keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), own[:, :, None]], dim=2)
-                    for x, own in ((keys, key), (values, value)))
+    keys, values = (torch.cat([x.masked_fill(~filled[..., None], 0), row[:, :, None]], dim=2)
+                    for x, row in ((keys, key), (values, value)))
     products = torch.einsum("skgd,sktd->skgt", query.unflatten(1, (kv_heads, -1)), keys)
     if offsets is not None:
         products = products + offsets.view(len(q), kv_heads, -1, 1)
@@ -265,8 +265,8 @@ def _update_state(state, metadata, place, new_scores):
     state.scores.scatter_(-1, place, new_scores)
     if state.ranks is not None:
         # Close the gap that each victim leaves among the ranks. The new token has the last rank.
-        gone = state.ranks.gather(-1, place)
-        state.ranks.sub_(((state.ranks > gone) & (full == 1)).to(torch.int32))
+        evicted_rank = state.ranks.gather(-1, place)
+        state.ranks.sub_(((state.ranks > evicted_rank) & (full == 1)).to(torch.int32))
         state.ranks.scatter_(-1, place, (cached - full).to(torch.int32).expand(place.shape))
     state.positions.scatter_(-1, place, (tokens - 1).to(torch.int32).expand(place.shape))
 

@@ -351,15 +351,15 @@ def unpack_rows(data, layout, rows, dtype):
         values = _lengthened(words, of_rows(torch.uint8, 0, head).int())
         return values.flatten(1)[:, : layout.inputs].to(dtype)
     if layout.bits == 6:
-        three = words.unflatten(-1, (-1, 3))
-        last = sum((three[..., n] >> 6 - 2 * n & 3 * _BYTES << 2 * n) for n in range(3))
-        words = torch.cat((three & 63 * _BYTES, last[..., None]), dim=-1).flatten(-2)
+        word_groups = words.unflatten(-1, (-1, 3))
+        last = sum((word_groups[..., n] >> 6 - 2 * n & 3 * _BYTES << 2 * n) for n in range(3))
+        words = torch.cat((word_groups & 63 * _BYTES, last[..., None]), dim=-1).flatten(-2)
     width = 4 if layout.bits == 4 else 8
     shifts = (width * torch.arange(16 // width, device=data.device)[:, None]
               + 16 * torch.arange(2, device=data.device))
     codes = (words[..., None, None] >> shifts & layout.levels).flatten(-3)
     if layout.mxfp4:
-        numbers = torch.tensor((*NUMBERS, *(-each for each in NUMBERS)), device=data.device)
+        numbers = torch.tensor((*NUMBERS, *(-number for number in NUMBERS)), device=data.device)
         exponents = of_rows(torch.uint8, 0, head).int() - _BIAS
         values = torch.ldexp(numbers[codes], exponents)
     else:

@@ -136,8 +136,8 @@ def update_log_weights(weights, log_weights, cached):
     bits = weights[..., : log_weights.shape[-1]].contiguous().view(torch.int32)
     bits = torch.nn.functional.pad(bits, (0, log_weights.shape[-1] - bits.shape[-1]))
     mean = (log_weights + ((bits - log_weights) >> MEAN_SHIFT)).where(log_weights != 0, bits)
-    there = torch.arange(log_weights.shape[-1], device=bits.device) < cached[:, None, None]
-    log_weights.copy_(mean.where(there, log_weights))
+    is_cached = torch.arange(log_weights.shape[-1], device=bits.device) < cached[:, None, None]
+    log_weights.copy_(mean.where(is_cached, log_weights))
 
 
 def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DEFAULT_FORM,
@@ -237,16 +237,17 @@ def assign_slots(selected, first_recent, *, slot_of, token_of, log_weights, newe
     for head, (tokens, is_old) in enumerate(zip(heads, old, strict=True)):
         tokens = tokens[is_old]
         token_slots = slot_of[head, tokens]
-        away = tokens[token_slots < 0]
+        missing_tokens = tokens[token_slots < 0]
         slot_tokens = token_of[head]
         keys = log_weights[head, slot_tokens.clamp(min=0)].where(slot_tokens >= 0, 0)
         keys[token_slots[token_slots >= 0]] = torch.iinfo(torch.int32).max
-        replaced = keys.argsort(stable=True)[: len(away)].sort().values
+        replaced = keys.argsort(stable=True)[: len(missing_tokens)].sort().values
         evicted = token_of[head, replaced]
         slot_of[head, evicted[evicted >= 0]] = -1
-        slot_of[head, away], token_of[head, replaced] = replaced.int(), away
+        slot_of[head, missing_tokens], token_of[head, replaced] = replaced.int(), missing_tokens
         slots[head, is_old] = slot_of[head, tokens]
-        missing.append(torch.stack((torch.full_like(replaced, head), away.long(), replaced)))
+        missing.append(torch.stack((
+            torch.full_like(replaced, head), missing_tokens.long(), replaced)))
     all_missing = torch.cat(missing, 1)
     return slots.view(selected.shape), all_missing, int(old.sum()) - all_missing.shape[1]
 

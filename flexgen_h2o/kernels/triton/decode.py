@@ -264,18 +264,18 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
     heads, min_rows = (group, MIN_DOT_SIZE) if together else (1, 1)
     stride = (0, 0) if scores is None else scores.stride()[:2]
     scale = (form.scale or length**-0.5) * (1 if form.softcap else math.log2(math.e))
-    apart = {"SHARERS": group // heads, "LONG": n >= 512}
+    separate = {"SHARERS": group // heads, "LONG": n >= 512}
     grid = (pairs * (group // heads), splits)
     if heads == 1 and reads_codes(slots, unit, length, layout, rotary):
         read_codes[grid](
             q, *q.stride()[:2], slots, *strides, metadata, *stride, logits, parts, stats, selected,
             kv_heads, n, split, scale, form.softcap, positions, eviction.window, EXACT, **shape,
-            **apart, WORDS=power_of_2(length // 8))
+            **separate, WORDS=power_of_2(length // 8))
     else:
         _read[grid](
             q, *q.stride()[:2], slots, *strides, metadata, ranks, *stride, *tables, logits,
             parts, stats, selected, kv_heads, n, split, scale, form.softcap, positions,
-            eviction.window, **shape, **apart, ROTARY=rotary, HEADS=heads,
+            eviction.window, **shape, **separate, ROTARY=rotary, HEADS=heads,
             TALL=max(min_rows, power_of_2(heads)),
             WIDTH=max(min_rows, power_of_2(length // 2)))
     return finish(q, k, v, PartialAttention(logits, parts, stats, n, split, scale), slots=slots,

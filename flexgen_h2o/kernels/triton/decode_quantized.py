@@ -218,14 +218,14 @@ def read_codes(q, q_row, q_head, slots, s_kind, s_row, s_head, s_slot, metadata,
         tl.sum(a0 * weight, axis=0), tl.sum(a1 * weight, axis=0), tl.sum(a2 * weight, axis=0),
         tl.sum(a3 * weight, axis=0), tl.sum(a4 * weight, axis=0), tl.sum(a5 * weight, axis=0),
         tl.sum(a6 * weight, axis=0), tl.sum(a7 * weight, axis=0), VALUE_BITS)
-    there = word < HALF // 4
+    valid = word < HALF // 4
     out = parts + place * LENGTH + word * 4
-    tl.store(out, a0 + zero_low, mask=there)
-    tl.store(out + 1, a1 + zero_low, mask=there)
-    tl.store(out + 2, a2 + zero_low, mask=there)
-    tl.store(out + 3, a3 + zero_low, mask=there)
+    tl.store(out, a0 + zero_low, mask=valid)
+    tl.store(out + 1, a1 + zero_low, mask=valid)
+    tl.store(out + 2, a2 + zero_low, mask=valid)
+    tl.store(out + 3, a3 + zero_low, mask=valid)
     out += HALF
-    tl.store(out, a4 + zero_high, mask=there)
-    tl.store(out + 1, a5 + zero_high, mask=there)
-    tl.store(out + 2, a6 + zero_high, mask=there)
-    tl.store(out + 3, a7 + zero_high, mask=there)
+    tl.store(out, a4 + zero_high, mask=valid)
+    tl.store(out + 1, a5 + zero_high, mask=valid)
+    tl.store(out + 2, a6 + zero_high, mask=valid)
+    tl.store(out + 3, a7 + zero_high, mask=valid)

@@ -86,10 +86,10 @@ def _denominators(stats, rows, new_logit, sink_logits, head, count, splits, ever
     """The whole softmax's maximum and sum, [TALL] each: of splits, new token and sink."""
     g = tl.arange(0, TALL)
     part = tl.arange(0, SPLITS)
-    there = (g < HEADS)[:, None] & (part < count)[None, :]
+    valid = (g < HEADS)[:, None] & (part < count)[None, :]
     place = stats + rows[:, None] * splits + part[None, :]
-    maxima = tl.load(place, mask=there, other=LOWEST)
-    totals = tl.load(place + everyone, mask=there, other=0.0)
+    maxima = tl.load(place, mask=valid, other=LOWEST)
+    totals = tl.load(place + everyone, mask=valid, other=0.0)
     maximum = tl.maximum(tl.max(maxima, axis=1), new_logit)
     sink = new_logit
     if sink_logits is not None:

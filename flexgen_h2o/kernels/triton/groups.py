@@ -33,8 +33,9 @@ def _scaled(codes, rows, live, element, FIRST: tl.constexpr, LAST: tl.constexpr,
     for group in tl.static_range(FIRST + 1, LAST + 1):
         scale = tl.load(halves + group, mask=live, other=0).to(tl.float32)
         zero = tl.load(halves + (LENGTH // GROUP + group), mask=live, other=0).to(tl.float32)
-        mine = (element // GROUP == group)[None, :]
-        scales, zeros = tl.where(mine, scale[:, None], scales), tl.where(mine, zero[:, None], zeros)
+        in_group = (element // GROUP == group)[None, :]
+        scales = tl.where(in_group, scale[:, None], scales)
+        zeros = tl.where(in_group, zero[:, None], zeros)
     # Integer to float: OR into the low bits of 2 ** 23, then subtract it. This is exact, and faster
     # than a conversion.
     exact = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
@@ -154,9 +155,9 @@ def _codes(x, packed, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.con
     GROUPS: tl.constexpr = LENGTH // GROUP
     member = tl.arange(0, triton.next_power_of_2(GROUP))
     inside = (member < GROUP)[None, None, :]
-    there = live[:, None, None] & in_vector[None, :, None]
+    valid = live[:, None, None] & in_vector[None, :, None]
     group = part // 2
-    values = _values(x, there & inside, group[:, None] * GROUP + member[None, :])
+    values = _values(x, valid & inside, group[:, None] * GROUP + member[None, :])
     low = tl.min(tl.where(inside, values, float("inf")), axis=2)
     high = tl.max(tl.where(inside, values, float("-inf")), axis=2)
     zero = _half_below(low + 0.0)  # of both zeros, the positive one
@@ -171,12 +172,12 @@ def _codes(x, packed, live, part, in_vector, LENGTH: tl.constexpr, GROUP: tl.con
 
     member = tl.arange(0, triton.next_power_of_2(GROUP // 2))
     inside = (member < GROUP // 2)[None, None, :]
-    values = _values(x, there & inside, part[:, None] * (GROUP // 2) + member[None, :])
+    values = _values(x, valid & inside, part[:, None] * (GROUP // 2) + member[None, :])
     # A scale of 0 is replaced by the smallest float16: all values of that group quantize to 0.
     steps = tl.broadcast_to(tl.maximum(scale, 5.9604644775390625e-08)[:, :, None], values.shape)
     ratio = tl.div_rn(values - zero.to(tl.float32)[:, :, None], steps)
     # Adding 1.5 * 2 ** 23 leaves no bits for a fraction: round to nearest, ties to even.
-    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32), there & inside
+    return ((ratio + 12582912.0) - 12582912.0).to(tl.int32), valid & inside
 
 
 @triton.jit

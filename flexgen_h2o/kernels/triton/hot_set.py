@@ -25,9 +25,10 @@ def _note_missing(selected, slot_of, marks, missing, top_k, CHUNK: tl.constexpr)
         token = tl.load(selected + number, mask=number < top_k, other=-1)
         slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
         tl.store(marks + slot, 1, mask=slot >= 0)
-        away = (token >= 0) & (slot < 0)
-        tl.store(missing + count + tl.cumsum(away.to(tl.int32), axis=0) - 1, token, mask=away)
-        count += tl.sum(away.to(tl.int32), axis=0)
+        is_missing = (token >= 0) & (slot < 0)
+        place = count + tl.cumsum(is_missing.to(tl.int32), axis=0) - 1
+        tl.store(missing + place, token, mask=is_missing)
+        count += tl.sum(is_missing.to(tl.int32), axis=0)
     return count
 
 
@@ -57,12 +58,12 @@ def _lowest(keys, slots, count, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _claim(selected, slot_of, token_of, log_weights, keys, taken, missing, places, counts, tokens,
-           slots, top_k, CHUNK: tl.constexpr):
+def _claim(selected, slot_of, token_of, log_weights, keys, token_slots, missing, places, counts,
+           tokens, slots, top_k, CHUNK: tl.constexpr):
     """Compute `reference.recall.claim_slots` of one KV head."""
     pair = tl.program_id(0).to(tl.int64)
     selected += pair * top_k
-    taken += pair * top_k
+    token_slots += pair * top_k
     missing += pair * top_k
     places += pair * top_k
     slot_of += pair * tokens
@@ -107,7 +108,7 @@ def _claim(selected, slot_of, token_of, log_weights, keys, taken, missing, place
         number = start + tl.arange(0, CHUNK)
         token = tl.load(selected + number, mask=number < top_k, other=-1)
         slot = tl.load(slot_of + token, mask=token >= 0, other=-1)
-        tl.store(taken + number, slot, mask=number < top_k)
+        tl.store(token_slots + number, slot, mask=number < top_k)
 
 
 @triton.jit
@@ -136,14 +137,14 @@ def claim_slots(selected: Tensor, *, slot_of: Tensor, token_of: Tensor, log_weig
     """Run `reference.recall.claim_slots`, without synchronization."""
     top_k, slots = selected.shape[2], token_of.shape[1]
     selected = selected.contiguous()
-    taken, missing = torch.empty_like(selected), selected.new_empty((2, *selected.shape))
+    token_slots, missing = torch.empty_like(selected), selected.new_empty((2, *selected.shape))
     counts, keys = selected.new_empty(selected.shape[:2]), torch.empty_like(token_of)
     chunk = 32 if interpreted() else 2048
     if selected.numel():
         _claim[(len(token_of),)](
-            selected, slot_of, token_of, log_weights, keys, taken, *missing, counts,
+            selected, slot_of, token_of, log_weights, keys, token_slots, *missing, counts,
             slot_of.shape[1], slots, top_k, CHUNK=chunk, num_warps=8)
-    return taken, missing, counts
+    return token_slots, missing, counts
 
 
 def copy_tokens(source: Tensor, target: Tensor, moves: Tensor, counts: Tensor) -> None:

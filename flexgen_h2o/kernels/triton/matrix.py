@@ -55,9 +55,10 @@ def _words(codes, word, mask, WORDS: tl.constexpr, BITS: tl.constexpr):
         first = tl.load(codes + _place(unit, WORDS)[:, None], mask=mask, other=0)
         second = tl.load(codes + _place(unit + 1, WORDS)[:, None], mask=mask, other=0)
         third = tl.load(codes + _place(unit + 2, WORDS)[:, None], mask=mask, other=0)
-        own = tl.where((part == 0)[:, None], first, tl.where((part == 1)[:, None], second, third))
+        selected = tl.where((part == 0)[:, None], first,
+                            tl.where((part == 1)[:, None], second, third))
         last = (first >> 6) & 0x03030303 | (second >> 4) & 0x0C0C0C0C | (third >> 2) & 0x30303030
-        return tl.where((part < 3)[:, None], own & 0x3F3F3F3F, last)
+        return tl.where((part < 3)[:, None], selected & 0x3F3F3F3F, last)
     else:
         return tl.load(codes + _place(word, WORDS)[:, None], mask=mask, other=0)
 
@@ -180,16 +181,16 @@ def _unpack(data, output_ids, first, out, out_row, count, inputs, groups, magic,
     PER: tl.constexpr = 32 // WIDTH
     lane = tl.arange(0, LANES)
     row = tl.program_id(0).to(tl.int64) * LANES + lane
-    there = row < count
+    valid = row < count
     place = lane
     if output_ids is None:
         base = (first // LANES + tl.program_id(0)).to(tl.int64) + lane * 0
     else:
-        output = tl.load(output_ids + row, mask=there, other=0)
+        output = tl.load(output_ids + row, mask=valid, other=0)
         base, place = output // LANES, output % LANES
     base *= groups * (LANES + LANES * WORDS)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (word < groups * FULL)[:, None] & there[None, :]
+    mask = (word < groups * FULL)[:, None] & valid[None, :]
     words = _words(data.to(tl.pointer_type(tl.int32)) + (base + place)[None, :], word, mask,
                    WORDS, BITS)
     header = (data.to(tl.pointer_type(tl.float16)) + (2 * base + place)[None, :]
@@ -203,7 +204,7 @@ def _unpack(data, output_ids, first, out, out_row, count, inputs, groups, magic,
     k = word[:, None] * PER + j[None, :]
     tl.store(out + (row * out_row)[None, None, :] + k[:, :, None],
              weight.to(out.dtype.element_ty),
-             mask=(k < inputs)[:, :, None] & there[None, None, :])
+             mask=(k < inputs)[:, :, None] & valid[None, None, :])
 
 
 def unpack_rows(matrix: QuantizedMatrix, rows: Tensor, dtype: torch.dtype) -> Tensor:

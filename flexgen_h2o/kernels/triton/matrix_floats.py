@@ -156,13 +156,13 @@ def _unpack_floats(data, output_ids, first, out, out_row, count, inputs, groups,
     """
     lane = tl.arange(0, LANES)
     row = tl.program_id(0).to(tl.int64) * LANES + lane
-    there = row < count
+    valid = row < count
     output = first + row
     if output_ids is not None:
-        output = tl.load(output_ids + row, mask=there, other=0)
+        output = tl.load(output_ids + row, mask=valid, other=0)
     base = output // LANES * groups * (LANES // 4 + LANES * WORDS)
     unit = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = (unit < units)[:, None] & there[None, :]
+    mask = (unit < units)[:, None] & valid[None, :]
     place, head = _places(unit, WORDS, BITS)
     words = data.to(tl.pointer_type(tl.int32))
     pairs = _load(words + (base + output % LANES)[None, :] + place[:, None], mask, BITS)
@@ -176,7 +176,7 @@ def _unpack_floats(data, output_ids, first, out, out_row, count, inputs, groups,
     k = unit[:, None] * PER + tl.arange(0, PER)[None, :]
     tl.store(out + (row * out_row)[None, :, None] + k[:, None, :],
              tl.reshape(elements, (BLOCK, LANES, PER)),
-             mask=(k < inputs)[:, None, :] & there[None, :, None])
+             mask=(k < inputs)[:, None, :] & valid[None, :, None])
 
 
 def unpack(out: Tensor, data: Tensor, layout: MatrixLayout, *, first: int,

@@ -59,19 +59,19 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
     keys += (sequence.to(tl.int64) * k_row + head * k_head) * UNIT
     rows = keys + (first + number).to(tl.int64) * k_slot * UNIT
     group, byte = tl.arange(0, MANY), tl.arange(0, WIDE)
-    there = (group < GROUPS)[:, None] & (byte < GROUP // PER)[None, :]
+    valid = (group < GROUPS)[:, None] & (byte < GROUP // PER)[None, :]
     element = group[:, None] * GROUP + byte[None, :] * PER
     low = tl.full((ROWS, MANY), float("inf"), tl.float32)
     high = tl.full((ROWS, MANY), float("-inf"), tl.float32)
     values = ()
     for j in tl.static_range(PER):
         x = load_elements(rows, live, tl.reshape(element + j, (MANY * WIDE,)),
-                          tl.reshape(there, (MANY * WIDE,)), 0, LENGTH // KEY_GROUP - 1, LENGTH,
+                          tl.reshape(valid, (MANY * WIDE,)), 0, LENGTH // KEY_GROUP - 1, LENGTH,
                           KEY_GROUP, BITS)
         x = tl.reshape(x.to(tl.float32), (ROWS, MANY, WIDE))
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
-        low = tl.minimum(low, tl.min(tl.where(there[None], x, float("inf")), axis=2))
-        high = tl.maximum(high, tl.max(tl.where(there[None], x, float("-inf")), axis=2))
+        low = tl.minimum(low, tl.min(tl.where(valid[None], x, float("inf")), axis=2))
+        high = tl.maximum(high, tl.max(tl.where(valid[None], x, float("-inf")), axis=2))
         values += (x,)
     zero = low.to(tl.float16)
     levels = tl.full(low.shape, 2**INDEX_BITS - 1, tl.float32)
@@ -92,7 +92,7 @@ def _index(keys, k_row, k_head, k_slot, index, i_row, i_head, spans, LENGTH: tl.
     lane = place % INDEX_TILE
     row = group[:, None] * (GROUP // PER) + byte[None, :]
     tl.store((tile + lane)[:, None, None] + row[None] * INDEX_TILE, packed.to(tl.uint8),
-             mask=live[:, None, None] & there[None])
+             mask=live[:, None, None] & valid[None])
     halves = (tile + CODES * INDEX_TILE).to(tl.pointer_type(tl.float16)) + lane
     mask = live[:, None] & (group < GROUPS)[None, :]
     tl.store(halves[:, None] + group[None, :] * INDEX_TILE, scale, mask=mask)
@@ -111,15 +111,15 @@ def _round_queries(q, q_row, q_head, codes, steps, LENGTH: tl.constexpr, GROUP: 
     group = tl.arange(0, triton.next_power_of_2(GROUPS))
     lane = tl.arange(0, triton.next_power_of_2(GROUP))
     element = group[:, None] * GROUP + lane[None, :]
-    there = (group < GROUPS)[:, None] & (lane < GROUP)[None, :]
-    x = tl.load(q + sequence * q_row + head * q_head + element, mask=there, other=0.0)
+    valid = (group < GROUPS)[:, None] & (lane < GROUP)[None, :]
+    x = tl.load(q + sequence * q_row + head * q_head + element, mask=valid, other=0.0)
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), axis=1)
     step = tl.div_rn(largest, tl.full(largest.shape, LEVELS, tl.float32))
     divisor = tl.broadcast_to(tl.where(step > 0, step, 1.0)[:, None], x.shape)
     code = (tl.div_rn(x, divisor) + ROUND) - ROUND
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS).to(tl.int32)
-    tl.store(codes + query_row * LENGTH + element, code, mask=there)
+    tl.store(codes + query_row * LENGTH + element, code, mask=valid)
     steps += query_row * GROUPS + group
     tl.store(steps, step, mask=group < GROUPS)
     everyone = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * GROUPS
@@ -254,22 +254,22 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
     if block * BLOCK >= cached:
         return
     g, lane = tl.arange(0, TALL), tl.arange(0, triton.next_power_of_2(LENGTH))
-    there = g < HEADS
+    valid = g < HEADS
     queries = q + sequence * q_row + (head * HEADS + g)[:, None] * q_head + lane[None, :]
     key = tl.load(k + sequence * k_row + head * k_head + lane, mask=lane < LENGTH, other=0.0)
-    query = tl.load(queries, mask=there[:, None] & (lane < LENGTH)[None, :], other=0.0)
+    query = tl.load(queries, mask=valid[:, None] & (lane < LENGTH)[None, :], other=0.0)
     new_logit = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
     if CAPPED:
         new_logit = soft_capped(new_logit, cap) * LOG2_E
     rows = pair.to(tl.int64) * HEADS + g
     part = tl.arange(0, BLOCKS)
-    mask = there[:, None] & (part < tl.cdiv(cached, BLOCK))[None, :]
+    mask = valid[:, None] & (part < tl.cdiv(cached, BLOCK))[None, :]
     place = stats + rows[:, None] * blocks + part[None, :]
     maxima = tl.load(place, mask=mask, other=float("-inf"))
     sums = tl.load(place + tl.num_programs(0).to(tl.int64) * HEADS * blocks, mask=mask, other=0.0)
     maximum = tl.maximum(tl.max(maxima, axis=1), new_logit)
     if sink_logits is not None:
-        sink = tl.load(sink_logits + head * HEADS + g, mask=there, other=0.0) * LOG2_E
+        sink = tl.load(sink_logits + head * HEADS + g, mask=valid, other=0.0) * LOG2_E
         maximum = tl.maximum(maximum, sink)
     total = tl.sum(tl.exp2(maxima - maximum[:, None]) * sums, axis=1) + tl.exp2(new_logit - maximum)
     if sink_logits is not None:
@@ -277,7 +277,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
     lse = maximum + tl.log2(total)
     token = block * BLOCK + tl.arange(0, BLOCK)
     logit = tl.load(logits + rows[:, None] * n + token[None, :],
-                    mask=there[:, None] & (token < cached)[None, :], other=float("-inf"))
+                    mask=valid[:, None] & (token < cached)[None, :], other=float("-inf"))
     weight = tl.sum(tl.exp2(logit - lse[:, None]), axis=0)
     tl.store(weights + pair.to(tl.int64) * n + token, weight, mask=token < cached)
     if log_weights is not None:  # see `reference.recall.update_log_weights`

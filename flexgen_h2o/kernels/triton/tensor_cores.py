@@ -152,7 +152,7 @@ for _config, _most in zip(_NARROW_CONFIGS, sum(_REGISTERS.values(), ()), strict=
 
 def _with_registers(tuned, named_args, **constants):
     """Return the configs with the registers of the weights' bits."""
-    return [one for one in tuned if one.maxnreg in _REGISTERS[constants["BITS"]]]
+    return [config for config in tuned if config.maxnreg in _REGISTERS[constants["BITS"]]]
 
 
 @triton.autotune(_NARROW_CONFIGS, key=["WORDS", "BITS"],
@@ -233,7 +233,7 @@ def _spread_side(factor, SIDE: tl.constexpr):
 
 def _holding(tuned, named_args, **constants):
     """Return the configs that fit into registers: with 64 rows, those without AHEAD."""
-    return [one for one in tuned if constants["ROWS"] < 64 or not one.kwargs["AHEAD"]]
+    return [config for config in tuned if constants["ROWS"] < 64 or not config.kwargs["AHEAD"]]
 
 
 @triton.autotune(

@@ -227,7 +227,7 @@ def check_part(checkpoint: Checkpoint, name: str, dtypes: tuple[torch.dtype, ...
                         "weight cannot be read; is it complete?")
     dtype = checkpoint.info(name).dtype
     if dtype not in dtypes:
-        words = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
+        words = " or ".join(str(allowed).removeprefix("torch.") for allowed in dtypes)
         raise UserError(f"{checkpoint.source}: tensor {name} is stored as "
                         f"{str(dtype).removeprefix('torch.')}, not {words}; it is no part of "
                         "a checkpoint of its quant_method")

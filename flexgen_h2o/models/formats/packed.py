@@ -67,7 +67,8 @@ class _GptqReader(RowReader):
     bits: int
 
     def codes(self, first: int, stop: int) -> Codes:
-        zeros, scales = (each[:, first:stop].T.float() for each in (self.zeros, self.scales))
+        zeros, scales = (
+            parameter[:, first:stop].T.float() for parameter in (self.zeros, self.scales))
         return Codes(self._unpack(first, stop), scales, zeros, self.group_of)
 
     def _unpack(self, first: int, stop: int) -> Tensor:

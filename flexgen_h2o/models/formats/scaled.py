@@ -230,7 +230,7 @@ def _packed_integers(checkpoint: Checkpoint, name: str, settings: Quantization) 
     check_shape(checkpoint, parts[2], (2,))
     rows, columns = shape = tuple(read_raw(checkpoint, parts[2]).tolist())
     stored = checkpoint.info(parts[0]).shape
-    bits = [each for each in settings.bits if stored == (rows, -(-columns * each // 32))]
+    bits = [width for width in settings.bits if stored == (rows, -(-columns * width // 32))]
     if len(bits) != 1 or columns < 1:
         raise UserError(f"{checkpoint.source}: tensor {parts[0]} has shape {list(stored)}, which "
                         f"holds no weight {list(shape)} of {' or '.join(map(str, settings.bits))} "

@@ -289,7 +289,8 @@ def _alternating(meta: Metadata, period: int) -> dict[str, Any]:
         flags := meta.flags("attention.sliding_window_pattern", layers)) else period
     window = flags or [place % period < period - 1 for place in range(layers)]
     return {"sliding_window": meta.count("attention.sliding_window"),
-            "layer_types": ["sliding_attention" if each else "full_attention" for each in window]}
+            "layer_types": ["sliding_attention" if windowed else "full_attention"
+                            for windowed in window]}
 
 
 def _query_scale(meta: Metadata, head_dim: int, largest: int) -> int:

@@ -213,8 +213,8 @@ def _mapped_splits() -> Set[str]:
 
 def _splits() -> Set[str]:
     """Return the pre-tokenizers that this module or transformers implements."""
-    ours = _PLAIN | _DIGITS
+    supported = _PLAIN | _DIGITS
     try:
-        return ours | _mapped_splits()
+        return supported | _mapped_splits()
     except ImportError:  # older releases of transformers
-        return ours | {"llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"}
+        return supported | {"llama-bpe", "llama3", "llama-v3", "qwen2", "tekken"}

@@ -94,7 +94,7 @@ def gguf_file(path: Path) -> Path | None:
     """
     if os.path.isfile(path):  # Path.is_file raises some errors
         return path if _is_gguf(path) else None
-    if not os.path.isdir(path) or any(any(path.glob(each)) for each in _OTHER_WEIGHTS):
+    if not os.path.isdir(path) or any(any(path.glob(pattern)) for pattern in _OTHER_WEIGHTS):
         return None
     files = [file for file in sorted(path.glob("*")) if os.path.isfile(file) and _is_gguf(file)
              and not file.name.startswith("mmproj")]  # an image encoder
@@ -273,10 +273,10 @@ class _Parser:
             raise self._damaged(f"a value is of the unknown type {kind}")
         return _NUMBERS[kind]
 
-    def _count(self, what: str) -> int:
+    def _count(self, kind: str) -> int:
         count = int(self._number("Q"))
-        if count > _MAX_COUNTS[what]:
-            raise self._damaged(f"{count} {what} are more than any model has")
+        if count > _MAX_COUNTS[kind]:
+            raise self._damaged(f"{count} {kind} are more than any model has")
         return count
 
     def _name(self) -> str:
@@ -345,7 +345,7 @@ class Metadata:
         value = self._value(key, default)
         if isinstance(value, tuple) and len(set(value)) == 1:  # one number per layer
             value = value[0]
-        if isinstance(value, tuple) and all(type(each) is int for each in value):
+        if isinstance(value, tuple) and all(type(number) is int for number in value):
             raise UserError(f"{self.source}: its layers differ in {key}; one number for all layers "
                             "is needed")
         if type(value) is not int or not least <= value < 1 << 31:
