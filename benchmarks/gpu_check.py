@@ -176,8 +176,9 @@ def steps(rows: GpuRows, brain: bool, reserve: float = COMPARISON) -> list[Check
                     for case in RECALLS if brain or case[0] != BRAIN]
     check_steps.append(CheckStep("check", "fast set", lambda: check_claims(rows)))
     timings: list[tuple[str, Callable[[], None]]] = [("rates", measure_rates)]
-    for one in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
-        timings.append(("decode", lambda one=one: time_decode(rows, timed, rates["copy"], *one)))
+    for shape in ((64, 1024, 16, 0.7), (1, 32768, 16, 0.5), (64, 1024, 8, 0.7), (64, 1024, 4, 0.7)):
+        timings.append((
+            "decode", lambda shape=shape: time_decode(rows, timed, rates["copy"], *shape)))
     for dtype in (HALF, BRAIN)[: 1 + brain]:
         timings.append(("prefill", lambda dtype=dtype: time_prefill(rows, timed, rates["gemm"],
                                                                     dtype)))

@@ -110,10 +110,10 @@ def check_rows(rows) -> None:
                                   (1001, 1003, "4 bits"), (50272, 4096, "12 bits"),
                                   (1001, 1003, "12 bits"), (1001, 1003, "MXFP4")):
         weight = matrix(outputs, inputs, form)
-        chosen = torch.randint(outputs, (700,), device=GPU)
+        row_ids = torch.randint(outputs, (700,), device=GPU)
         for dtype in (HALF, FULL):
-            right = reference_matrix.unpack_rows(weight.data, weight.layout, chosen, dtype)
-            wrong = (ops.unpack_rows(weight, chosen, dtype) != right).sum().item()
+            right = reference_matrix.unpack_rows(weight.data, weight.layout, row_ids, dtype)
+            wrong = (ops.unpack_rows(weight, row_ids, dtype) != right).sum().item()
             rows.add("check", "unpack", f"700 of {outputs} x {inputs}, {form}", dtype, wrong,
                      "differences", limit=0)
 
@@ -228,9 +228,9 @@ def check_decode(rows, dtype, dim, group, bits, rotary, slots) -> None:
         other = twin(case)
         before = case["state"].scores.clone()
         expected, place = reference.decode_attention(**case)
-        out, taken = ops.decode_attention(**other)
+        out, written = ops.decode_attention(**other)
         state, right = other["state"], case["state"]
-        same = torch.equal(taken, place) and torch.equal(state.positions, right.positions)
+        same = torch.equal(written, place) and torch.equal(state.positions, right.positions)
         same &= bool((other["slots"].nan_to_num() == case["slots"].nan_to_num()).all())
         same &= state.ranks is None or torch.equal(state.ranks, right.ranks)
         rows.add("check", "decode", shape, dtype, error(out, expected) if same else float("nan"),
@@ -332,8 +332,8 @@ def time_prefill(rows, timed: Callable[..., float], gemms: float, dtype) -> None
 
 def time_selection(rows, timed: Callable[..., float], rate: float) -> None:
     length, heavy, kv_heads = 32768, 1024, 32
-    one = 2 * length * kv_heads * 128 * 2
-    sequences = max(1, min(8, torch.cuda.mem_get_info()[0] // (2 * one)))
+    key_value_bytes = 2 * length * kv_heads * 128 * 2
+    sequences = max(1, min(8, torch.cuda.mem_get_info()[0] // (2 * key_value_bytes)))
     k, v = normal(2, sequences * length, kv_heads, 8, dtype=HALF).repeat(1, 1, 1, 16)
     scores = torch.rand(kv_heads, sequences * length, device=GPU) ** 4
     shape = (sequences, kv_heads, heavy)

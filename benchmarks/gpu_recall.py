@@ -120,8 +120,8 @@ def check_recall(rows, case: RecallCase) -> None:
         layout=cache.layout, form=DEFAULT_FORM,
         hidden=torch.zeros(case.tokens, dtype=torch.bool, device=GPU), sinks=None)
     best = select_tokens(weights, metadata[1], cached=metadata[0])
-    mine = torch.zeros_like(best).scatter_(-1, selected[..., :count].long(), True)
-    lost = 1 - weights.where(mine, 0).sum() / weights.where(best, 0).sum()
+    selected_mask = torch.zeros_like(best).scatter_(-1, selected[..., :count].long(), True)
+    lost = 1 - weights.where(selected_mask, 0).sum() / weights.where(best, 0).sum()
     rows.add("check", "choice", shape, case.dtype, lost.item(), "weight lost", limit=1e-5)
 
 
@@ -146,11 +146,12 @@ def check_claims(rows) -> None:
             selected = selected.view(2, 3, top_k)
             ours["log_weights"].copy_(weights)
             theirs["log_weights"].copy_(weights)
-            taken, moves, counts = ops.claim_slots(selected.to(GPU), **ours)
-            right, _, many = reference_recall.claim_slots(selected, **theirs)
+            token_slots, moves, counts = ops.claim_slots(selected.to(GPU), **ours)
+            right, _, expected_counts = reference_recall.claim_slots(selected, **theirs)
             ops.copy_tokens(host_cache, fast, moves, counts)
-            wrong += (taken.cpu() != right).sum().item() + (counts.cpu() != many).sum().item()
-            place = taken.long()[None, ..., None].expand(2, -1, -1, -1, 128)
+            wrong += (token_slots.cpu() != right).sum().item()
+            wrong += (counts.cpu() != expected_counts).sum().item()
+            place = token_slots.long()[None, ..., None].expand(2, -1, -1, -1, 128)
             origin = selected.long()[None, ..., None].expand(2, -1, -1, -1, 128)
             wrong += (fast.gather(3, place).cpu() != host_cache.gather(3, origin)).sum().item()
         wrong += sum((x.cpu() != theirs[name]).sum().item() for name, x in ours.items())
@@ -181,9 +182,9 @@ class FastSteps:
         log_weights = self._set["log_weights"].view(*cache.k.shape[:2], -1)
         selected = ops.select_keys(q, cache.k, index=cache.index, metadata=self._metadata,
                                    layout=cache.layout, top_k=self._count, log_weights=log_weights)
-        taken, moves, counts = ops.claim_slots(selected, **self._set)
+        token_slots, moves, counts = ops.claim_slots(selected, **self._set)
         ops.copy_tokens(cache.slots, self._fast, moves, counts)
-        ops.recall_attention(q, cache.k, cache.v, slots=self._fast, selected=taken,
+        ops.recall_attention(q, cache.k, cache.v, slots=self._fast, selected=token_slots,
                              metadata=self._places)
         self.loads.append(counts.sum())
 

@@ -152,11 +152,11 @@ def error(x: torch.Tensor, expected: torch.Tensor) -> float:
     return ((x.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def check(what: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
+def check(name: str, *errors: float, same: bool = True, bound: float = 1e-2) -> None:
     """Print the largest error. RuntimeError if it exceeds the bound or `same` is false."""
-    print(f"check  {what:50} error {max(errors):.2g}", flush=True)
+    print(f"check  {name:50} error {max(errors):.2g}", flush=True)
     if not (same and max(errors) <= bound):
-        raise RuntimeError(f"{what}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
+        raise RuntimeError(f"{name}: wrong by {max(errors):.2g} (at most {bound:g}), {same=}")
 
 
 def draw(rows: list[dict], path: Path, title: str) -> None:
@@ -200,13 +200,13 @@ def plain_decode(q, k, v, *, slots, metadata, layout, state):
     received = probabilities.sum(2)
     state.scores.add_(received[..., :n])
     safe = state.positions >= (tokens - recent)[:, None, None]
-    taken = state.scores.masked_fill(safe, torch.inf).argmin(-1)
-    at = taken[..., None]
+    victims = state.scores.masked_fill(safe, torch.inf).argmin(-1)
+    at = victims[..., None]
     state.scores.scatter_(-1, at, received[..., n:])
     state.positions.scatter_(-1, at, (tokens - 1)[:, None, None].expand(at.shape))
-    for held, new in ((keys, k), (values, v)):
-        held.scatter_(2, at[..., None].expand(-1, -1, 1, q.shape[-1]), new[:, :, None])
-    return out.flatten(1, 2), taken
+    for cached, new in ((keys, k), (values, v)):
+        cached.scatter_(2, at[..., None].expand(-1, -1, 1, q.shape[-1]), new[:, :, None])
+    return out.flatten(1, 2), victims
 
 
 def sdpa_decode(q, k, v, *, slots, metadata, layout, state):
@@ -243,16 +243,16 @@ def select_by_gather(k, v, scores, *, cuts, slots, state):
     """Select the kept tokens of prompts by topk, sort and gather."""
     index = _select(scores, cuts, state)
     rows = index[..., None].expand(-1, -1, -1, k.shape[-1])
-    for held, x in zip(slots, (k, v), strict=True):
-        torch.gather(x.unflatten(0, (len(cuts), -1)).transpose(1, 2), 2, rows, out=held)
+    for cached, x in zip(slots, (k, v), strict=True):
+        torch.gather(x.unflatten(0, (len(cuts), -1)).transpose(1, 2), 2, rows, out=cached)
 
 
 def select_by_index(k, v, scores, *, cuts, slots, state):
     """Select the kept tokens; keys and values by an index of rows, which copies faster."""
     index = _select(scores, cuts, state)
     sequence, head = torch.arange(len(cuts))[:, None, None], torch.arange(k.shape[1])[:, None]
-    for held, x in zip(slots, (k, v), strict=True):
-        held.copy_(x.unflatten(0, (len(cuts), -1))[sequence, index, head])
+    for cached, x in zip(slots, (k, v), strict=True):
+        cached.copy_(x.unflatten(0, (len(cuts), -1))[sequence, index, head])
 
 
 def _select(scores, cuts, state):

@@ -126,10 +126,10 @@ def check_decode(kv_heads: int) -> None:
         state, other = step["state"], step | {"slots": slots.clone()}
         other["state"] = EvictionState(state.eviction, state.scores.clone(),
                                        state.positions.clone())
-        (out, taken), (expected, victims) = function(**step), reference.decode_attention(**other)
+        (out, written), (expected, victims) = function(**step), reference.decode_attention(**other)
         check(f"decode: {name}, {kv_heads} KV heads", error(out, expected),
               error(state.scores, other["state"].scores),
-              same=torch.equal(taken, victims) and torch.equal(slots, other["slots"])
+              same=torch.equal(written, victims) and torch.equal(slots, other["slots"])
               and torch.equal(state.positions, other["state"].positions))
 
 
@@ -311,7 +311,7 @@ def linear(rows: TimedRows, quick: bool, counts: Sequence[int] = ROWS) -> None:
             function(first)
             check(f"linear: {name}, {count} rows", error(out, expected))
         flops = 2 * count * weight.numel() if count > READING_ROWS else 0
-        endless = {name: itertools.cycle({"weight": one} for one in inputs[name])
+        endless = {name: itertools.cycle({"weight": weight_copy} for weight_copy in inputs[name])
                    for name in functions}
         rows.measure("linear", f"{count} x {MATRIX[1]} x {len(weight)}", functions, endless,
                      nbytes=nbytes, flops=flops)
@@ -330,7 +330,8 @@ def choices(rows: TimedRows, quick: bool) -> None:
             functions[name](weights[0])
             check(f"choices: {name}, {count} rows", error(out, expected))
             out.fill_(float("nan"))
-        endless = {name: itertools.cycle({"weight": one} for one in weights) for name in functions}
+        endless = {name: itertools.cycle({"weight": weight_copy} for weight_copy in weights)
+                   for name in functions}
         rows.measure("choices", f"{count} x {MATRIX[1]} x {len(weights[0])}", functions, endless,
                      nbytes=dict.fromkeys(functions, weights[0].nbytes),
                      flops=2 * count * weights[0].numel() if count > READING_ROWS else 0)
@@ -352,7 +353,7 @@ def rounding(rows: TimedRows, quick: bool) -> None:
     weight = torch.randn(MATRIX, dtype=DTYPE) * 0.02
     weight = weight[: MATRIX[0] // 16] if quick else weight
     outputs = torch.arange(len(weight))
-    endless = itertools.cycle({"weight": one} for one in copies(weight, quick))
+    endless = itertools.cycle({"weight": weight_copy} for weight_copy in copies(weight, quick))
     for bits, group in ROUNDED:
         layout, shape = MatrixLayout(*weight.shape, bits, group), f"{bits} bits, groups of {group}"
         functions = {name: functools.partial(ops.quantize_matrix, layout=layout, search=search)
@@ -455,8 +456,8 @@ def main() -> None:
     print(machine, flush=True)
     rows = TimedRows(args.repeats, out)
     for name in args.only:
-        more = {"counts": args.rows} if name == "linear" else {}
-        OPERATIONS[name](rows, args.quick, **more)
+        options = {"counts": args.rows} if name == "linear" else {}
+        OPERATIONS[name](rows, args.quick, **options)
         rows.write(out)
     for line in goal_lines(rows.rows, cpu_library.instruction_set()):
         print(line)

@@ -84,12 +84,12 @@ def chosen_layers(layers: Sequence[dict], size: Callable[[object], int], nbytes:
     if all_tensors:
         layer = sum(map(size, layers[0].values()))
         return list(layers[: max(LAYERS, nbytes // layer)])
-    chosen = []
+    selected = []
     for specs in layers[:2]:
         ends = itertools.accumulate(map(size, specs.values()))
         count = 1 + sum(end < nbytes // 2 for end in ends)
-        chosen.append(dict(itertools.islice(specs.items(), count)))
-    return chosen
+        selected.append(dict(itertools.islice(specs.items(), count)))
+    return selected
 
 
 class Weights:

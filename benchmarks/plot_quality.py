@@ -65,14 +65,14 @@ def points(rows: Sequence[Row]) -> dict[tuple[str, str], list[QualityPoint]]:
         if mode in MODES:
             points_by_policy.setdefault(mode, {}).setdefault(positive(row, "budget_percent"),
                                                              _point(row, full))
-    return {mode: [mine[budget] for budget in sorted(mine)]
-            for mode, mine in sorted(points_by_policy.items(),
-                                     key=lambda each: list(MODES).index(each[0]))}
+    return {mode: [policy_points[budget] for budget in sorted(policy_points)]
+            for mode, policy_points in sorted(points_by_policy.items(),
+                                              key=lambda item: list(MODES).index(item[0]))}
 
 
 def _point(row: Row, full: Row) -> QualityPoint:
-    held, read = _shares(row, full)
-    return QualityPoint(100 * held, 100 * read, positive(row, "perplexity_over_full"))
+    cached, read = _shares(row, full)
+    return QualityPoint(100 * cached, 100 * read, positive(row, "perplexity_over_full"))
 
 
 def _shares(row: Row, full: Row) -> tuple[float, float]:
@@ -114,7 +114,7 @@ def draw(rows: Sequence[Row]):
         axes.set(xlabel=label, xlim=(0, None), yscale="log")
         axes.grid(color="0.9")
     panels[0].set_ylabel("perplexity over the full cache's, % more")
-    log_numbers(panels[0].yaxis, [100 * each for each in over])
+    log_numbers(panels[0].yaxis, [100 * ratio for ratio in over])
     beside(figure, *panels[0].get_legend_handles_labels())
     first = rows[0]
     notes = ["In numbers of 16 bits but where fewer are named; keys, values and index, without "

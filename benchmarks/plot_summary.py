@@ -55,13 +55,13 @@ def bars(rows: Iterable[Row], systems: dict[str, tuple[str, str]], quality: dict
 def draw(compared: Sequence[Row], gguf: Sequence[Row], quality: Sequence[Row], model: str):
     """Return the figure: a row of panels for `compare.py`'s rows, one for a GGUF file's."""
     by_mode, first = factors(quality, model), compared[0]
-    most = max((row["sequences"] for row in gguf), key=int)
+    sequences = max((row["sequences"] for row in gguf), key=int)
     panels = [
         (f"{first['model'].upper()}'s shape in {first['memory_gb']} GB of memory "
          f"({first['prompt_len']} + {first['gen_len']} tokens)",
          bars(compared, SYSTEMS, by_mode, rate="tokens_per_s", batch="batch")),
         (f"{gguf[0]['file']} (Q4_K_M) in memory",
-         bars([row for row in gguf if row["sequences"] == most], GGUF_SYSTEMS, by_mode,
+         bars([row for row in gguf if row["sequences"] == sequences], GGUF_SYSTEMS, by_mode,
               rate="tokens_per_second", batch="sequences"))]
     figure = new_figure(10, 4.6)
     grid = figure.subplots(2, 2, width_ratios=[2, 1], squeeze=False,

@@ -126,11 +126,11 @@ def label(row: Row, columns: Sequence[str]) -> str:
 
 def point(x: float, rows: Sequence[Row], figures: Mapping[str, Callable[[Row], float]]) -> Point:
     """Return the repeats of a cell as one point."""
-    found = {}
-    for name, of in figures.items():
-        values = [of(row) for row in rows]
-        found[name] = (min(values), median(values), max(values))
-    return Point(x, found, len(rows), any(row["projected"] == "true" for row in rows))
+    ranges = {}
+    for name, figure in figures.items():
+        values = [figure(row) for row in rows]
+        ranges[name] = (min(values), median(values), max(values))
+    return Point(x, ranges, len(rows), any(row["projected"] == "true" for row in rows))
 
 
 def grouped(rows: Iterable[Row], columns: Sequence[str]) -> dict[Key, list[Row]]:
@@ -150,13 +150,14 @@ def check_number_of(lines: Sequence[Line]) -> None:
 
 def draw_line(axes, line: Line, figure: str, look: Mapping) -> None:
     """Draw a line's medians with bars from lowest to highest; projected points are hollow."""
-    low, middle, high = zip(*(each.figures[figure] for each in line.points), strict=True)
-    xs = [each.x for each in line.points]
+    low, middle, high = zip(*(point.figures[figure] for point in line.points), strict=True)
+    xs = [point.x for point in line.points]
     errors = [[m - a for m, a in zip(middle, low, strict=True)],
               [b - m for m, b in zip(middle, high, strict=True)]]
     axes.errorbar(xs, middle, yerr=errors if any(map(any, errors)) else None, capsize=3,
                   label=line.label, **look)
-    hollow = [(x, y) for x, y, each in zip(xs, middle, line.points, strict=True) if each.projected]
+    hollow = [(x, y) for x, y, point in zip(xs, middle, line.points, strict=True)
+              if point.projected]
     if hollow:
         axes.plot(*zip(*hollow, strict=True), linestyle="none", zorder=3,
                   marker=look["marker"], color=look["color"], markerfacecolor="white")
@@ -215,14 +216,15 @@ def batch_lines(rows: Sequence[Row]) -> tuple[list[Line], list[Row]]:
     splits = distinct(ran, "num_gpu_batches")
     ran = [{**row, BATCH: f"{_sequences(row):g}"} for row in ran]
     columns = telling(ran, ordered_settings(ran[0], without=("gpu_batch_size", BATCH)), (BATCH,))
-    crosses, left = _crosses(failed, columns, splits)
+    crosses, remaining = _crosses(failed, columns, splits)
     lines = []
     for key, group in grouped(ran, columns).items():
         points = [point(float(batch), repeats, BATCH_FIGURES)
                   for (batch,), repeats in grouped(group, [BATCH]).items()]
-        lines.append(Line(label(group[0], columns), tuple(sorted(points, key=lambda each: each.x)),
+        points.sort(key=lambda point: point.x)
+        lines.append(Line(label(group[0], columns), tuple(points),
                           tuple(crosses.pop(key, {}).items())))
-    return lines, left + [row for some in crosses.values() for row in some.values()]
+    return lines, remaining + [row for batches in crosses.values() for row in batches.values()]
 
 
 def _sequences(row: Row) -> float:
@@ -250,11 +252,11 @@ def _crosses(failed: Sequence[Row], columns: Sequence[str], splits: Sequence[str
 
 def draw_batch(rows: Sequence[Row]):
     """Return the figure. Raises `UserError`, also for too many lines."""
-    lines, left = batch_lines(rows)
+    lines, remaining = batch_lines(rows)
     check_number_of(lines)
     figure = new_figure(16, 6.4)
     panels = dict(zip(BATCH_FIGURES, figure.subplots(1, 3), strict=True))
-    batches = [each.x for line in lines for each in line.points]
+    batches = [point.x for line in lines for point in line.points]
     batches += [batch for line in lines for batch, _ in line.failed]
     for name, axes in panels.items():
         _panel(axes, name, lines, batches)
@@ -265,7 +267,7 @@ def draw_batch(rows: Sequence[Row]):
     if any(labels):
         beside(figure, handles, labels)
     entitle(figure, f"Throughput and latency against batch: {common_settings(rows)}",
-            notes(lines, left), where=measured_where(rows))
+            notes(lines, remaining), where=measured_where(rows))
     return figure
 
 

@@ -76,7 +76,7 @@ def panels(rows: Sequence[Row], *, scenarios: Sequence[str], at: str | None
                     for which in (BEST, EQUAL)}
         of_panel = at_batch[at or (BEST if at_batch[BEST] else EQUAL)]
         systems = [row["system"] for row in of_panel]
-        twice = next((each for each in systems if systems.count(each) > 1), None)
+        twice = next((system for system in systems if systems.count(system) > 1), None)
         if twice is not None:
             raise UserError(f"--csv has several rows of {twice} in {name}: say which by --only, "
                             "such as --only host=NAME")
@@ -112,7 +112,7 @@ def _why(row: Row) -> str:
 
 def best_of_others(bars: Sequence[Bar]) -> float | None:
     """Return the tokens per second of the fastest other system; None if none ran."""
-    return max((each.rate for each in bars if not each.ours and each.rate is not None),
+    return max((bar.rate for bar in bars if not bar.ours and bar.rate is not None),
                default=None)
 
 
@@ -122,12 +122,12 @@ def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None =
     columns = 1 if len(by_title) == 1 else 2 if len(by_title) in (2, 4) else 3
     lines = -(-len(by_title) // columns)
     sizes = [len(bars) for bars in by_title.values()]
-    most = [max(sizes[start: start + columns]) for start in range(0, len(sizes), columns)]
-    figure = new_figure(max(6 * columns, 9), 1.6 * lines + 0.42 * sum(most) + 1.6)
-    grid = figure.subplots(lines, columns, squeeze=False, height_ratios=most).ravel()
+    row_sizes = [max(sizes[start: start + columns]) for start in range(0, len(sizes), columns)]
+    figure = new_figure(max(6 * columns, 9), 1.6 * lines + 0.42 * sum(row_sizes) + 1.6)
+    grid = figure.subplots(lines, columns, squeeze=False, height_ratios=row_sizes).ravel()
     for place, (axes, (name, bars)) in enumerate(zip(grid, by_title.items(), strict=False)):
         _panel(axes, name, bars)
-        axes.set_ylim(most[place // columns] - 0.4, -0.6)  # bars of one height
+        axes.set_ylim(row_sizes[place // columns] - 0.4, -0.6)  # bars of one height
     spare = grid[len(by_title):]
     for axes in spare:
         axes.set_axis_off()
@@ -135,7 +135,7 @@ def draw(rows: Sequence[Row], *, scenarios: Sequence[str] = (), at: str | None =
     if len(spare):
         spare[0].legend(handles=handles, loc="center left", frameon=False)
     elif columns == 1:
-        beside(figure, handles, [each.get_label() for each in handles])
+        beside(figure, handles, [handle.get_label() for handle in handles])
     else:
         figure.legend(handles=handles, loc="outside upper left", ncols=4, frameon=False,
                       borderaxespad=0.8)  # clear of the title
@@ -156,7 +156,8 @@ def _limits(rows: Sequence[Row]) -> str:
 def _panel(axes, name: str, rows: Sequence[Row]) -> None:
     bars = [bar(row) for row in rows]
     best = best_of_others(bars)
-    drawn = [value for each in bars for value in (each.rate, each.roofline) if value is not None]
+    drawn = [value for system_bar in bars for value in (system_bar.rate, system_bar.roofline)
+             if value is not None]
     axes.set_xscale("log")
     low, high = (min(drawn) / 3, max(drawn)) if drawn else (1, 10)
     axes.set_xlim(low, high * (high / low) ** _ROOM)
@@ -164,23 +165,23 @@ def _panel(axes, name: str, rows: Sequence[Row]) -> None:
     axes.set_xticks([10.0**power for power in powers], [f"{10.0**power:g}" for power in powers])
     axes.set_xticks([], minor=True)
     at_best = rows[0]["at"] == BEST
-    for place, each in enumerate(bars):
-        if each.rate is None:
-            axes.annotate(f"✕ {each.why}", (0, place), (6, 0), va="center", color=GREY,
+    for place, system_bar in enumerate(bars):
+        if system_bar.rate is None:
+            axes.annotate(f"✕ {system_bar.why}", (0, place), (6, 0), va="center", color=GREY,
                           xycoords=("axes fraction", "data"), textcoords="offset points",
                           fontsize=12, style="italic")
             continue
-        axes.barh(place, each.rate - low, left=low, height=0.66, edgecolor="white",
-                  color=_OURS if each.ours else _OTHERS,
-                  hatch=_HATCH if each.projected else None)
-        if each.roofline is not None:
-            axes.plot([each.roofline], [place], linestyle="none", **_ROOFLINE)
-        axes.annotate(_words(each, best, at_best), (max(each.rate, each.roofline or 0), place),
-                      (8, 0),
+        axes.barh(place, system_bar.rate - low, left=low, height=0.66, edgecolor="white",
+                  color=_OURS if system_bar.ours else _OTHERS,
+                  hatch=_HATCH if system_bar.projected else None)
+        if system_bar.roofline is not None:
+            axes.plot([system_bar.roofline], [place], linestyle="none", **_ROOFLINE)
+        end = max(system_bar.rate, system_bar.roofline or 0)
+        axes.annotate(_words(system_bar, best, at_best), (end, place), (8, 0),
                       textcoords="offset points", va="center", fontsize=12)
-    axes.set_yticks(range(len(bars)), [each.system for each in bars])
-    for label, each in zip(axes.get_yticklabels(), bars, strict=True):
-        label.set_fontweight("bold" if each.ours else "normal")
+    axes.set_yticks(range(len(bars)), [system_bar.system for system_bar in bars])
+    for label, system_bar in zip(axes.get_yticklabels(), bars, strict=True):
+        label.set_fontweight("bold" if system_bar.ours else "normal")
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="0.9")
     axes.set_xlabel("generated tokens/s")
@@ -204,8 +205,9 @@ def _words(system_bar: Bar, best: float | None, at_best: bool) -> str:
 def _conditions(row: Row, at_best: bool) -> str:
     """Return the title of a panel: what its bars share."""
     lengths = f"{positive(row, 'prompt_len'):.0f}+{row['gen_len']} tokens"
-    limits = [f"in {positive(row, name):g}\xa0GB{of}"
-              for name, of in (("memory_gb", ""), ("device_memory_gb", " of the GPU")) if row[name]]
+    limits = [f"in {positive(row, name):g}\xa0GB{suffix}"
+              for name, suffix in (("memory_gb", ""), ("device_memory_gb", " of the GPU"))
+              if row[name]]
     model = ", ".join([f"{row['model']} in {row['dtype']}", lengths, *limits])
     batch = "each at its best batch" if at_best else f"all at batch {row['batch']}"
     return "\n".join([*textwrap.wrap(model, _LETTERS), batch])
@@ -216,10 +218,10 @@ def _handles(bars: Sequence[Bar]) -> list:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=_OTHERS, label="other systems"), Patch(color=_OURS, label="this engine")]
-    if any(each.projected for each in bars):
+    if any(bar.projected for bar in bars):
         handles.append(Patch(facecolor="0.6", edgecolor="white", hatch=_HATCH,
                              label="projected from the first steps"))
-    if any(each.roofline is not None for each in bars):
+    if any(bar.roofline is not None for bar in bars):
         handles.append(Line2D([], [], linestyle="none", label="roofline: the most that disk,\n"
                               "memory and processor allow at this batch", **_ROOFLINE))
     return handles

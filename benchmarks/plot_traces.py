@@ -44,7 +44,7 @@ def parts(trace: Trace, name: str) -> list[BarPart]:
 
     Raises `UserError` if the trace in file `name` has no phases.
     """
-    found = []
+    paths = []
     steps = trace.about.get("decode_steps")
     for phase in phases(trace.spans()):
         if phase.wall <= 0:
@@ -56,10 +56,10 @@ def parts(trace: Trace, name: str) -> list[BarPart]:
         lanes = {lane: LaneTime(time.busy * share, time.alone * share, time.nbytes * share)
                  for lane, time in phase.lanes.items()}
         idle = phase.idle * share
-        found.append(BarPart(title, phase.wall * share, lanes | {IDLE: LaneTime(idle, idle, 0.0)}))
-    if not found:
+        paths.append(BarPart(title, phase.wall * share, lanes | {IDLE: LaneTime(idle, idle, 0.0)}))
+    if not paths:
         raise UserError(f"{name} has no phases: a run that generates something writes them")
-    return found
+    return paths
 
 
 def label(about: dict[str, object], name: str) -> str:
@@ -93,8 +93,8 @@ def draw_breakdown(paths: Sequence[str]):
         line[0].set_ylabel(label(trace.about, Path(path).stem), rotation=0, ha="right",
                            va="center", multialignment="left", labelpad=16, fontsize=12)
     for axes, name in zip(grid[-1], columns, strict=True):
-        most = max(trace_parts[name].wall for trace_parts in all_parts if name in trace_parts)
-        _scale(axes, most)
+        longest = max(trace_parts[name].wall for trace_parts in all_parts if name in trace_parts)
+        _scale(axes, longest)
     beside(figure, *_legend())
     entitle(figure, "Where the time goes, by link and compute",
             ["Lanes work side by side: their bars do not add up to the time taken."],
@@ -160,8 +160,8 @@ def curves(trace: Trace, name: str) -> dict[str, tuple[list[float], list[float]]
     Raises `UserError` if the trace in file `name` has no samples.
     """
     by_name: dict[str, tuple[list[float], list[float]]] = {}
-    for what, at, nbytes in sorted(trace.samples(), key=lambda sample: sample[1]):
-        times, sizes = by_name.setdefault(what, ([], []))
+    for memory, at, nbytes in sorted(trace.samples(), key=lambda sample: sample[1]):
+        times, sizes = by_name.setdefault(memory, ([], []))
         times.append(at)
         sizes.append(nbytes / GB)
     if not by_name:

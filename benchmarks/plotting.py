@@ -68,8 +68,8 @@ def log_numbers(axis, values: Sequence[float], *, base: int = 10) -> None:
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    few = base == 10 and max(values) < 50 * min(values)
-    axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if few else (1,), numticks=12))
+    narrow = base == 10 and max(values) < 50 * min(values)
+    axis.set_major_locator(LogLocator(base=base, subs=(1, 2, 5) if narrow else (1,), numticks=12))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -115,10 +115,11 @@ def chosen(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
             raise UserError(f"--only takes COLUMN=VALUE with a column of the file, got "
                             f"{condition!r}")
         conditions.setdefault(column, set()).add(value)
-    left = [row for row in rows if all(row[name] in values for name, values in conditions.items())]
-    if not left:
+    matching = [row for row in rows
+                if all(row[name] in values for name, values in conditions.items())]
+    if not matching:
         raise UserError(f"no row has --only {' '.join(only)}")
-    return left
+    return matching
 
 
 def positive(row: Row, name: str) -> float:
@@ -158,8 +159,8 @@ def what_ran(about: Mapping) -> str:
 
 def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:
     values = distinct(rows, name)
-    more = len(values) - _MAX_NAMED
-    shown = "/".join(values[:_MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    others = len(values) - _MAX_NAMED
+    shown = "/".join(values[:_MAX_NAMED]) + (f" and {others} more" if others > 0 else "")
     return form.format(shown) if values else ""
 
 

@@ -110,14 +110,14 @@ def enter_loaded(door: Path) -> int:
         ctypes.CDLL(None).malloc_trim(0)
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     sizes = {words[0]: int(words[1]) << 10 for words in lines if words[0].startswith("Rss")}
-    held = sizes["RssAnon:"] + sizes["RssShmem:"]
+    resident = sizes["RssAnon:"] + sizes["RssShmem:"]
     file = next(path for path in map(door.with_name, _LIMITS) if path.exists())
     limit = int(file.read_text())
-    if held >= limit:
-        raise MemoryError(f"it holds {held / GB:.2f} GB when it has loaded")
-    file.write_text(str(limit - held))
+    if resident >= limit:
+        raise MemoryError(f"it holds {resident / GB:.2f} GB when it has loaded")
+    file.write_text(str(limit - resident))
     enter(door)
-    return held
+    return resident
 
 
 def drop_page_cache() -> bool:

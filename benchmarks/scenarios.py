@@ -89,9 +89,9 @@ def raw_rate(path: Path) -> float:
     return max(map(statistics.median, rates.values()))
 
 
-def extended(few: Sequence[int], seconds: Sequence[float], layers: int) -> float:
+def extended(layer_counts: Sequence[int], seconds: Sequence[float], layers: int) -> float:
     """Extrapolate seconds to `layers` layers from two smaller counts."""
-    (less, more), (short, long) = few, seconds
+    (less, more), (short, long) = layer_counts, seconds
     if less == more:  # the model has no more
         return short
     return short + (layers - less) * (long - short) / (more - less)
@@ -119,7 +119,7 @@ class MemoryScenario:
     def __init__(self, config: Path, weights: Path, *, scratch: Path, memory: int | None):
         self._config, self._weights, self._scratch = config, weights, scratch
         self._memory = memory
-        files = sorted(weights.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+        files = sorted(weights.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         if not files:
             raise UserError(f"no safetensors file in --path {weights}")
         self._file = files[-1]
@@ -143,7 +143,7 @@ class MemoryScenario:
             "total_s": took["prefill"] + (new - 1) * took["step"],
             "predicted_prefill_s": float(result["predicted_prefill_seconds"]),
             "predicted_step_s": float(result["predicted_decode_seconds"]) / (new - 1),
-            "disk_gb_per_s": disk / GB, "bound": "; ".join(each.bound() for each in traced),
+            "disk_gb_per_s": disk / GB, "bound": "; ".join(trace.bound() for trace in traced),
         }
         row["tokens_per_s"] = sequences * new / row["total_s"]
         row["predicted_total_s"] = (row["predicted_prefill_s"]
@@ -180,9 +180,9 @@ class MemoryScenario:
         """Return seconds of the prefill and of a decode step with weights and cache in memory."""
         sizes = json.loads((self._weights / "config.json").read_text(encoding="utf-8"))
         layers = sizes.get("text_config", sizes)["num_hidden_layers"]
-        few = tuple(min(count, layers) for count in FEW_LAYERS)
-        found = []
-        for count in few * REPEATS:
+        layer_counts = tuple(min(count, layers) for count in FEW_LAYERS)
+        timings = []
+        for count in layer_counts * REPEATS:
             folder = self._scratch / f"{count}-layers"
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(with_layers(sizes, count)))
@@ -192,11 +192,11 @@ class MemoryScenario:
                 "csv": str(result), "trace": None, "gen_len": STEPS + 1, "cut_gen_len": None}))
             call([sys.executable, "-m", "flexgen_h2o.flex_opt", "--config", str(config)])
             _, row = self._outcome(result)
-            found.append((float(row["prefill_seconds"]), float(row["decode_seconds"]) / STEPS))
+            timings.append((float(row["prefill_seconds"]), float(row["decode_seconds"]) / STEPS))
             shutil.rmtree(folder)
-        typical = [[statistics.median(times) for times in zip(*found[which::2], strict=True)]
+        typical = [[statistics.median(times) for times in zip(*timings[which::2], strict=True)]
                    for which in range(2)]
-        return {part: extended(few, seconds, layers)
+        return {part: extended(layer_counts, seconds, layers)
                 for part, seconds in zip(PARTS, zip(*typical, strict=True), strict=True)}
 
 

@@ -99,8 +99,8 @@ def run_transformers(args) -> list[dict]:
     timed_generate(model, random_prompts(args.batch, args.warm_len, vocab), 2)
     tokens, rows = random_prompts(args.batch, args.prompt_len, vocab), []
     for _ in range(args.inner):
-        found = timed_generate(model, tokens, args.gen_len)
-        rows.append({"prefill": found.prefill, "step": statistics.mean(found.steps),
+        timing = timed_generate(model, tokens, args.gen_len)
+        rows.append({"prefill": timing.prefill, "step": statistics.mean(timing.steps),
                      "read": 0, "rss": peak_process_bytes(), "load": load})
     return rows
 

@@ -70,11 +70,11 @@ def measure(baseline: Baseline, job: dict) -> dict:
     words = baseline.prepare(Path(job["model"]))
     load = time.perf_counter() - began
     Path(job["loaded"]).touch()
-    held = 0
+    resident = 0
     if "door" in job:
         drop_page_cache()  # pages read while loading would not count
-        held = enter_loaded(Path(job["door"]))
-        words += f", limited once loaded (it held {held / GB:.2f} GB of the limit)"
+        resident = enter_loaded(Path(job["door"]))
+        words += f", limited once loaded (it held {resident / GB:.2f} GB of the limit)"
     if baseline.warms:
         share, tokens = (1, job["generate"]) if no_cuda() is None else (WARM_SHARE, WARM_TOKENS)
         baseline.generate([prompt[: max(1, len(prompt) // share)] for prompt in prompts], tokens)
@@ -84,7 +84,7 @@ def measure(baseline: Baseline, job: dict) -> dict:
     return {
         "settings": words, "versions": baseline.version(), "load": load, "prefill": timings.prefill,
         "steps": timings.steps, "tokens": timings.tokens, "peak_rss": peak_process_bytes(),
-        "peak_device": peak_device_bytes(), "held": held,
+        "peak_device": peak_device_bytes(), "held": resident,
         "read": None if before is None or after is None else after - before,
     }
 

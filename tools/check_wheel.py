@@ -94,25 +94,25 @@ def build(folder: Path, cross: str | None = None) -> tuple[Path, Path]:
 
 def check_platform(report: str) -> None:
     """Stop this program unless auditwheel's report allows manylinux_2_28 or an older one."""
-    found = re.findall(r'platform tag:\s+"manylinux_2_(\d+)_', report)
-    if not found or int(found[0]) > 28:
+    versions = re.findall(r'platform tag:\s+"manylinux_2_(\d+)_', report)
+    if not versions or int(versions[0]) > 28:
         sys.exit(f"{report}\nthe wheel needs a newer glibc than manylinux_2_28 has: avoid the "
                  "symbols that are named above, or build it with an older one (wheels.yml)")
 
 
 def modules() -> set[str]:
     """Paths of the package's modules and its marker of types, as a wheel has them."""
-    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")}
-    return found | {f"{PACKAGE}/py.typed"}
+    module_paths = {path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")}
+    return module_paths | {f"{PACKAGE}/py.typed"}
 
 
 def sources() -> set[str]:
     """Paths that the sdist has to have: all that builds, documents and tests the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
                 "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/**/*.py", "tools/*.py")
-    found = {path.relative_to(ROOT).as_posix() for pattern in patterns
+    files = {path.relative_to(ROOT).as_posix() for pattern in patterns
              for path in ROOT.glob(pattern)}
-    return found | modules() | set(BESIDE)
+    return files | modules() | set(BESIDE)
 
 
 def check_contents(kind: str, names: Iterable[str], needed: set[str]) -> None:

@@ -38,8 +38,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def groups(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[argparse.Action]]]:
     """Each group of flags that is not empty: its title and the flags but those of all commands."""
     for group in parser._action_groups:
-        actions = [each for each in group._group_actions if each.option_strings
-                   and not {"--help", "--help-all", "--version"} & {*each.option_strings}]
+        actions = [action for action in group._group_actions if action.option_strings
+                   and not {"--help", "--help-all", "--version"} & {*action.option_strings}]
         if actions:
             yield group.title or "", actions
 
@@ -57,7 +57,7 @@ def row(action: argparse.Action) -> str:
     value = str(action.metavar or action.dest.upper()).replace("|", "/")
     value = {"?": f" [{value}]", "+": f" {value} ..."}.get(action.nargs, f" {value}")
     also = [name for name in action.option_strings[1:] if "_" not in name]
-    shown = ", ".join(f"`{each}`" for each in (action.option_strings[0] + value, *also))
+    shown = ", ".join(f"`{flag}`" for flag in (action.option_strings[0] + value, *also))
     return f"| {shown} | {default.removesuffix(')')} | {words.replace('_DUMMY_', '`_DUMMY_`')} |"
 
 
@@ -67,12 +67,12 @@ def section(name: str) -> Iterator[str]:
     yield f"## {name}"
     yield parser.description or ""
     if name in LIKE_GENERATE:
-        same = {row(each) for _, actions in groups(parser_of("generate")) for each in actions}
-        shared = [each.option_strings[0] for _, actions in groups(parser) for each in actions
-                  if row(each) in same]
-        yield f"As in [generate](#generate): {', '.join(f'`{each}`' for each in shared)}."
+        same = {row(action) for _, actions in groups(parser_of("generate")) for action in actions}
+        shared = [action.option_strings[0] for _, actions in groups(parser) for action in actions
+                  if row(action) in same]
+        yield f"As in [generate](#generate): {', '.join(f'`{action}`' for action in shared)}."
     for title, actions in groups(parser):
-        rows = [each for each in map(row, actions) if each not in same]
+        rows = [action for action in map(row, actions) if action not in same]
         if rows:
             if title != "options":
                 yield f"### {title[0].upper()}{title[1:]}" if not same else f"{title.capitalize()}:"

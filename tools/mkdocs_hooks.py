@@ -43,7 +43,7 @@ def linked() -> set[str]:
         path = todo.pop()
         pages.add(path)
         if path.endswith(".md"):
-            todo |= {each for each in targets(path) if (ROOT / each).is_file()} - pages
+            todo |= {target for target in targets(path) if (ROOT / target).is_file()} - pages
     return {path for path in pages if not path.startswith(f"{DOCS}/")}
 
 
@@ -56,12 +56,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     """Turn each link into the one that leads to the same file on the site."""
-    here = page.file.src_uri
-    source = "README.md" if here == "index.md" else (
-        here if (ROOT / here).is_file() else f"{DOCS}/{here}")
+    page_path = page.file.src_uri
+    source = "README.md" if page_path == "index.md" else (
+        page_path if (ROOT / page_path).is_file() else f"{DOCS}/{page_path}")
 
     def moved(match: re.Match[str]) -> str:
         target = os.path.normpath(os.path.join(os.path.dirname(source), match[1]))
-        return os.path.relpath(site_path(target), os.path.dirname(here) or ".")
+        return os.path.relpath(site_path(target), os.path.dirname(page_path) or ".")
 
     return LINK.sub(moved, markdown)

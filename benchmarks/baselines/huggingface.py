@@ -180,15 +180,16 @@ class AccelerateOffload(HuggingFaceBaseline):
         import torch
         from transformers import AutoModelForCausalLM
 
-        far, kept = self.settings.options["offload"], self.settings.options["near_layers"]
+        far, near_count = self.settings.options["offload"], self.settings.options["near_layers"]
         near = "cuda:0" if torch.cuda.is_available() else "cpu"
         empty = empty_model(model)
         places = device_map(empty, empty.config.num_hidden_layers, near=near, far=far,
-                            near_layers=kept)
+                            near_layers=near_count)
         self.model = AutoModelForCausalLM.from_pretrained(
             model, dtype=getattr(torch, self.settings.dtype), device_map=places,
             offload_folder=self.settings.scratch).eval()
-        return f"decoder layers {f'but {kept} ' if kept else ''}on {far}, the rest on {near}"
+        but = f"but {near_count} " if near_count else ""
+        return f"decoder layers {but}on {far}, the rest on {near}"
 
 
 DEEPSPEED_TIERS = ("cpu", "nvme")

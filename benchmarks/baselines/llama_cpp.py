@@ -140,8 +140,9 @@ class LlamaCpp(Baseline):
         """Set and return the numbers of threads for prompts and for steps."""
         tried = [self.settings.options["threads"]]
         if tried == [None]:
-            most = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
-            tried = sorted({most, *(1 << power for power in range(most.bit_length()))})
+            max_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+            powers = (1 << power for power in range(max_threads.bit_length()))
+            tried = sorted({max_threads, *powers})
         prompts, steps = tried[-1], tried[-1]
         if len(tried) > 1:
             timings: dict[int, list[Timings]] = {count: [] for count in tried}
@@ -149,8 +150,9 @@ class LlamaCpp(Baseline):
             for count in tried * PROBES:
                 self._lib.llama_set_n_threads(self._context, count, count)
                 timings[count].append(self.generate(short, min(PROBE_STEPS, self.settings.gen_len)))
-            prompts = min(tried, key=lambda count: min(each.prefill for each in timings[count]))
-            steps = min(tried, key=lambda count: min(min(each.steps) for each in timings[count]))
+            prompts = min(tried, key=lambda count: min(timing.prefill for timing in timings[count]))
+            steps = min(tried,
+                        key=lambda count: min(min(timing.steps) for timing in timings[count]))
         self._lib.llama_set_n_threads(self._context, steps, prompts)
         return prompts, steps
 
@@ -256,7 +258,7 @@ def gguf_file(folder: Path, weights: str) -> Path:
     folder = Path(folder).resolve()
     config = gguf_config(folder)
     built = build_once([*weight_files(folder), folder / "config.json"], f"gguf-{weights}",
-                       model_title(folder), lambda made: _write(folder, config, made, weights),
+                       model_title(folder), lambda target: _write(folder, config, target, weights),
                        keep=converted())
     return _file(built)
 
@@ -390,8 +392,8 @@ def _read(checkpoint: Checkpoint, name: str, shape: Sequence[int]) -> np.ndarray
 def _gguf_name(name: str, config: ModelConfig) -> str:
     """Return llama.cpp's name of a checkpoint tensor; experts of a layer share one."""
     known = ARCHITECTURES[_NAMES[config.family]]
-    outer = {hub: own for own, hub in known.outer.items()}
-    inner = {hub: own for own, hub in known.layer.items()}
+    outer = {hub: our_name for our_name, hub in known.outer.items()}
+    inner = {hub: our_name for our_name, hub in known.layer.items()}
     if name.startswith(f"{known.layers}."):
         number, suffix = name.removeprefix(f"{known.layers}.").split(".", 1)
         suffix = re.sub(r"\.experts\.[0-9]+\.", ".experts.{}.", suffix.removesuffix(".weight"))

@@ -129,10 +129,10 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> AnalyzeOptions:
     """Flags as checked `AnalyzeOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(argv, parser(), AnalyzeOptions)
-    options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **own)
+    analyze_flags, shared = task_flags.parse(argv, parser(), AnalyzeOptions)
+    options = AnalyzeOptions(run=RunConfig(**_DEFAULTS | shared), **analyze_flags)
     for name, parts in _USED_BY.items():
-        if name in own and not set(parts) & set(options.only):
+        if name in analyze_flags and not set(parts) & set(options.only):
             raise UserError(f"{flag_name(name)} has no effect without {' or '.join(parts)} in "
                             "--only: leave it out")
     return options
@@ -161,12 +161,12 @@ def analyze(options: AnalyzeOptions, texts: Sequence[str]) -> dict[str, list[dic
         with ProgressBar(total=steps, unit="layer", disable=None) as bar:
             log_probs = llm.probe(pairs, _counting(survey.attend, bar))
             run = _run_columns(llm, pairs)
-            found = {part: _save(options, part, [{**run, **row} for row in survey.rows(part)])
+            files = {part: _save(options, part, [{**run, **row} for row in survey.rows(part)])
                      for part in parts}
             if cases:
-                found["evicted"] = _without_keys(options, llm, pairs, cases=cases,
+                files["evicted"] = _without_keys(options, llm, pairs, cases=cases,
                                                  full=log_probs, run=run, bar=bar)
-    return found
+    return files
 
 
 def _pairs(llm, texts: Sequence[str], options: AnalyzeOptions) -> list[Pair]:

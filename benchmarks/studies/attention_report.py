@@ -106,15 +106,15 @@ _TELL: dict[str, Callable[[Sequence[dict]], list[str]]] = {
     "misses": _misses, "evicted": _evicted}
 
 
-def _by_layer(what: str, rows: Sequence[dict], column: str, style: str) -> str:
+def _by_layer(title: str, rows: Sequence[dict], column: str, style: str) -> str:
     """The mean over layers, and the layers that have least and most."""
     layers = mean_by(rows, "layer", column)
     if not layers:
-        return f"{what}: not known"
+        return f"{title}: not known"
     low, high = (pick(layers, key=layers.get) for pick in (min, max))
-    mean, least, most = (style.format(value)
-                         for value in (fmean(layers.values()), layers[low], layers[high]))
-    return f"{what}: {mean} (layer {low}: {least}, layer {high}: {most})"
+    mean, lowest, highest = (style.format(value)
+                             for value in (fmean(layers.values()), layers[low], layers[high]))
+    return f"{title}: {mean} (layer {low}: {lowest}, layer {high}: {highest})"
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
@@ -156,9 +156,9 @@ def draw(name: str, rows: Sequence[dict], path: str) -> None:
         axes.set_axisbelow(True)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=9)
-    one = rows[0]
-    figure.suptitle(f"{title}\n{one['model']}, {one['dtype']}, texts: {one['articles']}, of "
-                    f"{one['tokens_mean']:.0f} tokens", fontsize=10)
+    first = rows[0]
+    figure.suptitle(f"{title}\n{first['model']}, {first['dtype']}, texts: {first['articles']}, of "
+                    f"{first['tokens_mean']:.0f} tokens", fontsize=10)
     save(figure, path)
 
 
@@ -194,8 +194,8 @@ def _draw_scores(figure, rows: Sequence[dict]) -> str:
     layers = sorted({row["layer"] for row in rows})
     shown = sorted({layers[round(part * (len(layers) - 1) / 4)] for part in range(5)})
     for layer, look in zip(shown, _LOOKS, strict=False):
-        some = (row for row in rows if row["layer"] == layer and row["score"] > 0)
-        _draw_line(curves, {row["relative_rank"] * 100: row["score"] for row in some},
+        selected = (row for row in rows if row["layer"] == layer and row["score"] > 0)
+        _draw_line(curves, {row["relative_rank"] * 100: row["score"] for row in selected},
               f"layer {layer}", look)
     curves.set(xscale="log", yscale="log", xlabel="rank, % of the tokens (log scale)",
                ylabel="accumulated score, in means over tokens (log scale)")
@@ -215,11 +215,11 @@ def _draw_local(figure, rows: Sequence[dict]) -> str:
     percents = sorted({row["budget_percent"] for row in rows})
     for place, percent in enumerate(percents):
         look = _LOOKS[place % len(_LOOKS)]
-        some = [row for row in rows if row["budget_percent"] == percent]
-        _draw_line(left, mean_by(some, "seen_percent", "overlap"), f"top {percent:g} %", look,
+        selected = [row for row in rows if row["budget_percent"] == percent]
+        _draw_line(left, mean_by(selected, "seen_percent", "overlap"), f"top {percent:g} %", look,
                    scale=100)
         left.axhline(percent, color=look["color"], linewidth=0.8, linestyle=":")
-        half = [row for row in some if row["seen_percent"] == 50]
+        half = [row for row in selected if row["seen_percent"] == 50]
         _draw_line(right, mean_by(half, "layer", "overlap"), f"top {percent:g} %", look, scale=100)
     left.set(xlabel="seen of the text, %", title="Mean over layers; dotted: by chance")
     right.set(title="After half of the text")
@@ -243,9 +243,9 @@ def _draw_misses(figure, rows: Sequence[dict]) -> str:
     left, right = figure.subplots(1, 2)
     usual = min({row["budget_percent"] for row in rows}, key=lambda at: (abs(at - _USUAL), at))
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        some = [row for row in rows if row["policy"] == policy]
-        at_usual = [row for row in some if row["budget_percent"] == usual]
-        for axes, part, key in ((left, some, "budget_percent"), (right, at_usual, "layer")):
+        selected = [row for row in rows if row["policy"] == policy]
+        at_usual = [row for row in selected if row["budget_percent"] == usual]
+        for axes, part, key in ((left, selected, "budget_percent"), (right, at_usual, "layer")):
             label = "best possible" if policy == "best" else policy
             _draw_line(axes, mean_by(part, key, "miss_rate"), label, _POLICIES[policy], scale=100)
     left.set(xlabel="KV cache budget, % of the first half", xlim=(0, None),
@@ -261,8 +261,9 @@ def _draw_evicted(figure, rows: Sequence[dict]) -> str:
     axes = figure.subplots()
     (full,) = (row["perplexity"] for row in rows if row["evicted"] == "none")
     for kind, look in _KINDS.items():
-        some = [row for row in rows if row["evicted"] == kind]
-        _draw_line(axes, {row["evicted_percent"]: row["perplexity"] for row in some}, kind, look)
+        selected = [row for row in rows if row["evicted"] == kind]
+        line = {row["evicted_percent"]: row["perplexity"] for row in selected}
+        _draw_line(axes, line, kind, look)
     axes.axhline(full, color="black", linewidth=1, linestyle=":", label="none")
     axes.set(xlabel="keys of the first half that are not seen, % (in each layer and KV head)",
              ylabel="perplexity of the second half (log scale)", xlim=(0, None))

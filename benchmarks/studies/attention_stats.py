@@ -127,8 +127,8 @@ def power_law(ranks: Sequence[float], scores: Sequence[float]) -> tuple[float, f
         return float("nan"), float("nan")
     slope, offset = np.polyfit(x, y, 1)
     total = ((y - y.mean()) ** 2).sum()
-    left = ((y - slope * x - offset) ** 2).sum()
-    return float(slope), float(1 - left / total) if total > 0 else float("nan")
+    residual = ((y - slope * x - offset) ** 2).sum()
+    return float(slope), float(1 - residual / total) if total > 0 else float("nan")
 
 
 def heaviest(scores: Tensor, count: int) -> Tensor:
@@ -151,10 +151,10 @@ def overlap(local: Tensor, full: Tensor, count: int) -> float:
     Both accumulated scores are [kv_heads, tokens], of the same keys. Keys by chance: count /
     tokens.
     """
-    one, other = (torch.zeros_like(scores, dtype=torch.bool).scatter_(1, heaviest(scores, count),
-                                                                      True)
-                  for scores in (local, full))
-    return ((one & other).sum() / (count * len(full))).item()
+    first, other = (torch.zeros_like(scores, dtype=torch.bool).scatter_(1, heaviest(scores, count),
+                                                                        True)
+                    for scores in (local, full))
+    return ((first & other).sum() / (count * len(full))).item()
 
 
 def correlations(ids: Sequence[int], scores: Tensor) -> tuple[float, float]:
@@ -276,10 +276,11 @@ class Caches:
         self._total, self._recent = torch.tensor(
             [(budget.total, budget.recent) for budget in budgets], device=scores.device).T
         self._tokens = length
-        for budget, positions, held in zip(budgets, self.positions, self._scores, strict=True):
+        for budget, positions, cached_scores in zip(budgets, self.positions, self._scores,
+                                                    strict=True):
             index = self._eviction.select(scores, Cut(length, budget.heavy, budget.recent))
             positions[:, : index.shape[1]] = index.to(torch.int32)
-            held[:, : index.shape[1]] = scores.gather(1, index)
+            cached_scores[:, : index.shape[1]] = scores.gather(1, index)
 
     def step(self, row: Tensor) -> Tensor:
         """Attend from one more token, cache it, evict where the cache is over its budget.

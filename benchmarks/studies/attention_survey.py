@@ -88,15 +88,15 @@ class Survey:
         make = {"sparsity": self._sparsity, "scores": self._scores, "local": self._local,
                 "frequency": self._frequency, "misses": self._misses}[part]
         return [dict(zip(PARTS[part], values, strict=True))
-                for layer, found in sorted(self._values[part].items())
-                for values in make(layer, np.asarray(found, float))]
+                for layer, layer_values in sorted(self._values[part].items())
+                for values in make(layer, np.asarray(layer_values, float))]
 
-    def _sparsity(self, layer: int, found: np.ndarray):
-        for head, value in enumerate(found.mean(0).tolist()):
+    def _sparsity(self, layer: int, layer_values: np.ndarray):
+        for head, value in enumerate(layer_values.mean(0).tolist()):
             yield layer, head, value
 
-    def _scores(self, layer: int, found: np.ndarray):
-        scores = found.mean(0)
+    def _scores(self, layer: int, layer_values: np.ndarray):
+        scores = layer_values.mean(0)
         ranks = np.asarray(RANKS)
         within = (ranks >= FIT[0]) & (ranks <= FIT[1])
         fit = [None if np.isnan(value) else value
@@ -104,21 +104,21 @@ class Survey:
         for rank, score in zip(RANKS, scores.tolist(), strict=True):
             yield layer, rank, score, *fit
 
-    def _local(self, layer: int, found: np.ndarray):
-        for seen, by_percent in zip(SEEN, found.mean(0).tolist(), strict=True):
+    def _local(self, layer: int, layer_values: np.ndarray):
+        for seen, by_percent in zip(SEEN, layer_values.mean(0).tolist(), strict=True):
             for percent, values in zip(self._percents, by_percent, strict=True):
                 yield layer, seen, percent, *values
 
-    def _frequency(self, layer: int, found: np.ndarray):
-        known = found[~np.isnan(found).any(1)]
+    def _frequency(self, layer: int, layer_values: np.ndarray):
+        known = layer_values[~np.isnan(layer_values).any(1)]
         yield layer, *(known.mean(0).tolist() if len(known) else [None, None]), len(known)
 
-    def _misses(self, layer: int, found: np.ndarray):
-        for policy, by_percent in zip(POLICIES, found.mean(0).tolist(), strict=True):
+    def _misses(self, layer: int, layer_values: np.ndarray):
+        for policy, by_percent in zip(POLICIES, layer_values.mean(0).tolist(), strict=True):
             for percent, value in zip(self._percents, by_percent, strict=True):
-                held = np.mean([sizes(policy, percent, context).total
-                                for context in self._contexts])
-                yield layer, policy, percent, float(held), value
+                cached = np.mean([sizes(policy, percent, context).total
+                                  for context in self._contexts])
+                yield layer, policy, percent, float(cached), value
 
 
 KINDS = ("heavy", "heavy but sinks", "random", "lowest")
@@ -194,5 +194,6 @@ class Without:
         context = self._contexts[pair]
         scores = observe(q[:context], k[:context]).scores
         keys = chosen_keys(self._kind, scores, self._counts[pair], seed=pair << 16 | layer)
-        gone = torch.zeros(scores.shape, dtype=torch.bool, device=q.device).scatter_(1, keys, True)
-        return attend_without(q, k, v, gone)
+        evicted = torch.zeros(scores.shape, dtype=torch.bool, device=q.device)
+        evicted.scatter_(1, keys, True)
+        return attend_without(q, k, v, evicted)

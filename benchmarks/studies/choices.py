@@ -98,7 +98,7 @@ def choice_scores(items: Sequence[ChoiceItem], folder: str, h2o: H2OConfig | Non
              policy=Policy(gpu_batch_size=batch)) as llm:
         scores = llm.score([(item.prompt, choice) for item in items for choice in item.choices])
         nbytes = llm.stats.kv_cache_bytes // batch
-    sums = [sum(one.log_probs) for one in scores]
+    sums = [sum(score.log_probs) for score in scores]
     return [sums[at : at + num_choices] for at in range(0, len(sums), num_choices)], nbytes
 
 
@@ -157,13 +157,13 @@ class ChoiceRows:
         began = time.perf_counter()
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            found, nbytes = pressed_scores(self.items, model, ALL_PRESSES[cache], percent)
+            log_probs, nbytes = pressed_scores(self.items, model, ALL_PRESSES[cache], percent)
         else:
-            found, nbytes = choice_scores(self.items, self.folder, config_of(cache, percent))
+            log_probs, nbytes = choice_scores(self.items, self.folder, config_of(cache, percent))
         seconds = time.perf_counter() - began
-        pairs = list(zip(self.items, found, strict=True))
+        pairs = list(zip(self.items, log_probs, strict=True))
         which = "".join(str(max(range(len(item_scores)), key=item_scores.__getitem__))
-                        for item_scores in found)
+                        for item_scores in log_probs)
         full = which if cache == FULL else self.table.find(
             system="flexgen_h2o", cache=FULL, budget_percent="100")["which"]
         row = {"prompt_tokens": sum(len(item.prompt) for item in self.items),

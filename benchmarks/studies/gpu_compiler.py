@@ -211,13 +211,13 @@ def _digest(function: JITFunction) -> str:
     """
     parts: dict[str, str] = {}
 
-    def visit(one: JITFunction) -> None:
-        code = ast.parse(one.src).body[0]
+    def visit(function: JITFunction) -> None:
+        code = ast.parse(function.src).body[0]
         if ast.get_docstring(code) is not None:
             del code.body[0]
-        parts[one.fn.__qualname__] = ast.unparse(code)
-        for name in one.fn.__code__.co_names:
-            value = one.fn.__globals__.get(name)
+        parts[function.fn.__qualname__] = ast.unparse(code)
+        for name in function.fn.__code__.co_names:
+            value = function.fn.__globals__.get(name)
             if isinstance(value, JITFunction) and value.fn.__qualname__ not in parts:
                 visit(value)
             elif isinstance(value, tl.constexpr):

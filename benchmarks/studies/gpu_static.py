@@ -273,11 +273,11 @@ def check(pairs: list[tuple[Card, KernelLaunch]], path: Path, sample: int) -> li
     both = [place for place in expected if place in recorded]
     problems += [f"of an older kernel: {' '.join(place)}" for place in both
                  if recorded[place]["source"] != expected[place][0]["source"]]
-    alike = all(row["triton"] == triton.__version__ for row in recorded.values())
+    is_current = all(row["triton"] == triton.__version__ for row in recorded.values())
     for place in both[:: max(1, len(both) // sample)] if sample else ():
         _, card, launch = expected[place]
         row = {name: str(format_cell(value)) for name, value in compiled(card, launch).items()}
-        if alike and any(row[name] != recorded[place][name] for name in COLUMNS):
+        if is_current and any(row[name] != recorded[place][name] for name in COLUMNS):
             problems.append(f"compiles to something else: {' '.join(place)}")
     return problems
 

@@ -91,9 +91,9 @@ def write_task(args: argparse.Namespace, folder: Path) -> None:
     rng = random.Random(args.seed)
     parts = {"test": (articles[: args.items], args.words),
              "fewshot": (articles[args.items :] or articles[:OPTIONS], args.shot_words)}
-    for name, (some, words) in parts.items():
+    for name, (rows_of_part, words) in parts.items():
         lines = (json.dumps(item, ensure_ascii=False) + "\n"
-                 for item in items(some, words=words, rng=rng))
+                 for item in items(rows_of_part, words=words, rng=rng))
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     paths = {name: json.dumps(str(folder / f"{name}.jsonl")) for name in parts}
     (folder / f"{TASK}.yaml").write_text(YAML.format(task=TASK, **paths), encoding="utf-8")

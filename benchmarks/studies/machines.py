@@ -214,14 +214,15 @@ def measured_rows(job: MeasuredJob, repeats: int, conditions: str, *, cpus: int,
                   ) -> Iterator[dict[str, object]]:
     """Yield a row for each way: medians of alternating repeats, and the share of the ideal."""
     order: Sequence[tuple[str, int]] = ways(cpus)
-    found: dict[tuple[str, int], list[Rate]] = {place: [] for place in order}
+    rates_by_place: dict[tuple[str, int], list[Rate]] = {place: [] for place in order}
     for repeat in range(repeats):
         for place in order:
-            found[place].append(run(job, *place, repeat))
-            print(f"{place[0]} x {place[1]}: {found[place][-1].tokens_per_second:.1f} tokens/s",
+            rates_by_place[place].append(run(job, *place, repeat))
+            rate = rates_by_place[place][-1].tokens_per_second
+            print(f"{place[0]} x {place[1]}: {rate:.1f} tokens/s",
                   file=sys.stderr, flush=True)
-    alone = statistics.median(rate.tokens_per_second for rate in found[ONE, 1])
-    for (way, processes), all_rates in found.items():
+    alone = statistics.median(rate.tokens_per_second for rate in rates_by_place[ONE, 1])
+    for (way, processes), all_rates in rates_by_place.items():
         rates = [rate.tokens_per_second for rate in all_rates]
         median = statistics.median(rates)
         yield origin() | {

@@ -96,7 +96,7 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
     UserError
         There are too few articles.
     """
-    draw, taken = random.Random(0), 0
+    draw, used = random.Random(0), 0
     tasks: list[NeedleTask] = []
 
     def encode(text: str) -> list[int]:
@@ -108,15 +108,15 @@ def make_tasks(hay: Sequence[int], tokenizer, *, tokens: int, texts: int) -> lis
         hidden = [encode(f"{question} {number}.")
                   for question, number in zip(questions, numbers, strict=True)]
         room = tokens - sum(map(len, hidden))
-        if room < len(QUESTIONS) or taken + room > len(hay):
+        if room < len(QUESTIONS) or used + room > len(hay):
             raise UserError(f"{texts} texts of {tokens} tokens need articles of {texts * room} "
                             f"tokens, and there are {len(hay)}; a text holds "
                             f"{len(QUESTIONS)} needles")
         places = [int(room * (index + 0.5) / len(QUESTIONS)) for index in range(len(QUESTIONS))]
         text: list[int] = []
         for start, end, needle in zip([0, *places], [*places, room], [*hidden, []], strict=True):
-            text += [*hay[taken + start : taken + end], *needle]
-        taken += room
+            text += [*hay[used + start : used + end], *needle]
+        used += room
         tasks += [NeedleTask(text, encode(question), encode(f" {number}"))
                   for question, number in zip(questions, numbers, strict=True)]
     return tasks
@@ -132,8 +132,8 @@ def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, que
              policy=Policy(gpu_batch_size=len(QUESTIONS))) as llm:
         scores = llm.score([task.parts(question) for task in tasks])
         nbytes = llm.stats.kv_cache_bytes // len(QUESTIONS)
-    return [Scored(one.log_probs[-len(task.answer) :], one.likeliest[-len(task.answer) :])
-            for task, one in zip(tasks, scores, strict=True)], nbytes
+    return [Scored(score.log_probs[-len(task.answer) :], score.likeliest[-len(task.answer) :])
+            for task, score in zip(tasks, scores, strict=True)], nbytes
 
 
 def pressed_answers(tasks: Sequence[NeedleTask], model, rival: Rival, percent: float,
@@ -207,7 +207,7 @@ class NeedleRows:
 
     def _of_full(self) -> list[bool]:
         row = self.table.find(system="flexgen_h2o", cache=FULL, budget_percent="100", asked="")
-        return [one == "y" for one in row["which"]]
+        return [letter == "y" for letter in row["which"]]
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -166,8 +166,8 @@ def main() -> None:
     rows = PolicyRows(args.csv, {"commit": source_commit(), "host": platform.node(),
                            "model": args.model, "articles": args.articles,
                            INPUT: digest(texts)})
-    settings = [one for one in SETTINGS
-                if args.settings is None or f"{one.percent}-{one.budget_of}" in args.settings]
+    settings = [item for item in SETTINGS if args.settings is None
+                or f"{item.percent}-{item.budget_of}" in args.settings]
     if "masked" in args.parts:
         run_masked(masked, rows, settings)
     for part in ("cut", "decode"):

@@ -116,8 +116,8 @@ class CandidateState:
         score.masked_fill_(~alive, torch.inf)
         excess = self.cached - keep
         if self.candidate.joint:
-            gone = score.flatten(1).topk(excess * score.shape[1], -1, largest=False).indices
-            flat = alive.flatten(1).scatter(-1, gone, False)
+            evicted = score.flatten(1).topk(excess * score.shape[1], -1, largest=False).indices
+            flat = alive.flatten(1).scatter(-1, evicted, False)
             alive.copy_(flat.view_as(alive))
         elif excess == 1:
             alive.scatter_(-1, score.argmin(-1, keepdim=True), False)
@@ -332,8 +332,8 @@ class MaskedModel:
         hidden = torch.cat((self._last, hidden), 1)
         targets = self.tokens[:, self.prompt :]
         parts = []
-        for some, ids in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-            logits = self.model.lm_head(self.model.model.norm(some))
+        for part, ids in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+            logits = self.model.lm_head(self.model.model.norm(part))
             parts.append(logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0])
         return torch.cat(parts)
 

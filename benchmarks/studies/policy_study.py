@@ -114,8 +114,8 @@ def scored(folder: str, ids: torch.Tensor, prompt: int, h2o: H2OConfig | None
     with LLM(folder, h2o=h2o, dtype="float32", progress=False,
              policy=Policy(gpu_batch_size=len(ids))) as llm:
         began = time.perf_counter()
-        found = llm.loglikelihood([(row[:prompt], row[prompt:]) for row in ids.tolist()])
-        return torch.tensor(found), time.perf_counter() - began
+        scores = llm.loglikelihood([(row[:prompt], row[prompt:]) for row in ids.tolist()])
+        return torch.tensor(scores), time.perf_counter() - began
 
 
 def make_press(rival: Rival, part: str, keep: int, prompt: int):
@@ -123,8 +123,8 @@ def make_press(rival: Rival, part: str, keep: int, prompt: int):
 
     def press(ratio: float, queries: int):
         options = {"window_size": queries} if rival.name.endswith("SnapKV") else {}
-        made = getattr(kvpress, rival.press)(compression_ratio=ratio, **options)
-        return kvpress.AdaKVPress(made) if rival.adaptive else made
+        press_of_rival = getattr(kvpress, rival.press)(compression_ratio=ratio, **options)
+        return kvpress.AdaKVPress(press_of_rival) if rival.adaptive else press_of_rival
 
     cut = press(1 - (keep + 0.5) / prompt, SNAP_WINDOW if keep > SNAP_WINDOW else keep // 2)
     if part == "cut":

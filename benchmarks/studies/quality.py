@@ -118,10 +118,10 @@ def _pairs(llm, texts: Sequence[str], options: QualityOptions):
     """Token ids of the halves of each article."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
-    chosen = select_articles(texts, lambda text: llm.tokenizer(text, verbose=False)["input_ids"],
-                    articles=options.articles, min_tokens=options.min_tokens,
-                    max_tokens=options.max_tokens)
-    return split_halves(chosen)
+    selected = select_articles(texts, lambda text: llm.tokenizer(text, verbose=False)["input_ids"],
+                               articles=options.articles, min_tokens=options.min_tokens,
+                               max_tokens=options.max_tokens)
+    return split_halves(selected)
 
 
 main = entry_point(parse_args, run)

@@ -59,14 +59,14 @@ def main() -> None:
         for name, h2o in CACHES.items():
             with LLM(args.model, policy=Policy(gpu_batch_size=args.articles), h2o=h2o,
                      dtype="float32", progress=False) as llm:
-                chosen = select_articles(texts, lambda text,
-                                         llm=llm: llm.tokenizer(text)["input_ids"],
-                                articles=args.articles, min_tokens=args.min_tokens,
-                                max_tokens=args.max_tokens)
-                losses = quarters(llm.loglikelihood(split_halves(chosen)))
+                selected = select_articles(texts, lambda text,
+                                           llm=llm: llm.tokenizer(text)["input_ids"],
+                                           articles=args.articles, min_tokens=args.min_tokens,
+                                           max_tokens=args.max_tokens)
+                losses = quarters(llm.loglikelihood(split_halves(selected)))
             full = full or losses
             over = [a - b for a, b in zip(losses, full, strict=True)]
-            print(name, [f"{each:+.3f}" for each in over], flush=True)
+            print(name, [f"{ratio:+.3f}" for ratio in over], flush=True)
             for quarter, (nats, increase) in enumerate(zip(losses, over, strict=True), 1):
                 file.write({"model": args.model, "articles": args.articles, "cache": name,
                             "quarter": quarter, "nats_per_token": f"{nats:.4f}",

@@ -174,8 +174,8 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                for bits, activations in ((12, 16), (8, 16), (8, 8), (4, 16), (4, 8))]
     if USUAL in budgets:
         result += [Configuration("h2o", USUAL, cache_bits=bits, weight_bits=4) for bits in (16, 4)]
-    wanted = set(GROUPS if only is None else only) | {"full"}
-    return [one for one in result if one.group in wanted]
+    groups = set(GROUPS if only is None else only) | {"full"}
+    return [mode for mode in result if mode.group in groups]
 
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
@@ -227,10 +227,10 @@ def measure(llm, pairs: Sequence[Pair], *, gen_len: int,
     return Measurement(log_probs, [list(out.token_ids) for out in outputs], stats, seconds)
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
     """Tokens before the first that differs."""
-    pairs = enumerate(zip(one, other, strict=True))
-    return next((place for place, (a, b) in pairs if a != b), len(one))
+    pairs = enumerate(zip(first, other, strict=True))
+    return next((place for place, (a, b) in pairs if a != b), len(first))
 
 
 def figures(measured: Measurement, full: Measurement) -> dict[str, float]:
@@ -313,8 +313,8 @@ def read_rows(path: str) -> list[dict[str, object]]:
     Files of earlier versions lack columns, for what they did not vary. Raises `UserError`
     when it is missing, is not such a file, or has no row of the plain full cache.
     """
-    found = read_csv(path, _HEADERS, texts=_TEXTS, may_lack=_MAY_LACK)
-    rows = [{**_ADDED, **row} for row in found]
+    file_rows = read_csv(path, _HEADERS, texts=_TEXTS, may_lack=_MAY_LACK)
+    rows = [{**_ADDED, **row} for row in file_rows]
     if not any(row["policy"] == "full" and not row["variant"] for row in rows):
         raise UserError(f"--from-csv {path} has no row of the full cache")
     return rows

@@ -96,8 +96,8 @@ def rows(top: int) -> Iterator[dict[str, object]]:
         yield common | {"kind": "stage", "name": stage, "modules": modules,
                         "resident_mb": (anonymous + mapped) / MB, "anonymous_mb": anonymous / MB,
                         "file_mb": mapped / MB}
-    found = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)$", imports, re.MULTILINE)
-    for microseconds, module in sorted(found, key=lambda pair: -int(pair[0]))[:top]:
+    imported = re.findall(r"^import time:\s+\d+ \|\s+(\d+) \|\s+(\S+)$", imports, re.MULTILINE)
+    for microseconds, module in sorted(imported, key=lambda pair: -int(pair[0]))[:top]:
         yield common | {"kind": "import", "name": module, "seconds": int(microseconds) / 1e6}
 
 

@@ -66,10 +66,10 @@ def write_rounded(source: Path, target: Path, bits: int, group: int, search: boo
 def perplexity(folder: Path, texts: list[str], args, dtype: str = "float32") -> tuple[float, int]:
     """Return the perplexity of all tokens but the first of each article, and their number."""
     with LLM(str(folder), dtype=dtype, policy=Policy(gpu_batch_size=8), progress=False) as llm:
-        chosen = select_articles(texts, lambda text: llm.tokenizer(text)["input_ids"],
-                        articles=args.articles, min_tokens=args.min_tokens,
-                        max_tokens=args.max_tokens)
-        scores = llm.loglikelihood([(ids[:1], ids[1:]) for ids in chosen])
+        selected = select_articles(texts, lambda text: llm.tokenizer(text)["input_ids"],
+                                   articles=args.articles, min_tokens=args.min_tokens,
+                                   max_tokens=args.max_tokens)
+        scores = llm.loglikelihood([(ids[:1], ids[1:]) for ids in selected])
     count = sum(map(len, scores))
     return math.exp(-sum(map(sum, scores)) / count), count
 

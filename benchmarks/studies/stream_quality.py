@@ -101,9 +101,10 @@ def parser() -> Parser:
 
 def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
     """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
-    own, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
-    task_flags.check_from_csv([*own, *shared])
-    options = StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared), **own)
+    stream_flags, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
+    task_flags.check_from_csv([*stream_flags, *shared])
+    options = StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared),
+                                   **stream_flags)
     if "num_window_length" in shared and {*options.policies} == {"full"}:
         raise UserError("--num-window-length has no effect on the full cache: leave it out")
     return options

@@ -115,7 +115,7 @@ def _failure(log_probs: Sequence[Sequence[float]], blow_up: float) -> str:
     if len(log_probs) < 2 * _ENDS:
         return ""
     limit = blow_up * perplexity(log_probs[:_ENDS])
-    last = [perplexity([each]) for each in log_probs[-_ENDS:]]
+    last = [perplexity([text]) for text in log_probs[-_ENDS:]]
     # Not greater: what is infinite or no number has failed, whatever the first pieces were.
     if any(math.isfinite(value) and value <= limit for value in last):
         return ""
@@ -162,8 +162,8 @@ def table(rows: Sequence[dict]) -> str:
         cached = f"{measured[-1]['cached_tokens']:.0f}" if measured else "-"
         body.append((policy, cached, f"{its[-1]['position']:.0f}",
                      *map(_perplexity, ends),
-                     *(_mean(some, "ms_per_token_median", 1) for some in ends),
-                     *(_mean(some, "process_bytes", 1e-6) for some in ends), its[-1]["reason"]))
+                     *(_mean(part, "ms_per_token_median", 1) for part in ends),
+                     *(_mean(part, "process_bytes", 1e-6) for part in ends), its[-1]["reason"]))
     widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
     return "\n".join("  ".join([line[0].ljust(widths[0]),
                                 *map(str.rjust, line[1:-1], widths[1:-1]), line[-1]]).rstrip()
@@ -217,8 +217,8 @@ def draw(rows: Sequence[dict], path: str) -> None:
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   frameon=False, fontsize=9)
     # A cache that was refused has a row that knows no model.
-    told = next((row for row in rows if row["tokens"]), None)
-    model = "" if told is None else f"{told['model']}, {told['dtype']}, "
+    sample = next((row for row in rows if row["tokens"]), None)
+    model = "" if sample is None else f"{sample['model']}, {sample['dtype']}, "
     figure.suptitle(f"{model}one text token by token{_budget(rows)}; x: stopped early",
                     fontsize=10)
     save(figure, path)
