@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.config.cache_layout import PageLayout
 from flexgen_h2o.kernels.cpu import recall as native_recall
 from flexgen_h2o.kernels.reference import recall as reference_recall
-from flexgen_h2o.kernels.reference.recall import runs_of
+from flexgen_h2o.kernels.reference.recall import contiguous_runs
 from flexgen_h2o.storage.tiers import PAGE, Device
 
 FETCH = [reference_recall.fetch_tokens, pytest.param(native_recall.fetch_tokens, marks=BUILT)]
@@ -127,7 +127,7 @@ def test_indices_out_of_range_are_errors(file, fetch, wrong):
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(0, 300), min_size=1), st.integers(0, 9), st.integers(1, 40))
 def test_read_runs_cover_all_records_without_wide_gaps(numbers, gap, most):
-    runs = list(runs_of(numbers, gap=gap, max_records=most))
+    runs = list(contiguous_runs(numbers, gap=gap, max_pages=most))
     assert [place for mine, _ in runs for place in mine] == list(range(len(numbers)))
     for mine, run in runs:
         inside = {numbers[place] for place in mine}

@@ -289,7 +289,7 @@ def _weigh(q, q_row, q_head, k, k_row, k_head, metadata, logits, stats, weights,
 
 
 @triton.jit
-def _select(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr,
+def _choose(weights, metadata, selected, kv_heads, n, top_k, WHOLE: tl.constexpr,
             BLOCK: tl.constexpr, CHUNK: tl.constexpr):
     """Write the tokens with the largest weights of one KV head, ascending, padded with -1."""
     pair = tl.program_id(0)
@@ -369,7 +369,7 @@ def select_keys(q: Tensor, k: Tensor, *, index: Tensor, metadata: Tensor, layout
         *((0, 0) if log_weights is None else log_weights.stride()[:2]), form.sink_logits,
         kv_heads, n, blocks, scale, form.softcap, **shape, TALL=power_of_2(group),
         BLOCKS=power_of_2(blocks))
-    _select[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
+    _choose[(pairs,)](weights, metadata, selected, kv_heads, n, top_k, **launch_shape(n, n))
     return selected
 
 

@@ -120,9 +120,9 @@ def store_staying(scores, stride, first, last, length, bound, equals, num_equal,
 
 
 @triton.jit
-def _select_tokens(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
-                   sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
-                   CHUNK: tl.constexpr):
+def _choose(scores, m_head, m_row, cuts, kept_scores, positions, ranks, b_row, b_head, slots,
+            sinks, MEAN: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+            CHUNK: tl.constexpr):
     """Write the eviction state of one KV head: the tokens that stay, then empty slots."""
     sequence, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length, heavy = tl.load(cuts + 4 * sequence + 1), tl.load(cuts + 4 * sequence + 2)
@@ -234,7 +234,7 @@ def _select_heavy_hitters(k: Tensor, v: Tensor, scores: Tensor | None, *, cuts: 
                           if 0 < h < n - r - sinks), default=1)
     shape = launch_shape(max_candidates, max(lengths), mean=mean)
     kv_heads, length, state = k.shape[1], k.shape[2], kept_scores.stride()[:2]
-    _select_tokens[(len(lengths), kv_heads)](
+    _choose[(len(lengths), kv_heads)](
         scores, *((0, 0) if scores is None else scores.stride()), table, kept_scores, positions,
         ranks, *state, kept_scores.shape[2], sinks, MEAN=mean, **shape)
     rows = max(1, 4096 // power_of_2(length))
