@@ -14,7 +14,7 @@ from flexgen_h2o.cli.command import entry_point
 from flexgen_h2o.cli.parser import Parser, arguments, check_flags, flag_fields, program
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.errors import UserError, did_you_mean
-from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_left_over
+from flexgen_h2o.files.disk_cache import KINDS, Entry, cache_dir, entries, remove_leftovers
 from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.metrics.report import WIDTH, format_bytes
 
@@ -115,7 +115,7 @@ def prune(selected: Sequence[Entry], *, dry_run: bool) -> None:
         removed += [entry] if removable else []
     if not dry_run:
         for kind in KINDS:
-            remove_left_over(cache_dir() / kind)
+            remove_leftovers(cache_dir() / kind)
     print_stdout(f"{'would remove' if dry_run else 'removed'} {total(removed)}")
 
 

@@ -28,7 +28,7 @@ from flexgen_h2o.config.weight_layout import (
 )
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import Keep, build_once, cache_dir, find_copy, model_title
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, find_copy, model_title
 from flexgen_h2o.kernels.dispatch import gpu_of, has_tensor_cores
 from flexgen_h2o.models import family
 from flexgen_h2o.models.checkpoint import Checkpoint, View, resolve, unstacked
@@ -173,7 +173,7 @@ class ModelSource:
         if self.bits != 16:
             checkpoint = QuantizingCheckpoint(checkpoint, names, self.form)
             if weight_cache is not None and (on_disk or self.bits != AUTO) and not self.dummy:
-                checkpoint = cached(checkpoint, self._files, keep=_weight_cache(weight_cache),
+                checkpoint = cached(checkpoint, self._files, cache=_weight_cache(weight_cache),
                                     title=self._title, calibration=self.calibration,
                                     measure=self.measure, progress=progress)
             elif self.measure is not None:
@@ -222,8 +222,8 @@ class ModelSource:
             return measure()
         dtype = str(self.dtype).removeprefix("torch.")
         form = f"{description}-{self.bits}bit-{self.activation_bits}-{dtype}"
-        keep = _weight_cache(weight_cache)
-        if (folder := find_copy(self._files, form, keep)) is not None:
+        cache = _weight_cache(weight_cache)
+        if (folder := find_copy(self._files, form, cache)) is not None:
             with suppress(OSError, ValueError):  # damaged
                 return np.load(folder / "constants.npy", allow_pickle=False)
         began = time.perf_counter()
@@ -231,7 +231,7 @@ class ModelSource:
         if time.perf_counter() - began > MIN_KEPT_SECONDS:
             with suppress(UserError):  # an unwritable folder must not end the run
                 build_once(self._files, form, self._title, lambda folder: np.save(
-                    folder / "constants.npy", constants, allow_pickle=False), keep=keep)
+                    folder / "constants.npy", constants, allow_pickle=False), cache=cache)
         return constants
 
     def _resolve(self, specs, folder: Path) -> tuple[Checkpoint, dict[str, str]]:
@@ -248,10 +248,10 @@ class ModelSource:
         return plain and info.dtype == self.dtype
 
 
-def _weight_cache(value: str | os.PathLike) -> Keep:
+def _weight_cache(value: str | os.PathLike) -> CacheFolder:
     advice = "choose another --weight-cache, or --no-weight-cache"
     root = cache_dir() / "weights" if value == "auto" else Path(os.path.expanduser(value))
-    return Keep(root, advice)
+    return CacheFolder(root, advice)
 
 
 def _opened(folder: Path, gguf: GgufHeader | None) -> Checkpoint:

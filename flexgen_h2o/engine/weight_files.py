@@ -22,7 +22,7 @@ import torch
 
 from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import Keep, locked, use
+from flexgen_h2o.files.disk_cache import CacheFolder, locked, use
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.kernels.matrix import Matrix
 from flexgen_h2o.models.checkpoint import Checkpoint
@@ -155,7 +155,7 @@ class PersistentOffloadFile:
 
     Parameters
     ----------
-    keep : Keep
+    cache : CacheFolder
         Root of the cache.
     title : str
         Readable part of the folder's name.
@@ -165,10 +165,10 @@ class PersistentOffloadFile:
         Bytes of all tensors.
     """
 
-    def __init__(self, keep: Keep, title: str, identity: object, sizes: Mapping[str, int]):
+    def __init__(self, cache: CacheFolder, title: str, identity: object, sizes: Mapping[str, int]):
         text = json.dumps([_OFFLOAD_VERSION, identity, list(sizes.items())])
-        self._keep = keep
-        self._folder = keep.root / f"{title}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        self._cache = cache
+        self._folder = cache.root / f"{title}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         self._file = self._folder / "weights.bin"
         self._extents = _consecutive(self._file, sizes)
 
@@ -199,7 +199,7 @@ class PersistentOffloadFile:
         except OSError as error:
             raise UserError(f"cannot keep random weights in {self._folder} "
                             f"({error.strerror or error}); free space there or "
-                            f"{self._keep.advice}") from error
+                            f"{self._cache.advice}") from error
 
     def _written(self, index: Path) -> list[str]:
         """Return the tensors in the index, without those that a truncated file lacks."""

@@ -1,16 +1,15 @@
 """The cache on disk: converted models, quantized weights, measured rates. No torch.
 
-A converted copy is keyed by the content of its source files, not by their path. Its name contains a
-hash of samples of them. For files with a known path, size and modification time this is enough.
-Files at a new path are hashed completely, once, and compared with the digest stored with the copy:
-samples alone could confuse a fine-tune that changes a few rows with its base model.
+A converted copy is keyed by the content of its source files, not by their path. Its name contains
+their key (`SourceFiles.key`). For files with a known path, size and modification time the key is
+enough. Files at a new path are hashed completely, once, and compared with the digest that is stored
+with the copy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,17 +24,12 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.source_files import HASH_THREADS, SourceFiles
 from flexgen_h2o.files.writing import open_atomic
 
 KINDS = ("converted", "weights", "hardware")
 """Folders of the cache: converted models, quantized weights, measured rates of machines."""
 
-_FORMAT = 5  # raise it when the files change, which invalidates older copies
-# This many chunks of each source file are sampled, from its beginning to its end. Files of up to a
-# megabyte are sampled completely. 100 MB take 1 ms, 35 ms without page cache.
-_SAMPLES, _SAMPLE_BYTES = 256, 4 << 10
-_PART_BYTES, _BLOCK_BYTES = 64 << 20, 1 << 20  # hashed by a thread at a time; read at a time
-_THREADS = min(16, os.cpu_count() or 1)
 _MAX_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
 """Files of an entry: what it was made from; the time of its last use, and the lock of its users."""
@@ -54,7 +47,7 @@ def cache_dir() -> Path:
 
 
 @dataclass(frozen=True)
-class Keep:
+class CacheFolder:
     """A cache folder of converted copies.
 
     Attributes
@@ -69,8 +62,8 @@ class Keep:
 
 
 def build_once(
-    sources: Sequence[Path], form: str, title: str, build: Callable[[Path], None], *, keep: Keep,
-    ends: Mapping[Path, int] | None = None,
+    sources: Sequence[Path], form: str, title: str, build: Callable[[Path], None], *,
+    cache: CacheFolder, ends: Mapping[Path, int] | None = None,
 ) -> Path:
     """Return the cached folder for these sources, which is built if it is missing.
 
@@ -88,7 +81,7 @@ def build_once(
         Readable part of the folder's name; not part of the key.
     build : callable
         Fills an empty folder.
-    keep : Keep
+    cache : CacheFolder
         The cache.
     ends : mapping of Path to int, optional
         Bytes at the beginning of a source file that matter. Default: all.
@@ -98,24 +91,24 @@ def build_once(
     UserError
         If the folder cannot be written, or the sources change meanwhile.
     """
-    source = _Source(sources, form, ends)
-    if (copy := source.find(keep.root)) is not None:
+    source = SourceFiles(sources, form, ends)
+    if (copy := _find(source, cache.root)) is not None:
         return copy
     try:
-        keep.root.mkdir(parents=True, exist_ok=True)
-        temporary = keep.root / f".{form}-{source.key}.tmp"
+        cache.root.mkdir(parents=True, exist_ok=True)
+        temporary = cache.root / f".{form}-{source.key}.tmp"
         with locked(temporary.with_suffix(".lock")):
-            return source.find(keep.root) or _build(temporary, source, title, build)
+            return _find(source, cache.root) or _build(temporary, source, title, build)
     except OSError as error:
         raise UserError(
-            f"cannot write a converted copy to {keep.root} ({error.strerror or error}); "
-            f"free space there or {keep.advice}"
+            f"cannot write a converted copy to {cache.root} ({error.strerror or error}); "
+            f"free space there or {cache.advice}"
         ) from error
 
 
-def find_copy(sources: Sequence[Path], form: str, keep: Keep) -> Path | None:
+def find_copy(sources: Sequence[Path], form: str, cache: CacheFolder) -> Path | None:
     """Return the folder of `build_once`; None if it is missing."""
-    return _Source(sources, form).find(keep.root)
+    return _find(SourceFiles(sources, form), cache.root)
 
 
 def model_title(folder: Path) -> str:
@@ -124,136 +117,33 @@ def model_title(folder: Path) -> str:
     return folder.parent.parent.name.removeprefix("models--") if hub else folder.name
 
 
-class _Source:
-    """The source files of a copy.
-
-    Attributes
-    ----------
-    key : str
-        Hash of the target format, and of sizes and samples of the files.
-    files : list of (path, size, time)
-    """
-
-    _digests: dict[str, str] = {}  # by key and files
-
-    def __init__(self, paths: Sequence[Path], form: str, ends: Mapping[Path, int] | None = None):
-        self.paths, self.form, self._given = paths, form, ends
-        self.files: list[list] = []
-        self._ends: list[tuple[Path, int]] = []
-        parts: list[object] = [_FORMAT, form]
-        for path in paths:
-            with _reading(path) as fd:
-                status = os.fstat(fd)
-                end = min(status.st_size, (ends or {}).get(path, status.st_size))
-                digest = _sampled(fd, end, path.suffix == ".safetensors")
-            # The name of a single file means nothing.
-            parts.append([path.name if len(paths) > 1 else path.suffix, end, digest])
-            self.files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
-            self._ends.append((path, end))
-        self.key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-    @property
-    def place(self) -> dict[str, object]:
-        """The files, and their folder for people to read."""
-        first = self.paths[0].absolute()
-        return {"from": str(first if len(self.paths) == 1 else first.parent), "files": self.files}
-
-    def find(self, root: Path) -> Path | None:
-        """Return the copy of these files in a folder of the cache, and mark it as used."""
-        entries = [(folder, _made_from(folder)) for folder in _folders(root)
-                   if f"-{self.key}-" in folder.name]
-        for folder, about in entries:
-            if any(place["files"] == self.files for place in about["places"]) and use(folder):
+def _find(source: SourceFiles, root: Path) -> Path | None:
+    """Return the copy of these files in a folder of the cache, and mark it as used."""
+    entries = [(folder, _read_source(folder)) for folder in _folders(root)
+               if f"-{source.key}-" in folder.name]
+    for folder, about in entries:
+        if any(place["files"] == source.files for place in about["places"]) and use(folder):
+            return folder
+    if entries:
+        _log.info("comparing %s with the source of a copy", source.place["from"])
+        with source.hashing(HASH_THREADS) as digest:
+            equal = [entry for entry in entries if entry[1]["digest"] == digest()]
+        for folder, about in equal:
+            if use(folder):
+                about["places"] = [*about["places"], source.place][-_MAX_PLACES:]
+                with contextlib.suppress(OSError):  # a cache that is only readable
+                    _write_source(folder, about)
                 return folder
-        if entries:
-            _log.info("comparing %s with the source of a copy", self.place["from"])
-            with self.hashing(_THREADS) as digest:
-                equal = [entry for entry in entries if entry[1]["digest"] == digest()]
-            for folder, about in equal:
-                if use(folder):
-                    about["places"] = [*about["places"], self.place][-_MAX_PLACES:]
-                    with contextlib.suppress(OSError):  # a cache that is only readable
-                        _write_source(folder, about)
-                    return folder
-        return None
-
-    @contextlib.contextmanager
-    def hashing(self, threads: int) -> Iterator[Callable[[], str]]:
-        """Hash all bytes in other threads. Yields a function that waits for the digest."""
-        name = json.dumps([self.key, self.files])
-        parts = [] if name in self._digests else [
-            (path, start, min(end, start + _PART_BYTES))
-            for path, end in self._ends for start in range(0, end, _PART_BYTES)]
-        hashes, waiting = [b""] * len(parts), iter(enumerate(parts))
-
-        def hash_parts() -> None:
-            for number, part in waiting:
-                hashes[number] = _hashed(*part)
-
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="hashing sources")
-        try:
-            workers = [pool.submit(hash_parts) for _ in parts[:threads]]
-
-            def digest() -> str:
-                for worker in workers:
-                    worker.result()
-                if name not in self._digests:
-                    self._digests[name] = hashlib.sha256(b"".join(hashes)).hexdigest()
-                return self._digests[name]
-
-            yield digest
-        finally:
-            for _ in waiting:
-                pass  # the workers stop after the parts that they are at
-            pool.shutdown()
-
-    def check_unchanged(self) -> None:
-        """Raise `UserError` if the files have changed: a copy would mix both versions."""
-        again = _Source(self.paths, self.form, self._given)
-        if (again.key, again.files) != (self.key, self.files):
-            raise UserError(f"{self.paths[0].parent} has changed while it was converted: run it "
-                            "again when its files are whole")
+    return None
 
 
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[int]:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            yield file.fileno()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _sampled(fd: int, size: int, has_header: bool) -> str:
-    """Return the hash of samples of a file, and of its safetensors header if it has one."""
-    digest = hashlib.sha256()
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # or 32 times as much is read ahead
-    if has_header:
-        length = int.from_bytes(os.pread(fd, 8, 0), "little")
-        digest.update(os.pread(fd, min(length, size), 8))
-    last = max(0, size - _SAMPLE_BYTES)
-    step = max(_SAMPLE_BYTES, -(-last // (_SAMPLES - 1)))
-    for start in (*range(0, last, step), last):
-        digest.update(os.pread(fd, min(_SAMPLE_BYTES, size - start), start))
-    return digest.hexdigest()
-
-
-def _hashed(path: Path, start: int, end: int) -> bytes:
-    """Return the hash of a part of a file."""
-    digest = hashlib.sha256()
-    with _reading(path) as fd:
-        for place in range(start, end, _BLOCK_BYTES):
-            digest.update(os.pread(fd, min(_BLOCK_BYTES, end - place), place))
-    return digest.digest()
-
-
-def _build(temporary: Path, source: _Source, title: str, build: Callable[[Path], None]) -> Path:
+def _build(temporary: Path, source: SourceFiles, title: str, build: Callable[[Path], None]) -> Path:
     """Build and rename. The caller holds the lock of `temporary`, so its contents are leftovers."""
-    remove_left_over(temporary.parent)
+    remove_leftovers(temporary.parent)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with source.hashing(max(1, _THREADS // 4)) as digest:  # beside the build
+        with source.hashing(max(1, HASH_THREADS // 4)) as digest:  # beside the build
             build(temporary)
             source.check_unchanged()
             about = {"model": title, "form": source.form, "digest": digest(),
@@ -286,8 +176,8 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def remove_left_over(root: Path) -> None:
-    """Remove the temporary folders that no process has locked."""
+def remove_leftovers(root: Path) -> None:
+    """Remove temporary folders that no process has locked."""
     for temporary in root.glob(".*.tmp"):
         with contextlib.suppress(Timeout), FileLock(temporary.with_suffix(".lock"), timeout=0):
             shutil.rmtree(temporary, ignore_errors=True)
@@ -298,8 +188,8 @@ def _write_source(folder: Path, about: Mapping[str, object]) -> None:
         json.dump(about, file)
 
 
-def _made_from(folder: Path) -> dict[str, Any]:
-    """Return what a copy was made from; no places for one that does not say it."""
+def _read_source(folder: Path) -> dict[str, Any]:
+    """Return the description of a copy's sources; without places if the copy has none."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         about = json.loads((folder / _SOURCE).read_text("utf-8"))
         if (isinstance(about, dict) and {"model", "form", "digest", "places"} <= about.keys()
@@ -417,10 +307,10 @@ def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
 
 def entries() -> list[Entry]:
     """Return what the cache holds, the latest used first."""
-    held = []
+    found = []
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):
-            about = _made_from(path)
+            about = _read_source(path)
             sources = [place["from"] for place in about["places"]]
             if (path / "weights.bin").exists():
                 sources = ["random weights"]
@@ -428,7 +318,7 @@ def entries() -> list[Entry]:
             with contextlib.suppress(OSError):  # removed meanwhile
                 mark = path / _USED
                 used = (mark if mark.exists() else path).stat().st_mtime
-                held.append(Entry(path, kind, about["model"], about["form"],
-                                  tuple(dict.fromkeys(sources)),
-                                  sum(512 * file.lstat().st_blocks for file in inside), used))
-    return sorted(held, key=lambda entry: -entry.used)
+                found.append(Entry(path, kind, about["model"], about["form"],
+                                   tuple(dict.fromkeys(sources)),
+                                   sum(512 * file.lstat().st_blocks for file in inside), used))
+    return sorted(found, key=lambda entry: -entry.used)

@@ -137,11 +137,11 @@ class Checkpoint(ABC):
             )
 
     def stored_layout(self, name: str) -> MatrixLayout | None:
-        """Return the layout in which `keep` is lossless; None if a tensor is not quantized."""
+        """Return the layout of a tensor's quantized values; None if it is not quantized."""
         return None
 
-    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
-             rows: range | None = None) -> bool:
+    def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+                       rows: range | None = None) -> bool:
         """Write the stored quantized values of a matrix into `out`, without rounding again.
 
         Parameters
@@ -379,18 +379,17 @@ class StackedCheckpoint(Checkpoint):
             return None
         return replace(layout, outputs=place.shape[0])
 
-    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
-             rows: range | None = None) -> bool:
+    def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+                       rows: range | None = None) -> bool:
         if name not in self._views:
-            return self._inner.keep(name, layout, out, rows)
+            return self._inner.read_quantized(name, layout, out, rows)
         view, place = self._views[name], self._place(name)
         if view.transposed or len(place.shape) != 2:
             return False
-        kept_rows = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
-        first_row = place.start // place.width
-        return self._inner.keep(view.tensor, layout, out,
-                                range(first_row + kept_rows.start, first_row + kept_rows.stop,
-                                      kept_rows.step))
+        view_rows = place.rows if rows is None else place.rows[rows.start : rows.stop : rows.step]
+        first = place.start // place.width
+        stored_rows = range(first + view_rows.start, first + view_rows.stop, view_rows.step)
+        return self._inner.read_quantized(view.tensor, layout, out, stored_rows)
 
     def close(self) -> None:
         self._inner.close()

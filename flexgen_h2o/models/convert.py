@@ -13,7 +13,7 @@ import torch
 
 from flexgen_h2o.config.weight_layout import DTYPES
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import Keep, build_once, cache_dir, model_title
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once, cache_dir, model_title
 from flexgen_h2o.files.readers import check_text_file
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.models.checkpoint import Checkpoint, View, unstacked
@@ -29,9 +29,9 @@ TEXTS = (".json", ".model", ".txt", ".jinja")  # configuration and tokenizer
 _SPARE_BYTES = 64 << 20  # disk space for the small files of a copy
 
 
-def converted() -> Keep:
+def converted() -> CacheFolder:
     """Return the cache folder of converted models."""
-    return Keep(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
+    return CacheFolder(cache_dir() / "converted", "set FLEXGEN_H2O_CACHE to another folder")
 
 
 def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = None, *,
@@ -71,7 +71,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
         with unstacked(open_checkpoint(folder), views or {}) as checkpoint:
             layout = _layout(checkpoint, target)
             chunks = _whole_tensors(checkpoint, target)
-            write_weights(copy, layout, chunks, keep=converted(), progress=progress)
+            write_weights(copy, layout, chunks, cache=converted(), progress=progress)
         for path in _files(folder, TEXTS):
             if not path.name.endswith(".index.json"):
                 shutil.copyfile(check_text_file(path), copy / path.name)
@@ -81,7 +81,7 @@ def converted_folder(folder: Path, dtype: str, progress: ByteProgress | None = N
         (copy / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
 
     return build_once(_files(folder, _WEIGHTS + TEXTS), dtype, model_title(folder), build,
-                      keep=converted())
+                      cache=converted())
 
 
 def write_weights(
@@ -89,7 +89,7 @@ def write_weights(
     layout: Layout,
     chunks: Callable[[str], Iterator[torch.Tensor]],
     *,
-    keep: Keep,
+    cache: CacheFolder,
     progress: ByteProgress | None = None,
 ) -> None:
     """Write `model.safetensors` into a folder; raise `UserError` if the disk is too full.
@@ -100,8 +100,8 @@ def write_weights(
     free = shutil.disk_usage(folder).free
     if nbytes + _SPARE_BYTES > free:
         needed, available = format_bytes(nbytes + _SPARE_BYTES, free)
-        raise UserError(f"a converted copy takes {needed}, but {keep.root} has {available} free; "
-                        f"free some or {keep.advice}")
+        raise UserError(f"a converted copy takes {needed}, but {cache.root} has {available} free; "
+                        f"free some or {cache.advice}")
     write_safetensors(folder / "model.safetensors", layout, chunks, progress=progress)
 
 

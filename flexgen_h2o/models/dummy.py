@@ -77,8 +77,8 @@ class DummyCheckpoint(Checkpoint):
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         return int.from_bytes(digest[:7], "little")
 
-    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
-             rows: range | None = None) -> bool:
+    def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+                       rows: range | None = None) -> bool:
         if rows is not None or layout.bits == 12:
             return False
         generator = np.random.Generator(np.random.SFC64(self._seed_of(name)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import Keep, build_once
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.models.checkpoint import Checkpoint, TensorInfo
@@ -118,7 +118,7 @@ class QuantizingCheckpoint(Checkpoint):
         layout = self.form.layout(TensorSpec(name, inner.shape))
         if layout is None:
             self._inner.read(source, out)
-        elif not self._inner.keep(source, layout, out):
+        elif not self._inner.read_quantized(source, layout, out):
             # The same size, and a lower perplexity (benchmarks/results/quality).
             ops.quantize_matrix(self._matrix(source, inner), layout, search=True, out=out,
                                 importance=self.importance.get(name))
@@ -145,8 +145,9 @@ class QuantizingCheckpoint(Checkpoint):
         self._inner.close()
 
 
-def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: Keep, title: str,
-           calibration: str = "", measure: Callable[[], Mapping[str, Tensor]] | None = None,
+def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, cache: CacheFolder,
+           title: str, calibration: str = "",
+           measure: Callable[[], Mapping[str, Tensor]] | None = None,
            progress: ByteProgress | None = None) -> Checkpoint:
     """Return a checkpoint's quantized tensors in the weight cache, which is built if missing.
 
@@ -159,7 +160,7 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
         Closed when this returns.
     sources : sequence of Path
         The files of the checkpoint, whose identity is part of the cache's key.
-    keep : Keep
+    cache : CacheFolder
         The folder of the cache.
     title : str
         Readable part of the cache's name.
@@ -179,10 +180,10 @@ def cached(checkpoint: QuantizingCheckpoint, sources: Sequence[Path], *, keep: K
         if measure is not None:
             checkpoint.importance = measure()
         layout = _layout(checkpoint)
-        write_weights(folder, layout, _chunks(checkpoint, layout), keep=keep, progress=progress)
+        write_weights(folder, layout, _chunks(checkpoint, layout), cache=cache, progress=progress)
 
     with checkpoint:
-        folder = build_once(sources, tag(checkpoint.form, calibration), title, build, keep=keep)
+        folder = build_once(sources, tag(checkpoint.form, calibration), title, build, cache=cache)
     try:
         return SafetensorsCheckpoint(folder)
     except UserError as error:

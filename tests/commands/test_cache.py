@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexgen_h2o.commands import cache
-from flexgen_h2o.files.disk_cache import Keep, build_once, entries
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once, entries
 
 DAY = 86400
 
@@ -32,7 +32,7 @@ def add(root: Path, kind: str, model: str, days: float = 0, name: str = "weights
     source.write_text(f"{name} {model}")
     with mock.patch("flexgen_h2o.files.disk_cache._in_use", {}) as opened:
         folder = build_once([source], "4bit", model, lambda made: (made / "w").write_bytes(
-            bytes(5000)), keep=Keep(root / kind, ""))
+            bytes(5000)), cache=CacheFolder(root / kind, ""))
         os.close(opened.popitem()[1])
     moment = time.time() - days * DAY - 60
     os.utime(folder / ".used", (moment, moment))

@@ -15,14 +15,14 @@ from helpers.subprocesses import environment
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.files import disk_cache
-from flexgen_h2o.files.disk_cache import Keep, build_once, entries, find_copy
+from flexgen_h2o.files import disk_cache, source_files
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once, entries, find_copy
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch) -> Keep:
+def cache(tmp_path, monkeypatch) -> CacheFolder:
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
-    return Keep(tmp_path / "cache" / "weights", "advice")
+    return CacheFolder(tmp_path / "cache" / "weights", "advice")
 
 
 def put(folder: Path, *contents: bytes, time: int = 0) -> list[Path]:
@@ -35,10 +35,10 @@ def put(folder: Path, *contents: bytes, time: int = 0) -> list[Path]:
     return paths
 
 
-def copy(paths: list[Path], keep: Keep, title: str = "title") -> Path:
+def copy(paths: list[Path], keep: CacheFolder, title: str = "title") -> Path:
     """The copy of files, which has the bytes of all of them."""
     return build_once(paths, "form", title, lambda folder: (folder / "data").write_bytes(
-        b"|".join(path.read_bytes() for path in paths)), keep=keep)
+        b"|".join(path.read_bytes() for path in paths)), cache=keep)
 
 
 # The few bytes that are sampled here are alike in most of these.
@@ -50,9 +50,9 @@ CONTENT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=20, max_size=22).map(
 @example([[bytes(20)], [bytes(9) + b"\1" + bytes(10)], [bytes(20)]])
 def test_every_place_gets_the_copy_of_its_content(sources):
     with tempfile.TemporaryDirectory() as name, mock.patch.multiple(
-            disk_cache, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
+            source_files, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
         root = Path(name)
-        keep, made = Keep(root / "kept", ""), set()
+        keep, made = CacheFolder(root / "kept", ""), set()
         for number, contents in enumerate(sources):
             paths = put(root / str(number), *contents)
             for _ in range(2):
@@ -66,7 +66,7 @@ def test_a_place_is_hashed_once(cache, tmp_path, monkeypatch):
     first = copy(put(tmp_path / "a", bytes(9)), cache)
     paths = put(tmp_path / "b", bytes(9))
     assert copy(paths, cache) == first
-    monkeypatch.setattr(disk_cache, "_hashed", None)
+    monkeypatch.setattr(source_files, "_hashed", None)
     assert copy(paths, cache) == find_copy(paths, "form", cache) == first
     assert find_copy(paths, "other", cache) is None
 
@@ -74,7 +74,7 @@ def test_a_place_is_hashed_once(cache, tmp_path, monkeypatch):
 def test_only_the_beginning_matters_with_ends(cache, tmp_path):
     def described(place: str, content: bytes) -> Path:
         (path,) = put(tmp_path / place, content)
-        return build_once([path], "form", "title", lambda folder: None, keep=cache, ends={path: 4})
+        return build_once([path], "form", "title", lambda folder: None, cache=cache, ends={path: 4})
 
     first = described("a", b"head one")
     assert described("b", b"head two!") == first != described("c", b"Head one")
@@ -84,9 +84,9 @@ def test_a_copy_that_a_process_uses_is_kept(cache, tmp_path):
     paths = put(tmp_path / "a", bytes(9))
     code = f"""
 from pathlib import Path
-from flexgen_h2o.files.disk_cache import Keep, build_once
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once
 build_once([Path({str(paths[0])!r})], "form", "title", lambda folder: None,
-           keep=Keep(Path({str(cache.root)!r}), ""))
+           cache=CacheFolder(Path({str(cache.root)!r}), ""))
 print(flush=True)
 input()
 """

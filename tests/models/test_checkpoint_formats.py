@@ -208,8 +208,8 @@ def test_scales_that_float16_cannot_hold_are_rounded_anew(tmp_path):
                   PACK(strategy="group", group_size=32))
     layout = MatrixLayout(16, 64, bits=4, group=32)
     with open_checkpoint(folder) as checkpoint:
-        assert not checkpoint.keep("w.weight", layout, torch.empty(layout.nbytes,
-                                                                   dtype=torch.uint8))
+        assert not checkpoint.read_quantized("w.weight", layout, torch.empty(layout.nbytes,
+                                                                             dtype=torch.uint8))
         assert torch.equal(read(checkpoint, "w.weight"), values)
 
 
@@ -244,12 +244,13 @@ def test_mxfp4_experts_one_by_one_and_kept(tmp_path):
                 assert torch.equal(read(checkpoint, f"{e}.{part}"), expected)
                 for layout in layouts:
                     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-                    assert checkpoint.keep(f"{e}.{part}", layout, out)
+                    assert checkpoint.read_quantized(f"{e}.{part}", layout, out)
                     found = reference_matrix.unpack_rows(out, layout, torch.arange(rows // 2),
                                                          torch.float32)
                     assert torch.equal(found, expected)
-        assert not checkpoint.keep("0.gate", MatrixLayout(rows // 2, columns, bits=4, group=32),
-                                   out)
+        assert not checkpoint.read_quantized("0.gate",
+                                             MatrixLayout(rows // 2, columns, bits=4, group=32),
+                                             out)
     assert quantization({"quantization_config": MXFP4}, "m").group(8) == 32
     assert quantization({"quantization_config": MXFP4}, "m").group(4) == GROUP_SIZE
 

@@ -71,7 +71,7 @@ def values(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """A matrix by its own codes."""
     layout = checkpoint.stored_layout(name)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    assert checkpoint.keep(name, layout, out)
+    assert checkpoint.read_quantized(name, layout, out)
     return reference_matrix.unpack_rows(out, layout, torch.arange(layout.outputs), torch.float32)
 
 
@@ -164,7 +164,7 @@ def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
     name = "model.layers.1.mlp.experts.3.gate_proj.weight"
     layout = options.layouts[name]
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    assert checkpoint.keep(name, layout, out)
+    assert checkpoint.read_quantized(name, layout, out)
     found = reference_matrix.unpack_rows(out, layout, torch.arange(256), torch.float32)
     assert torch.equal(found, values(checkpoint, name))
 
@@ -232,7 +232,7 @@ def test_scales_beyond_float16_are_quantized_anew(tmp_path):
     checkpoint = GgufCheckpoint(read_header(source))
     layout = checkpoint.stored_layout(Q)
     out, weight = torch.empty(layout.nbytes, dtype=torch.uint8), torch.empty(256, 256)
-    assert not checkpoint.keep(Q, layout, out)
+    assert not checkpoint.read_quantized(Q, layout, out)
     form = WeightFormat(torch.float32, WeightOptions(layouts={Q: layout}))
     QuantizingCheckpoint(checkpoint, {Q: Q}, form).read(Q, out)
     checkpoint.read(Q, weight)

@@ -20,7 +20,7 @@ from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.engine.weight_files import PersistentOffloadFile
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.disk_cache import Keep, build_once
+from flexgen_h2o.files.disk_cache import CacheFolder, build_once
 from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -137,12 +137,12 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
     for seed in (1, 1, 2):
         checkpoint = DummyCheckpoint({"w": (48, 256)}, torch.bfloat16, seed)
         data = torch.empty(layout.nbytes, dtype=torch.uint8)
-        assert checkpoint.keep("w", layout, data)
+        assert checkpoint.read_quantized("w", layout, data)
         matrix = QuantizedMatrix(data, layout)
         found.append(ops.unpack_rows(matrix, torch.arange(48), torch.float32))
         assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    assert not checkpoint.keep("w", layout, data, range(48))
+    assert not checkpoint.read_quantized("w", layout, data, range(48))
 
 
 @pytest.mark.full
@@ -188,7 +188,8 @@ def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
 @pytest.fixture
 def three_tensors(tmp_path):
     """A file that keeps tensors of 4 KB each, and the names of those that a run has to write."""
-    kept = PersistentOffloadFile(Keep(tmp_path, ""), "model", "seed 0", dict.fromkeys("abc", 4096))
+    kept = PersistentOffloadFile(CacheFolder(tmp_path, ""), "model", "seed 0",
+                                 dict.fromkeys("abc", 4096))
 
     def write(names):
         with kept.writing(names) as offload:
@@ -274,21 +275,21 @@ def test_the_whole_header_is_part_of_the_key(tmp_path):
     from safetensors.torch import save_file
 
     tensors = {f"some.rather.long.name.of.a.tensor.{n:04d}": torch.zeros(1) for n in range(900)}
-    path, keep = tmp_path / "model.safetensors", Keep(tmp_path / "kept", "")
+    path, keep = tmp_path / "model.safetensors", CacheFolder(tmp_path / "kept", "")
     made = []
     for last in ("a", "b"):
         named = {**tensors, f"z{last}": torch.zeros(1)}
         save_file(named, path)
         os.utime(path, ns=(0, 0))
-        made.append(build_once([path], "form", "title", lambda folder: None, keep=keep))
+        made.append(build_once([path], "form", "title", lambda folder: None, cache=keep))
     assert path.stat().st_size > 1 << 16 and made[0] != made[1]
 
 
 def test_nothing_is_kept_of_files_that_change_while_they_are_converted(tmp_path):
-    path, keep = tmp_path / "model.safetensors", Keep(tmp_path / "kept", "")
+    path, keep = tmp_path / "model.safetensors", CacheFolder(tmp_path / "kept", "")
     path.write_bytes(bytes(100))
     with pytest.raises(UserError, match="has changed while it was converted: run it again"):
-        build_once([path], "form", "title", lambda made: path.write_bytes(bytes(60)), keep=keep)
+        build_once([path], "form", "title", lambda made: path.write_bytes(bytes(60)), cache=keep)
     assert names(keep.root) == [] and not list(keep.root.glob("*.tmp"))
 
 

@@ -196,8 +196,8 @@ class DequantizingCheckpoint(Checkpoint):
             flat[begin - start : finish - start].copy_(
                 values.view(-1)[begin - first * columns : finish - first * columns])
 
-    def keep(self, name: str, layout: MatrixLayout, out: Tensor,
-             rows: range | None = None) -> bool:
+    def read_quantized(self, name: str, layout: MatrixLayout, out: Tensor,
+                       rows: range | None = None) -> bool:
         tensor = self._tensors.get(name)
         if tensor is None or layout.bits not in INTEGER_BITS or not tensor.fits(layout):
             return False

@@ -307,7 +307,7 @@ def _order(meta: Metadata, kind: Architecture, name: str, inner: str, rows: int
 
 
 class GgufCheckpoint(Checkpoint):
-    """Tensors of a GGUF file, dequantized when read, or kept as quantized values (`keep`).
+    """Tensors of a GGUF file. `read` dequantizes them, `read_quantized` does not.
 
     Parameters
     ----------
@@ -334,8 +334,8 @@ class GgufCheckpoint(Checkpoint):
     def stored_layout(self, name: str) -> MatrixLayout | None:
         return self._tensors[name].layout()
 
-    def keep(self, name: str, layout: MatrixLayout, out: torch.Tensor,
-             rows: range | None = None) -> bool:
+    def read_quantized(self, name: str, layout: MatrixLayout, out: torch.Tensor,
+                       rows: range | None = None) -> bool:
         tensor = self._tensors[name]
         if tensor.layout() is None or not tensor.kind.fits(layout):
             return False

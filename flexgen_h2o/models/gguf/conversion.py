@@ -91,9 +91,9 @@ def convert_gguf(source: Path, dtype: str | None = None,
         # First the small files, so that their errors precede the long part.
         packed = any(dtype == torch.uint8 for dtype, _ in layout.values())
         _write_small_files(folder, header, dtype, {"quantization_config": MXFP4} if packed else {})
-        write_weights(folder, layout, chunks, keep=converted(), progress=progress)
+        write_weights(folder, layout, chunks, cache=converted(), progress=progress)
 
-    return build_once(read_header(source).files, dtype, source.stem, build, keep=converted())
+    return build_once(read_header(source).files, dtype, source.stem, build, cache=converted())
 
 
 def describe_gguf(header: GgufHeader) -> Path:
@@ -114,7 +114,7 @@ def describe_gguf(header: GgufHeader) -> Path:
     ends: dict[Path, int] = {}
     for tensor in header.tensors.values():
         ends[tensor.source] = min(tensor.offset, ends.get(tensor.source, tensor.offset))
-    return build_once(header.files, "description", header.source.stem, build, keep=converted(),
+    return build_once(header.files, "description", header.source.stem, build, cache=converted(),
                       ends=ends)
 
 
