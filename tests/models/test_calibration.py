@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 import torch
 from helpers.internals import source_of
+from helpers.selection import full
 from helpers.tiny_tokenizers import WORDS, with_words
 from safetensors.torch import load_file, save_file
 
@@ -95,8 +96,8 @@ def transformers_means(model, weights, ids):
 
 @pytest.mark.parametrize("options", [{}, {"memory_limit": 1}], ids=["memory", "disk"])
 @pytest.mark.parametrize("key", [
-    "llama", "opt", "opt_350m_style", "neox", "neox_sequential", "phi3", "gemma2", "qwen2_moe",
-    "qwen3_moe", "qwen3_moe_dense", "mixtral"])
+    "llama", "opt_350m_style", "neox", "qwen2_moe", "qwen3_moe_dense",
+    *full("opt", "neox_sequential", "phi3", "gemma2", "qwen3_moe", "mixtral")])
 def test_the_means_are_those_of_transformers_inputs(tiny_model, tmp_path, text, key, options):
     tiny = tiny_model(key)
     folder = with_words(tiny.folder, tmp_path / "model")
@@ -131,7 +132,7 @@ def test_an_expert_without_tokens_gets_the_mean_of_its_layer(tiny_model, tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("key", ["llama", "gpt_oss", "olmoe"])
+@pytest.mark.parametrize("key", ["llama", "gpt_oss", *full("olmoe")])
 def test_in_16_bits(tiny_model, tmp_path, text, key, dtype):
     folder = with_words(tiny_model(key).folder, tmp_path / "model")
     means = []

@@ -31,7 +31,7 @@ from flexgen_h2o.models.quantization import quantization, weight_options
 from flexgen_h2o.models.quantized import QuantizingCheckpoint, WeightFormat
 from flexgen_h2o.models.registry import from_transformers, read_config
 
-NEW = 8
+NEW = 4
 
 
 def ct(form: str, **weights) -> dict:
@@ -122,6 +122,10 @@ def made(tmp_path_factory):
     return get
 
 
+FEW = [key if key in ("awq", "gptq_act_order", "fp8", "ct_group", "ct_int8")
+       else pytest.param(key, marks=pytest.mark.full) for key in FORMATS]
+
+
 def tokens(folder: Path, prompts, *, bits: int = 16, weights: Placement, offload_dir) -> list:
     with LLM(str(folder), policy=Policy(weights=weights), weight_bits=bits, dtype="float32",
              offload_dir=str(offload_dir), progress=False) as llm:
@@ -129,14 +133,14 @@ def tokens(folder: Path, prompts, *, bits: int = 16, weights: Placement, offload
                                                       eos_token_id=-1)]
 
 
-@pytest.mark.parametrize("key", FORMATS)
+@pytest.mark.parametrize("key", FEW)
 def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     tiny = made(key)
     prompts = make_prompts(120, [5, 9])
     expected = transformers_tokens(tiny, prompts, new=NEW)
-    for weights in (Placement(100, 0, 0), Placement(0, 40, 60)):
-        assert tokens(tiny.folder, prompts, weights=weights, offload_dir=tmp_path) == expected
+    assert tokens(tiny.folder, prompts, weights=Placement(30, 30, 40),
+                  offload_dir=tmp_path) == expected
     (copy,) = (tmp_path / "cache" / "converted").glob("[!.]*")
     assert "quantization_config" not in json.loads((copy / "config.json").read_text())
 

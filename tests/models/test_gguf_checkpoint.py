@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 from helpers.error_cases import refused
 from helpers.gguf_cases import make
 from helpers.internals import before_conversions
+from helpers.selection import full, full_cases
 
 from flexgen_h2o import LLM, Placement, Policy
 from flexgen_h2o.config.weight_layout import AUTO, MatrixLayout, WeightOptions
@@ -61,7 +62,7 @@ def run(source: Path, tmp_path: Path, bits=AUTO, policy: Policy | None = None, *
     """Tokens, log-likelihoods, and the weights' options and bytes of a run in float32."""
     with LLM(str(source), dtype="float32", weight_bits=bits, policy=policy or Policy(),
              offload_dir=str(tmp_path / "offload"), progress=False, **options) as llm:
-        tokens = [out.token_ids for out in llm.generate(PROMPTS, max_new_tokens=8,
+        tokens = [out.token_ids for out in llm.generate(PROMPTS, max_new_tokens=4,
                                                         eos_token_id=-1)]
         scores = torch.cat([torch.tensor(each) for each in llm.loglikelihood(PAIRS)])
         return tokens, scores, llm.weight_options, llm.stats
@@ -81,9 +82,6 @@ def stored(source: Path, name: str) -> torch.Tensor:
     return torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type)))
 
 
-PLACES = [Placement(100, 0, 0), Placement(40, 30, 30), Placement(0, 0, 100)]
-
-
 @pytest.mark.parametrize("fixture", ["mixed", "experts"])
 def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, cache):
     source = request.getfixturevalue(fixture)
@@ -93,22 +91,22 @@ def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, 
     assert stats.weight_bits == AUTO == options.weight_bits and tokens == exact_tokens
     assert (scores - exact).abs().max() < 0.02
     assert not list((cache / "weights").glob("*")), "a second copy was written"
-    for weights in PLACES[1:]:
-        for more in ({}, {"weight_cache": None}, {"verify": True}):
-            policy = Policy(weights=weights, gpu_batch_size=1, num_gpu_batches=2)
-            found = run(source, tmp_path, policy=policy, **more)
-            assert found[0] == tokens
-            torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
-    policy = Policy(weights=Placement(0, 0, 100), sep_layer=True, overlap=False)
-    assert run(source, tmp_path, policy=policy)[0] == tokens
+    for policy, more in (
+            (Policy(weights=Placement(40, 30, 30), gpu_batch_size=1, num_gpu_batches=2),
+             {"weight_cache": None}),
+            (Policy(weights=Placement(0, 0, 100), sep_layer=True, overlap=False),
+             {"verify": True})):
+        found = run(source, tmp_path, policy=policy, **more)
+        assert found[0] == tokens
+        torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "sizes"), [
     ("phi3", {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 32}),
     ("gptneox", {"hidden_size": 256, "intermediate_size": 512}),
-    ("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}),
     ("qwen2moe", {"hidden_size": 256, "moe_intermediate_size": 256,
                   "shared_expert_intermediate_size": 256}),
+    *full_cases(("gemma3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})),
 ])
 def test_fused_and_stacked_tensors(name, sizes, tmp_path):
     """Rows of one tensor are several matrices; routers have the run's dtype, always."""
@@ -169,7 +167,7 @@ def test_gate_and_up_of_an_expert_share_a_layout(experts, tmp_path):
     assert torch.equal(found, values(checkpoint, name))
 
 
-@pytest.mark.parametrize("experts_on", [Placement(0, 0, 100), Placement(50, 0, 50)])
+@pytest.mark.parametrize("experts_on", [Placement(50, 0, 50), *full(Placement(0, 0, 100))])
 def test_experts_on_disk(experts, tmp_path, experts_on):
     expected, scores, *_ = run(experts, tmp_path)
     policy = Policy(experts=experts_on, expert_slots=4)
@@ -251,7 +249,7 @@ def split(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.gguf"))
 
 
-@pytest.mark.parametrize("bits", [AUTO, 16])
+@pytest.mark.parametrize("bits", [AUTO, *full(16)])
 def test_a_model_in_several_files(mixed, tmp_path, bits):
     files = split(tmp_path)
     assert files[0].name == f"llama-00001-of-{len(files):05d}.gguf" and len(files) == 3

@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers.error_cases import command_refused, error_line, refused
 from helpers.gguf_cases import make
+from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o.cli.values import load_yaml
@@ -142,7 +143,7 @@ HEADERS = {
     "depth": (header(b"[" * 10**6), "is not JSON"),
     "depth of an entry": (header(b'{"a":' * 10**5 + b"1" + b"}" * 10**5), "is not JSON"),
     "digits": (header(b'{"a": ' + b"9" * 10**6 + b"}"), "is not JSON"),
-    "lists": (header(b'{"a": [' + b"[]," * (10**6) + b"[]]}"), "does not describe tensor a"),
+    "lists": (header(b'{"a": [' + b"[]," * (10**5) + b"[]]}"), "does not describe tensor a"),
 }
 
 
@@ -228,11 +229,11 @@ VALUES = [10**400, -1, 1e308, float("nan"), float("inf"), True, None, "9" * 10**
 
 
 @pytest.mark.parametrize("key", [
-    "num_hidden_layers", "rope_parameters", "eos_token_id", "dtype", "quantization_config",
-    *(pytest.param(key, marks=pytest.mark.full) for key in (
-        "hidden_size", "vocab_size", "head_dim", "num_attention_heads", "num_key_value_heads",
-        "intermediate_size", "max_position_embeddings", "hidden_act", "rms_norm_eps", "model_type",
-        "tie_word_embeddings", "architectures"))])
+    "num_hidden_layers", "rope_parameters", "eos_token_id",
+    *full("dtype", "quantization_config", "hidden_size", "vocab_size", "head_dim",
+          "num_attention_heads", "num_key_value_heads", "intermediate_size",
+          "max_position_embeddings", "hidden_act", "rms_norm_eps", "model_type",
+          "tie_word_embeddings", "architectures")])
 def test_values_of_a_config(model, harmless, capfd, key):
     given = json.loads((model / "config.json").read_text())
     for value in VALUES:
@@ -299,7 +300,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-@pytest.mark.parametrize("flag", ["--config", "--hh-ratio", "--hardware"])
+@pytest.mark.parametrize("flag", ["--config", *full("--hh-ratio", "--hardware")])
 def test_yaml_bombs(tmp_path, harmless, capfd, name, flag):
     (tmp_path / "bomb.yaml").write_text(BOMBS[name])
     more = ["--plan-only"] if flag == "--hardware" else []
@@ -412,9 +413,9 @@ def test_a_gguf_tensor_of_no_columns_and_terabytes_of_rows(tmp_path, harmless, c
 def test_many_tensors_of_the_same_bytes(tmp_path, harmless, capfd):
     """Each is a tensor for each of as many experts as there are bytes."""
     body = text(b"general.architecture") + struct.pack("<I", 8) + text(b"qwen3moe")
-    for place in range(200):
+    for place in range(2):
         body += text(b"blk.%d.ffn_up_exps.weight" % place) + struct.pack(
             "<IQQQIQ", 3, 1, 1, 1 << 17, 0, 0)
-    raw = gguf(tensors=200, values=1, body=body)
+    raw = gguf(tensors=2, values=1, body=body)
     (tmp_path / "model.gguf").write_bytes(raw + bytes(1 << 20))
     refuse(capfd, "more tensors than any model", model="model.gguf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import itertools
 import json
 import os
 import shutil
@@ -12,9 +11,9 @@ import shutil
 import pytest
 import torch
 from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
-from helpers.selection import full
+from helpers.selection import full, full_cases
 from helpers.tiny_models import TINY
-from llm.test_llm import PLACES, make_prompts, transformers_tokens
+from llm.test_llm import make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
@@ -31,9 +30,10 @@ from flexgen_h2o.models.quantization import Quantization, mixed_options, weight_
 from flexgen_h2o.models.registry import from_transformers, published, read_config
 from flexgen_h2o.storage.disk import Disk
 
-NEW = 20
-FEW = ("opt_350m_style", "llama_untied_bias", "phi3", "gemma2", "neox_sequential")
-LENGTHS = [9, 4, 1, 7, 30]
+NEW = 8
+FEW = ("opt_350m_style", "llama_untied_bias", "gemma2")
+LENGTHS = [9, 4, 1, 12]
+PLACES = [Placement(40, 30, 30), Placement(0, 0, 100)]
 
 
 @pytest.fixture(autouse=True)
@@ -78,20 +78,21 @@ def tokens(folder, prompts, *, bits=4, new=NEW, h2o=None, cache_bits=16, weight_
 def test_tokens_are_those_of_the_rounded_model(tiny_model, key, bits):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    expected = transformers_tokens(Rounded(tiny, bits), prompts)
+    expected = transformers_tokens(Rounded(tiny, bits), prompts, NEW)
     assert tokens(tiny.folder, prompts, bits=bits) == expected
     if bits == 4:
-        assert expected != transformers_tokens(tiny, prompts), "nothing was rounded"
+        assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was rounded"
 
 
 @pytest.mark.parametrize(("device", "key", "weight_cache"), [
-    ("lazy", "opt", "auto"), ("poisoned", "opt_350m_style", None),
-    ("poisoned", "llama_untied_bias", "auto"), ("lazy", "neox", None)], indirect=["device"])
+    ("lazy", "opt", "auto"), ("poisoned", "llama_untied_bias", None),
+    *full_cases(("poisoned", "opt_350m_style", None), ("lazy", "neox", None))],
+    indirect=["device"])
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, weight_cache):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     expected = transformers_tokens(Rounded(tiny, 4), prompts, 5)
-    for weights, overlap in itertools.product(PLACES, (True, False)):
+    for weights, overlap in zip(PLACES, (True, False), strict=True):
         got = tokens(tiny.folder, prompts, new=5, weights=weights, overlap=overlap,
                      gpu_batch_size=2, num_gpu_batches=2, weight_cache=weight_cache,
                      offload_dir=str(tmp_path / "offload"))
@@ -100,7 +101,7 @@ def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, key, 
 
 
 @pytest.mark.parametrize("key", ["llama", *full("opt", "neox")])
-def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
+def test_quantized_weights_with_eviction_and_a_quantized_cache(tiny_model, tmp_path, key):
     tiny = tiny_model(key)
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     h2o = H2OConfig(heavy_ratio=0.1)
@@ -112,7 +113,7 @@ def test_with_eviction_and_a_compressed_cache(tiny_model, tmp_path, key):
                       offload_dir=str(tmp_path), gpu_batch_size=3, **options) == expected
 
 
-def test_the_matrices_whose_error_costs_most_have_six_bits():
+def test_sensitive_matrices_have_six_bits():
     model = published("meta-llama/Llama-3.2-1B")  # 16 layers, tied
     layouts = mixed_options(model).layouts
     wide = {name for name, layout in layouts.items() if layout.bits == 6}
@@ -161,27 +162,24 @@ def test_activations_stay_as_they_are_beside_12_bits(tiny_model):
         LLM(str(tiny_model("llama").folder), weight_bits=12, activation_bits=8)
 
 
-def test_of_dummy_weights_those_on_disk_are_kept(cache, tmp_path, monkeypatch):
+def test_dummy_weights_on_disk_are_kept(cache, tmp_path, monkeypatch):
     """Each is written once, whatever the placement, and read again by later runs."""
     results, written, write = [], [], Disk.write
     monkeypatch.setattr(Disk, "write", lambda disk, extent, buffer: (
         written.append(extent), write(disk, extent, buffer)))
-    places = [Placement(100, 0, 0), Placement(50, 0, 50), Placement(0, 0, 100),
-              Placement(0, 30, 70)]
     counts = []
-    for weights in places:
+    for weights in (Placement(0, 0, 100), Placement(0, 30, 70)):
         with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=4, dtype="float32",
                  policy=Policy(weights=weights), offload_dir=str(tmp_path / "offload")) as llm:
-            results.append(llm.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids)
+            results.append(llm.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids)
         counts.append(len(written))
-    assert all(one == results[0] for one in results)
-    assert counts[0] == 0 < counts[1] <= counts[2] == counts[3] == len(set(written))
+    assert results[0] == results[1] and 0 < counts[0] == counts[1] == len(set(written))
     (file,) = cache.rglob("weights.bin")
     assert file.parent.name.startswith("facebook--opt-125m-dummy-4bit-")
     with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=4, dtype="float32",
-             policy=Policy(weights=places[2]), offload_dir=str(tmp_path / "offload"),
+             policy=Policy(weights=Placement(70, 0, 30)), offload_dir=str(tmp_path / "offload"),
              weight_cache=None) as llm:
-        assert llm.generate([[5, 6, 7]], max_new_tokens=3)[0].token_ids == results[0]
+        assert llm.generate([[5, 6, 7]], max_new_tokens=2)[0].token_ids == results[0]
     assert len(written) > counts[-1], "without a cache they are the run's own"
 
 
@@ -203,7 +201,7 @@ def three_tensors(tmp_path):
     return tmp_path, write
 
 
-def test_of_kept_weights_those_that_are_cut_off_are_written_again(three_tensors):
+def test_truncated_dummy_weights_are_written_again(three_tensors):
     root, write = three_tensors
     assert write("ab") == ["a", "b"] and write("abc") == ["c"]
     (file,) = root.rglob("weights.bin")
@@ -213,7 +211,7 @@ def test_of_kept_weights_those_that_are_cut_off_are_written_again(three_tensors)
     assert file.read_bytes() == whole
 
 
-def test_a_disk_without_room_for_kept_weights_is_not_left_full(three_tensors, monkeypatch):
+def test_a_full_disk_is_left_as_it_was(three_tensors, monkeypatch):
     root, write = three_tensors
     write("a")
     reserve = os.posix_fallocate
@@ -285,7 +283,7 @@ def test_the_whole_header_is_part_of_the_key(tmp_path):
     assert path.stat().st_size > 1 << 16 and made[0] != made[1]
 
 
-def test_nothing_is_kept_of_files_that_change_while_they_are_converted(tmp_path):
+def test_files_that_change_while_converted_are_not_kept(tmp_path):
     path, keep = tmp_path / "model.safetensors", CacheFolder(tmp_path / "kept", "")
     path.write_bytes(bytes(100))
     with pytest.raises(UserError, match="has changed while it was converted: run it again"):
