@@ -57,7 +57,7 @@ class SimulatedBlockCache(_MemoryCache):
         return self._cache.attend_prompt(layer, batch, q, k, v, spans=spans, sinks=sinks)
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope, sinks: Tensor | None) -> PendingAttention:
+                     rope, sinks: Tensor | None, drafted: bool = False) -> PendingAttention:
         """Attend from a new token of each sequence; see `KVCache.attend_token`."""
         return PendingAttention({
             0: self._cache.attend_token(layer, batch, q, k, v, sinks=sinks)})

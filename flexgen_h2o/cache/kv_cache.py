@@ -27,6 +27,7 @@ from flexgen_h2o.cache.decode_attention import (
     SparseAttention,
 )
 from flexgen_h2o.cache.disk_recall import DiskRecallPart, make_parts
+from flexgen_h2o.cache.draft_journal import DraftJournal
 from flexgen_h2o.cache.eviction_state import (
     ContinuedEntries,
     EvictionStates,
@@ -93,6 +94,9 @@ class KVCache:
         self._batch_layouts: list[BatchLayout] = []
         self._updates: dict[tuple[int, int, int], SlotUpdate] = {}
         """Slots written by a decode step, by layer, batch and the part's first sequence."""
+        self._newest: dict[int, int] = {}
+        """Number of the newest token of each batch, drafted ones included."""
+        self._journal = DraftJournal()
         self._evictions = EvictionStates(shape, self._h2o, rope=rope, device=self._device,
                                          smoothing=smoothing)
         counts = split(size.sequences, policy.cache)
@@ -143,6 +147,7 @@ class KVCache:
                 part.synchronize()
             else:
                 part.reset()
+        self._roll_back_continued(batches)
         states = self._evictions.begin(batches)
         if not continues:
             states.clear()
@@ -185,6 +190,25 @@ class KVCache:
                         for sequence in range(sequences.start, sequences.stop)])
                 part.store(layer, batch, None)
 
+    def _roll_back_continued(self, batches: Sequence[BatchLayout]) -> None:
+        """Undo the rejected drafts of sequences that continue in the next block."""
+        for batch_layout in batches:
+            for origin, length in zip(batch_layout.continued, batch_layout.lengths, strict=False):
+                for layer in range(self.shape.num_layers) if origin is not None else ():
+                    for part in self._parts_of(origin.batch):
+                        if (layer, origin.batch, part.first) in self._journal:
+                            part.load(layer, origin.batch, fetch=True)
+                            self._roll_back(layer, origin.batch, part,
+                                            length + origin.generated - 1)
+                            part.store(layer, origin.batch, None)
+        self._journal.clear()
+
+    def _roll_back(self, layer: int, batch: int, part: CachePart, cached: int) -> bool:
+        """Undo drafted tokens past the first `cached` tokens; return whether there were any."""
+        where = layer, batch, part.first
+        return where in self._journal and self._journal.roll_back(
+            where, cached, part.get(layer, batch))
+
     def _holds_continued(self, batch: int, part: CachePart) -> bool:
         """Return whether a part holds continued sequences of a batch."""
         return any(self._batch_layouts[batch].continued[part.sequences(batch)])
@@ -202,6 +226,7 @@ class KVCache:
     def _begin_batches(self, batches: Sequence[BatchLayout]) -> None:
         self._batch_layouts = list(batches)
         self._updates.clear()
+        self._newest.clear()
         if self._recall is not None:
             self._recall.begin(batches, captured=self.supports_capture)
         self._prompt_attention.begin(self._batch_layouts)
@@ -237,7 +262,10 @@ class KVCache:
         batch_layout = self._batch_layouts[batch]
         cached = None  # with eviction any slot may be in use
         if not self._evictions.plans[batch][layer].evicts:
-            cached = batch_layout.max_tokens(max(0, batch_layout.token(forward_pass) - 1))
+            newest, drafts = batch_layout.token(forward_pass) - 1, batch_layout.draft_tokens
+            if drafts:  # at most, as the tokens of the last forward pass may not be verified yet
+                newest = self._newest.get(batch, 0) + drafts
+            cached = batch_layout.max_tokens(max(0, newest))
         if not batch_layout.in_prefill(forward_pass):
             for part in self._parts_of(batch):
                 if not part.fetches_selected(layer):
@@ -269,7 +297,8 @@ class KVCache:
     # New tokens
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope: Rope | None, sinks: torch.Tensor | None = None) -> PendingAttention:
+                     rope: Rope | None, sinks: torch.Tensor | None = None,
+                     drafted: bool = False) -> PendingAttention:
         """Start attention from one new token of each sequence; cache the new tokens; evict.
 
         Attention over a part in host memory may run as a background job on the CPU.
@@ -285,9 +314,12 @@ class KVCache:
             RoPE tables of the sequences.
         sinks : Tensor [heads] or None
             The layer's attention sinks.
+        drafted : bool
+            The new token may be rejected: it is, if a later call has the same or a lower `token`.
         """
         offsets = self._rotate(layer, batch, q, k, rope)
         pending = PendingAttention()
+        self._newest[batch] = token
         # Host jobs first: they need not wait for attention on the device.
         for part in sorted(self._parts_of(batch), key=lambda part: not part.on_host):
             sequences = part.sequences(batch)
@@ -297,7 +329,14 @@ class KVCache:
                 part_sinks = self._host.sinks_on_host(layer, sinks)
             attention = LayerAttention(self.shape.form(layer), part_sinks,
                                        None if offsets is None else offsets[sequences])
+            where = layer, batch, part.first
+            cached = self._batch_layouts[batch].tokens(part.first, token) - 1
+            rolled_back = not drafted and self._roll_back(layer, batch, part, cached)
             attend = self._part_attention(layer, batch, part, token, attention.options)
+            state = self._evictions.state(layer, batch, part)
+            if drafted and state is not None:
+                attend = partial(self._journal.attend, where, cached, part.get(layer, batch),
+                                 state, attend)
             if any(part.prefetch_capacity(layer, batch)):
                 self._prefetch(layer, batch, part, part_q, part_k, token=token,
                                attention=attention)
@@ -306,9 +345,10 @@ class KVCache:
                 pending.handles.append(handle)
             else:
                 out, slots = attend(part_q, part_k, part_v)
-                if not part.is_resident and not part.fetches_selected(layer):
-                    self._updates[layer, batch, part.first] = SlotUpdate.gather(
-                        part.get(layer, batch), slots)
+                if drafted or rolled_back:
+                    self._updates.pop(where, None)  # the store then writes all slots
+                elif not part.is_resident and not part.fetches_selected(layer):
+                    self._updates[where] = SlotUpdate.gather(part.get(layer, batch), slots)
             pending.outputs[part.first] = out
         return pending
 
@@ -455,6 +495,9 @@ class KVCache:
     def prepare_replay(self, batch: int, token: int) -> None:
         """Update the metadata of a batch's captured attention to new token `token` (from 1)."""
         part, = self._parts_of(batch)
+        cached = self._batch_layouts[batch].tokens(0, token) - 1
+        for layer in range(self.shape.num_layers):
+            self._roll_back(layer, batch, part, cached)
         plans = enumerate(self._evictions.plans[batch])
         for layer in {plan.budget_group: layer for layer, plan in plans}.values():
             self._update_metadata(layer, batch, part, token)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement
-from flexgen_h2o.config.validation import check_bool, check_int, check_number
+from flexgen_h2o.config.validation import check_bool, check_choice, check_int, check_number
 from flexgen_h2o.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 OFFLOAD_DIR = "~/.cache/flexgen_h2o/offload"
 DUMMY = "_DUMMY_"  # in place of a path: random weights
+
+SPECULATIVE_METHODS = ("ngram",)
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Policy:
         that are not in the hot set, instead of whole layers.
     fast_set : float, optional
         Size of that hot set as a fraction of all tokens. None: twice what a step attends to.
+    speculate : str, optional
+        "ngram": speculative decoding, on a CPU, with drafts from the text so far (prompt lookup).
+        `LLM` then computes batches of one sequence, and as many sequences in a block.
+    num_speculative_tokens : int
+        The most drafted tokens of a decode step.
 
     Raises
     ------
@@ -82,6 +89,8 @@ class Policy:
     expert_choices: ExpertChoices | None = None
     fetch_chosen: bool = False
     fast_set: float | None = None
+    speculate: str | None = None
+    num_speculative_tokens: int = 8
 
     def __post_init__(self) -> None:
         check_int("gpu_batch_size", self.gpu_batch_size, ge=1)
@@ -104,9 +113,19 @@ class Policy:
         check_number("refill_share", self.refill_share, gt=0, le=1)
         if self.fast_set is not None:
             check_number("fast_set", self.fast_set, gt=0, le=1)
+        if self.speculate is not None:
+            check_choice("speculate", self.speculate, SPECULATIVE_METHODS)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, ge=1)
+
+    @property
+    def draft_tokens(self) -> int:
+        """The most drafted tokens of a decode step; 0 without speculation."""
+        return 0 if self.speculate is None else self.num_speculative_tokens
 
     def check_device(self, *, has_gpu: bool) -> None:
         """Raise `UserError` for options that this device does not support."""
+        if has_gpu and self.speculate is not None:
+            raise UserError("speculate works on a CPU only: compute there, or leave it out")
         if not self.fetch_chosen:
             return
         if has_gpu and self.cpu_cache_compute:
@@ -144,6 +163,25 @@ def check_fetch_chosen(policy: Policy, cache: CacheOptions) -> None:
     for reason, no_effect in idle.items():
         if no_effect:
             raise UserError(f"fetch_chosen has no effect {reason}: leave it out")
+
+
+def speculative_policy(policy: Policy, cache: CacheOptions) -> Policy:
+    """Return the policy for speculative decoding: each batch has one sequence.
+
+    Sequences accept different numbers of drafted tokens, and the tokens of a batch are appended
+    together.
+
+    Raises
+    ------
+    UserError
+        Drafted tokens cannot be taken back from this cache.
+    """
+    for reason, given in {"with fetch_chosen": policy.fetch_chosen,
+                          "in a simulation": cache.simulated}.items():
+        if given:
+            raise UserError(f"speculate does not work {reason}: leave one of them out")
+    return replace(policy, gpu_batch_size=1,
+                   num_gpu_batches=policy.gpu_batch_size * policy.num_gpu_batches)
 
 
 def format_percent(policy: Policy) -> str:

@@ -82,6 +82,9 @@ class Batch:
     ----------
     duplicates : dict of int to list of int
         Sequences with equal prompts, by the first of them.
+    drafts : list of int
+        Drafted tokens that the next decode step verifies, after the newest token of the only
+        sequence.
     """
 
     def __init__(self, index: int, requests: Sequence[Request], batch_layout: BatchLayout, *,
@@ -89,6 +92,7 @@ class Batch:
         self.index = index
         self.requests = list(requests)
         self.batch_layout = batch_layout
+        self.drafts: list[int] = []
         self.duplicates: dict[int, list[int]] = {}
         first: dict[object, int] = {}
         for sequence, request in enumerate(requests):
@@ -130,8 +134,16 @@ class Batch:
     def rows(self, forward_pass: int) -> int:
         """Return the rows of hidden states in a forward pass."""
         if not self.batch_layout.in_prefill(forward_pass):
-            return len(self)
+            return len(self) + len(self.drafts)
         return sum(map(len, self.spans(forward_pass)))
+
+    def token(self, forward_pass: int) -> int:
+        """Return the number of the first new token of a forward pass: see `BatchLayout.token`."""
+        if len(self) > 1 or self.batch_layout.in_prefill(forward_pass):
+            return self.batch_layout.token(forward_pass)
+        # With speculation, a forward pass may have appended several tokens.
+        origin = self.batch_layout.origin(0)
+        return len(self.requests[0].generated) - (0 if origin is None else origin.generated - 1)
 
     @property
     def has_shared_rows(self) -> bool:
@@ -158,13 +170,14 @@ class Batch:
     def inputs(self, forward_pass: int) -> tuple[list[int], list[int]]:
         """Return token ids and positions of the rows: of prompts, or of the newest tokens."""
         if not self.batch_layout.in_prefill(forward_pass):
-            token = self.batch_layout.token(forward_pass)
+            token = self.token(forward_pass)
             # A finished sequence repeats its last token; the result is not used.
             ids = [request.generated[-1] for request in self.requests]
-            return ids, [self.batch_layout.tokens(sequence, token) - 1
+            positions = [self.batch_layout.tokens(sequence, token) - 1
                          for sequence in range(len(self))]
-        ids = []
-        positions: list[int] = []
+            first = positions[-1] + 1
+            return ids + self.drafts, [*positions, *range(first, first + len(self.drafts))]
+        ids, positions = [], []
         for span in self.spans(forward_pass):
             prompt, past = self.requests[span.sequence].prompt, self.batch_layout.past
             ids += prompt[span.start - past : span.end - past]
@@ -178,7 +191,7 @@ class Batch:
         if len(lengths) < len(self.requests):
             return None
         if not self.batch_layout.in_prefill(forward_pass):
-            return lengths
+            return lengths + lengths * len(self.drafts)
         return [lengths[span.sequence] for span in self.spans(forward_pass)
                 for _ in range(len(span))]
 
@@ -254,6 +267,8 @@ class BlockSize:
         Tokens of a prompt in a forward pass; None: all.
     share_prompts, share_prefixes : bool
         See `Batch`.
+    draft_tokens : int
+        The most drafted tokens of a sequence in a forward pass.
     """
 
     gpu_batch_size: int
@@ -261,6 +276,7 @@ class BlockSize:
     prefill_chunk: int | None = None
     share_prompts: bool = False
     share_prefixes: bool = False
+    draft_tokens: int = 0
 
     @property
     def sequences(self) -> int:
@@ -330,7 +346,7 @@ class BlockQueue:
                 tuple(len(request.prompt) for request in group), new, chunk if passes > 1 else None,
                 passes, limits=tuple(self._new[request.key] for request in group),
                 continued=tuple(continued.get(request.key) for request in group),
-                evicts=self.evicts)
+                evicts=self.evicts, draft_tokens=self.size.draft_tokens)
             self._block.append(Batch(len(self._block), group, batch_layout,
                                      share_prompts=self.size.share_prompts,
                                      share_prefixes=self.size.share_prefixes))
@@ -381,7 +397,7 @@ class BlockQueue:
                  else length for index, length in enumerate(lengths)]
         sums = [0, *accumulate(added)]
         sequences, _ = self.batches()
-        return max(sequences, max(
+        return max(sequences + self.size.draft_tokens, max(
             sums[min(start + sequences, len(lengths))] - sums[start] + length - added[start]
             for start, length in enumerate(lengths)))
 

@@ -127,9 +127,9 @@ class DecoderLayers:
         batch = self._batches[step.batch]
         rope_lengths = batch.rope_lengths(step.forward_pass)
         lengths = None if rope_lengths is None else torch.tensor(rope_lengths)
-        if not batch.batch_layout.in_prefill(step.forward_pass):
+        if not (batch.batch_layout.in_prefill(step.forward_pass) or batch.drafts):
             self._captured.prepare_replay(
-                step.batch, positions, lengths, batch.batch_layout.token(step.forward_pass))
+                step.batch, positions, lengths, batch.token(step.forward_pass))
             if self._captured.complete:
                 return
         device = self._transfers.device.torch
@@ -196,6 +196,8 @@ class DecoderLayers:
             self._mlp(step, batch)
         elif batch.batch_layout.in_prefill(step.forward_pass):
             self._prefill_layer(step, batch)
+        elif batch.drafts:
+            self._verify_layer(step, batch)
         elif step.layer in self._captured.layer_steps:
             self._captured.run(step, cache_layer=self.cache_layer(step), rows=len(batch),
                                attend=self._attend_between_captures)
@@ -250,6 +252,21 @@ class DecoderLayers:
         x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
         self._finish_layer(step, weights, x, self._finish_attention(step, x, pending))
 
+    def _verify_layer(self, step: LayerStep, batch: Batch) -> None:
+        """Compute the rows of a new token and its drafts; attention takes them one by one."""
+        weights = self._weights.get(step.layer)
+        x = self._hidden.get(step.batch, batch.rows(step.forward_pass))
+        qkv = self._family.attention_inputs(self._config, weights, x, self._operations)
+        tables, token = self._rope_tables(step), batch.token(step.forward_pass)
+        attended = []
+        for row in range(len(x)):  # each evicts before the next one attends
+            q, k, v = (each[row : row + 1] for each in qkv)
+            rope = None if tables is None else (tables[0][row : row + 1], tables[1][row : row + 1])
+            attended.append(self._cache.attend_token(
+                self.cache_layer(step), step.batch, q, k, v, token=token + row, rope=rope,
+                sinks=weights.get("sinks"), drafted=row > 0).result(self._transfers))
+        self._finish_layer(step, weights, x, torch.cat(attended))
+
     def _attend_between_captures(self, step: LayerStep, x: torch.Tensor, *qkv: torch.Tensor
                                  ) -> torch.Tensor:
         """Attend between the two captured halves of a layer: see `CapturedLayers.run`."""
@@ -280,7 +297,7 @@ class DecoderLayers:
         q, k, _ = self._family.attention_inputs(self._config, weights, x, self._operations)
         self._cache.prefetch_token(
             self.cache_layer(following), step.batch, q, k, rope=self._rope_tables(following),
-            token=batch.batch_layout.token(step.forward_pass), sinks=weights.get("sinks"))
+            token=batch.token(step.forward_pass), sinks=weights.get("sinks"))
 
     def _start_attention(self, step: LayerStep) -> PendingAttention:
         """Compute queries, keys and values of new tokens, and start their attention."""
@@ -294,7 +311,7 @@ class DecoderLayers:
         """Start the attention of given queries, keys and values, which are overwritten."""
         return self._cache.attend_token(
             self.cache_layer(step), step.batch, *qkv, rope=self._rope_tables(step),
-            token=self._batches[step.batch].batch_layout.token(step.forward_pass),
+            token=self._batches[step.batch].token(step.forward_pass),
             sinks=self._weights.get(step.layer).get("sinks"))
 
     def _finish_layer(self, step: LayerStep, weights: Mapping[str, Weight],

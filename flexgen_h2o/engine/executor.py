@@ -17,6 +17,7 @@ from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.experts import ExpertLayers
 from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import Kind, LayerStep, schedule
+from flexgen_h2o.engine.speculation import DraftAutotune, Drafter
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import Workspace
 from flexgen_h2o.models.model_config import ModelConfig
@@ -37,6 +38,8 @@ class Timing:
         Seconds of each decode step.
     slots, idle_slots : int
         Sequences computed, summed over decode steps; and how many of them had finished.
+    draft_tokens, accepted_tokens : int
+        Drafted tokens that decode steps verified, and how many of them were generated.
     """
 
     began: float = 0.0
@@ -44,6 +47,8 @@ class Timing:
     steps: list[float] = field(default_factory=list)
     slots: int = 0
     idle_slots: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Executor:
@@ -64,12 +69,16 @@ class Executor:
         Communication with the other ranks of a pipeline, which compute the same blocks.
     experts : ExpertSlots, optional
         Expert slots of a mixture of experts, which needs `sep_layer`.
+    drafter : Drafter, optional
+        Drafts tokens for speculative decoding. Batches must have one sequence each.
     """
 
     def __init__(self, config: ModelConfig, weights: WeightStore, workspace: Workspace, *,
                  transfers: Transfers, policy: Policy,
-                 exchange: Exchange | None = None, experts: ExpertSlots | None = None):
+                 exchange: Exchange | None = None, experts: ExpertSlots | None = None,
+                 drafter: Drafter | None = None):
         self._policy = policy
+        self._drafter = drafter
         self._weights = weights
         self._cache, self._hidden = workspace.cache, workspace.hidden
         self._transfers = transfers
@@ -121,6 +130,8 @@ class Executor:
         if self._exchange is not None:
             self._exchange.begin(len(batches))
         self._timing = timing = Timing()
+        self._draft_autotune = DraftAutotune()
+        self._before_pass = 0, 0  # generated and drafted tokens
         batch_layout = batches[0].batch_layout
         passes = batch_layout.prefill_passes + batch_layout.new
         self._ended = [0] * passes
@@ -170,8 +181,18 @@ class Executor:
         else:
             timing.steps.append(now - began)
             self._layers.prefetch.record(now - began)
+            self._record_drafts(timing, now - began)
         self._transfers.settle()
         return now
+
+    def _record_drafts(self, timing: Timing, seconds: float) -> None:
+        """Let the autotune decide whether drafts pay. The first decode step is not typical."""
+        generated = timing.slots - timing.idle_slots + timing.accepted_tokens
+        before, drafted_before = self._before_pass
+        self._before_pass = generated, timing.draft_tokens
+        if self._drafter is not None and before:
+            self._draft_autotune.record(seconds, generated - before,
+                                        drafted=timing.draft_tokens > drafted_before)
 
     def _send_last(self, step: LayerStep) -> None:
         """Send the last results to the other ranks if a block ends before its schedule does."""
@@ -226,12 +247,38 @@ class Executor:
     def _head(self, step: LayerStep, batch: Batch) -> None:
         """Compute the logits of a batch, and let the consumer append tokens or scores."""
         values = []
-        for row, logits in self._layers.logits(step, self._consumer.rows(batch, step.forward_pass)):
+        rows = self._consumer.rows(batch, step.forward_pass)
+        if batch.drafts:
+            self._verify(step, batch)
+            rows = rows[:0]
+        for row, logits in self._layers.logits(step, rows):
             values.append(self._consumer.reduce(batch, step.forward_pass, row, logits))
             self._apply(batch, step.forward_pass, row, values[-1])
         self._hidden.drop(step.batch)
         if values and self._exchange is not None:
             self._values[step.batch] = torch.cat(values)
+        if self._drafter is not None:
+            batch.drafts = self._next_drafts(self._drafter, batch)
+
+    def _verify(self, step: LayerStep, batch: Batch) -> None:
+        """Sample a token for each row, until one differs from its draft or ends the sequence."""
+        request, = batch.requests
+        self._timing.draft_tokens += len(batch.drafts)
+        for first, logits in self._layers.logits(step, torch.arange(1 + len(batch.drafts))):
+            for row, row_logits in enumerate(logits.split(1), first):
+                self._apply(batch, step.forward_pass, 0, self._consumer.reduce(
+                    batch, step.forward_pass, 0, row_logits))
+                if request.finish_reason or request.generated[-1:] != batch.drafts[row : row + 1]:
+                    return
+                self._timing.accepted_tokens += 1
+
+    def _next_drafts(self, drafter: Drafter, batch: Batch) -> list[int]:
+        """Return the drafts for a batch's next forward pass, within the sequence's limit."""
+        request, layout = batch.requests[0], batch.batch_layout
+        most = min(layout.draft_tokens, layout.limit(0) - len(request.generated))
+        if not request.generated or not self._draft_autotune.enabled:
+            most = 0
+        return drafter.draft(request, max(0, most))
 
     def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Let the consumer apply reduced logits, of rows from index `row` on, to the requests."""

@@ -28,7 +28,7 @@ from flexgen_h2o.distributed.heartbeat import PipelineFailure
 from flexgen_h2o.engine.batch import BlockQueue, Request
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
-from flexgen_h2o.engine.sampling import LogitsConsumer
+from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import OnText, Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
@@ -80,6 +80,7 @@ class Run:
         self.queue: BlockQueue | None = runner.queue(
             requests, new_tokens, share_prompts=not isinstance(consumer, PrefillScorer))
         self.stats = runner.new_stats()
+        self._drafter = runner.drafter() if isinstance(consumer, GenerationSampler) else None
         self.workspace: Workspace | None = None
         self.halved = False  # blocks were made smaller when memory ran out
         self._bars: RunBars | None = None
@@ -104,7 +105,8 @@ class Run:
         assert self.queue is not None and self.workspace is not None
         self._bars = self._bars or self.runner.bars()
         block = self.queue.next()
-        stats = self.runner.run(self.workspace, block, self.consumer, bars=self._bars)
+        stats = self.runner.run(self.workspace, block, self.consumer, bars=self._bars,
+                                drafter=self._drafter)
         self.stats = self.stats.merge(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
 

@@ -16,7 +16,13 @@ from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.parallel import Stage
-from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy, Workload, check_fetch_chosen
+from flexgen_h2o.config.policy import (
+    OFFLOAD_DIR,
+    Policy,
+    Workload,
+    check_fetch_chosen,
+    speculative_policy,
+)
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
@@ -28,6 +34,7 @@ from flexgen_h2o.engine.sampling import LogitsConsumer
 from flexgen_h2o.engine.schedule import LayerStep
 from flexgen_h2o.engine.scoring import DecodeScorer
 from flexgen_h2o.engine.source import ByteProgress, ModelSource
+from flexgen_h2o.engine.speculation import Drafter, NgramDrafter
 from flexgen_h2o.engine.weight_files import WeightFiles
 from flexgen_h2o.engine.weights import WeightStore
 from flexgen_h2o.engine.workspace import BlockCache, Workspace, WorkspaceSize, rotation_of
@@ -99,6 +106,10 @@ class EngineArgs:
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), ge=1)
         check_fetch_chosen(self.policy, self.cache)
+        if self.policy.speculate is not None:
+            if self.pipeline is not None:
+                raise UserError("speculate needs all layers on one rank: leave pipeline out")
+            object.__setattr__(self, "policy", speculative_policy(self.policy, self.cache))
         policy_chunk = self.policy.prefill_chunk
         chunk = None if self.cache.h2o is None else self.cache.h2o.prompt_chunk
         if chunk is None or chunk == policy_chunk:
@@ -299,7 +310,8 @@ class Runner:
         self._set_rope_lengths(requests, new)
         queue = BlockQueue(requests, new, BlockSize(
             policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
-            share_prefixes=share_prompts and not cache.simulated))
+            share_prefixes=share_prompts and not cache.simulated,
+            draft_tokens=policy.draft_tokens))
         queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.stage_config.num_layers)
         return queue
 
@@ -339,8 +351,13 @@ class Runner:
         return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
                        off=self.args.no_bars)
 
+    def drafter(self) -> Drafter | None:
+        """Return a new drafter for one run; None without speculation."""
+        return None if self.args.policy.speculate is None else NgramDrafter()
+
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
-            keep_cache: bool = False, bars: RunBars | None = None) -> RunStats:
+            keep_cache: bool = False, bars: RunBars | None = None,
+            drafter: Drafter | None = None) -> RunStats:
         """Run a block in a workspace, and return its statistics.
 
         Parameters
@@ -350,6 +367,8 @@ class Runner:
             Continue with the contents of the workspace's cache, and keep them for the next block.
         bars : RunBars, optional
             Default: new ones.
+        drafter : Drafter, optional
+            Drafts tokens for speculative decoding.
 
         Returns
         -------
@@ -361,7 +380,7 @@ class Runner:
         sent_before = 0 if self._exchange is None else self._exchange.sent_bytes
         executor = Executor(self.config, self.weights, workspace, transfers=self._transfers,
                             policy=self.args.policy, exchange=self._exchange,
-                            experts=self._experts)
+                            experts=self._experts, drafter=drafter)
         experts_before = None if self._experts is None else replace(self._experts.counts)
         recalls = workspace.cache.recall_counts
         with (torch.inference_mode(), self.sampled_memory(),
@@ -394,6 +413,8 @@ class Runner:
         stats.step_seconds = timing.steps
         stats.decode_seconds = sum(timing.steps)
         stats.decode_slots, stats.idle_slots = timing.slots, timing.idle_slots
+        stats.draft_tokens = timing.draft_tokens
+        stats.accepted_tokens = timing.accepted_tokens
         stats.kv_cache_bytes = workspace.cache.nbytes()
         token_bytes = self.stage_config.kv_bytes_per_token(self.source.dtype.itemsize)
         stats.full_kv_cache_bytes = token_bytes * (

@@ -214,8 +214,8 @@ class BlockCache(Protocol):
         """Copy the cache of a whole prompt to other sequences with the same prompt."""
 
     def attend_token(self, layer: int, batch: int, q, k, v, *, token: int,
-                     rope, sinks) -> PendingAttention:
-        """Attend from a new token of each sequence, and cache it."""
+                     rope, sinks, drafted: bool = False) -> PendingAttention:
+        """Attend from a new token of each sequence, and cache it, perhaps until it is rejected."""
 
     def prefetch_token(self, layer: int, batch: int, q, k, *, token: int, rope, sinks) -> None:
         """Start loading the tokens that a new token is likely to recall, if `supports_prefetch`."""

@@ -65,6 +65,8 @@ class BatchLayout:
     evicts : tuple of bool
         Layers in which sequences that may share a batch with these lose tokens; empty: only these
         sequences count.
+    draft_tokens : int
+        The most drafted tokens of a sequence in a forward pass.
     """
 
     lengths: tuple[int, ...]
@@ -75,6 +77,7 @@ class BatchLayout:
     limits: tuple[int, ...] = ()
     continued: tuple[ContinuedSequence | None, ...] = ()
     evicts: tuple[bool, ...] = ()
+    draft_tokens: int = 0
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -10,6 +10,7 @@ from flexgen_h2o.errors import UserError
 
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second", "total_tokens_per_second",
           "latency_p50_seconds", "latency_p95_seconds")
+DRAFTS = ("draft_tokens", "accepted_tokens")
 RECALLS = ("recall_hits", "recall_loads", "recall_guesses", "recall_wait_seconds")
 EXPERTS = ("expert_touches", "expert_hits", "expert_loads", "expert_guesses", "expert_bytes")
 
@@ -31,6 +32,9 @@ class RunStats:
         Seconds of each decode step of each block: a sequence's latency per token.
     decode_slots, idle_slots : int
         Rows that the decode steps computed, and those of sequences that had ended.
+    draft_tokens, accepted_tokens : int
+        Tokens that speculative decoding drafted and verified, and those of them that were
+        generated.
     peak_device_bytes, peak_process_bytes : int
     kv_cache_bytes : int
         Bytes at rest of the largest block's cache.
@@ -84,6 +88,8 @@ class RunStats:
     step_seconds: list[float] = field(default_factory=list)
     decode_slots: int = 0
     idle_slots: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     peak_device_bytes: int = 0
     peak_process_bytes: int = 0
     kv_cache_bytes: int = 0
@@ -128,6 +134,17 @@ class RunStats:
         return ratio(self.idle_slots, self.decode_slots)
 
     @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted / drafted tokens. None without speculation."""
+        return ratio(self.accepted_tokens, self.draft_tokens)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that a sequence gets in a decode step. None without decode steps."""
+        steps = self.decode_slots - self.idle_slots
+        return ratio(steps + self.accepted_tokens, steps)
+
+    @property
     def expert_hit_rate(self) -> float | None:
         """Hits / touched experts outside compute memory. None without any."""
         return ratio(self.expert_hits, self.expert_hits + self.expert_loads)
@@ -158,7 +175,7 @@ class RunStats:
         """Return the combined statistics of this run and a later one of the same model."""
         added = ("num_prompts", "prompt_tokens", "generated_tokens", "prefill_seconds",
                  "decode_seconds", "step_seconds", "decode_slots", "idle_slots", "sent_bytes",
-                 *EXPERTS, *RECALLS)
+                 *DRAFTS, *EXPERTS, *RECALLS)
         largest = ("peak_device_bytes", "peak_process_bytes", "kv_cache_bytes",
                    "full_kv_cache_bytes")
         links = dict(self.links)

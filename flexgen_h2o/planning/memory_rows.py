@@ -62,7 +62,8 @@ def scratch_bytes(run: PlannedRun) -> int:
     attention = rows * (2 * model.q_size + 2 * model.kv_size)
     layer = (model.scratch_elements(rows) + attention) * run.itemsize
     # Logits in the run's dtype, and up to three float32 copies while sampling.
-    logits = min(load.gpu_batch_size, LOGIT_ROWS) * model.vocab_size * (run.itemsize + 3 * 4)
+    logit_rows = min(load.gpu_batch_size + run.policy.draft_tokens, LOGIT_ROWS)
+    logits = logit_rows * model.vocab_size * (run.itemsize + 3 * 4)
     logits *= run.is_last_stage
     kernels = max(_attention_scratch(run), _migrated_bytes(run)) + _matmul_scratch(run)
     return layer + logits + kernels + moe_scratch(run) + RESERVE + TUNING * run.has_gpu
@@ -355,12 +356,15 @@ def _bookkeeping_row(run: PlannedRun, num_slots: Sequence[int], *, on_host: int)
     """Return the row of each slot's score and position, and of its rank with rolling positions.
 
     They are per KV head, where attention runs: in host memory for `on_host` sequences of a batch.
-    `num_slots` are the slots of each layer.
+    `num_slots` are the slots of each layer. With speculation there is a copy for each drafted token
+    of the batch, with the entry that it overwrites.
     """
     model, load, layers = run.model, run.workload, run.evicting_layers
     rolls = bool(layers) and run.cache.h2o.positions == "rolling"
     slot = model.num_kv_heads * (12 if rolls else 8)
-    sequence = slot * sum(num_slots[layer] for layer in layers) * load.num_gpu_batches
+    slots, drafts = sum(num_slots[layer] for layer in layers), run.policy.draft_tokens
+    overwritten = drafts * len(layers) * kv_entry_bytes(run.cache, model, run.itemsize)
+    sequence = ((1 + drafts) * slot * slots + overwritten) * load.num_gpu_batches
     return MemoryRow("cache bookkeeping", (load.gpu_batch_size - on_host) * sequence,
                      on_host * sequence)
 

@@ -27,15 +27,6 @@ def test_a_ratio_is_read_as_typed(thousandths, prompt_len):
     assert found == Budget(0, max(1, thousandths * prompt_len // 1000))
 
 
-@pytest.mark.parametrize(("share", "prompt_len", "count"), [
-    (0.1, 30, 3), (0.29, 100, 29), (0.1, 512, 51), (1 / 3, 30, 10), (0.001, 5, 1), (1, 9, 9),
-])
-def test_ratio_examples(share, prompt_len, count):
-    h2o = H2OConfig(heavy_ratio=share, recent_tokens=2, sink_tokens=1)
-    assert budget(h2o, 0, prompt_len) == Budget(count, 2, 1)
-    assert budget(h2o, 0, prompt_len).total == count + 3
-
-
 @pytest.mark.parametrize(("values", "expected"), [
     ({"heavy_ratio": 0.2}, Budget(2, 2)),
     ({"heavy_ratio": 0.2, "recent_ratio": 0.5}, Budget(2, 5)),
@@ -43,9 +34,11 @@ def test_ratio_examples(share, prompt_len, count):
     ({"heavy_tokens": 3}, Budget(3, 3)),
     ({"heavy_tokens": 3, "recent_ratio": 1}, Budget(3, 10)),
     ({"recent_tokens": 3, "sink_tokens": 4}, Budget(0, 3, 4)),
+    ({"heavy_ratio": 0.01, "recent_ratio": 1 / 3}, Budget(1, 3)),
 ])
 def test_sizes_left_out(values, expected):
     assert budget(H2OConfig(**values), 0, 10) == expected
+    assert expected.total == expected.heavy + expected.recent + expected.sinks
 
 
 @given(st.data())
@@ -55,9 +48,9 @@ def test_text_budget_grows_by_at_most_a_token_a_step(data):
     h2o = H2OConfig(heavy_ratio=data.draw(st.none() | share), recent_ratio=data.draw(share),
                     sink_tokens=data.draw(st.integers(0, 4)), budget_of="text")
     assume(not h2o.is_full)
-    prompt_len = data.draw(st.integers(1, 300))
+    prompt_len = data.draw(st.integers(1, 100))
     held = min(prompt_len, budget(h2o, 0, prompt_len).total)
-    for new in range(200):
+    for new in range(60):
         if new:
             held = min(held + 1, budget(h2o, 0, prompt_len, new).total)
         assert num_cached(h2o, 0, prompt_len, new) == held

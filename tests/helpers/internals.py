@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from types import SimpleNamespace
 
+import torch
+
 from flexgen_h2o import LLM
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.engine import loading
@@ -43,6 +45,14 @@ def _workspace_of(session):
 def cache_of(session):
     """The cache in which an `LLM` or a `Stream` has generated."""
     return _workspace_of(session).cache
+
+
+def states_of(cache) -> list:
+    """The scores, positions and ranks of all evicting layers, and the slots of resident ones."""
+    states = [(key, state) for key, state in sorted(cache._evictions._states.items())
+              if cache._evictions.plans[key[1]][key[0]].evicts]
+    slots = [part.get(*key[:2]) for key, _ in states for part in cache.parts if part.is_resident]
+    return [x for _, state in states for x in state.tensors] + slots
 
 
 def rows_of(session) -> int:
@@ -191,6 +201,28 @@ def before_early_attention(monkeypatch, look) -> None:
         attend(*arguments)
 
     monkeypatch.setitem(Executor._ACTIONS, Kind.ATTEND, watched)
+
+
+def junk_after_tokens(monkeypatch, count: int) -> None:
+    """Let a cache attend from `count` more drafted tokens after each, of random queries and keys.
+
+    Those at the end of a sequence are left out, so that all are taken back.
+    """
+    attend = getattr(KVCache.attend_token, "original", KVCache.attend_token)
+
+    def with_junk(self, layer, batch, q, k, v, *, token, rope, **options):
+        sample = [x.clone() for x in (q, k, v)]
+        result = attend(self, layer, batch, q, k, v, token=token, rope=rope, **options)
+        generator = torch.Generator().manual_seed(token)
+        for ahead in range(1, count + 1):
+            if token + count < self._batch_layouts[batch].new:
+                junk = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in sample]
+                attend(self, layer, batch, *junk, token=token + ahead, rope=rope, drafted=True,
+                       **options)
+        return result
+
+    with_junk.original = attend
+    monkeypatch.setattr(KVCache, "attend_token", with_junk)
 
 
 def before_continued(monkeypatch, look) -> None:

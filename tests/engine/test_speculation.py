@@ -1,0 +1,265 @@
+"""Speculative decoding: the same tokens whatever is drafted, and what is drafted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers.internals import before_blocks, cache_of, junk_after_tokens, states_of
+from helpers.selection import full
+from helpers.tiny_tokenizers import with_words
+from hypothesis import given
+from hypothesis import strategies as st
+from llm.test_llm import make_prompts
+
+from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.engine import captured_step
+from flexgen_h2o.engine.batch import Request
+from flexgen_h2o.engine.runner import Runner
+from flexgen_h2o.engine.speculation import NGRAM_SIZES, DraftAutotune, NgramDrafter
+from flexgen_h2o.errors import UserError
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+LENGTHS = [9, 17, 2, 23, 5]
+NEW = [26, 7, 15, 1, 21]
+DISK = Placement(0, 0, 100)
+CACHES = {
+    "full, 4 bits": {"cache_bits": 4},
+    "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
+    "rolling, sinks, 8 and 4 bits": {
+        "h2o": H2OConfig(heavy_tokens=4, recent_tokens=5, sink_tokens=1, positions="rolling"),
+        "key_bits": 8, "value_bits": 4},
+    "recall": {"h2o": H2OConfig(heavy_ratio=0.15, recall=True)},
+    "of the text, by layer": {"h2o": H2OConfig(heavy_ratio=(0.1, 1.0, 0.2), budget_of="text")},
+}
+TIERS = {
+    "memory": Policy(num_gpu_batches=2),
+    "one batch, weights on disk": Policy(gpu_batch_size=1, weights=DISK),
+    "cache on disk": Policy(gpu_batch_size=3, cache=DISK, refill_share=1.0),
+    "all on disk": Policy(gpu_batch_size=2, weights=DISK, cache=DISK, activations=DISK),
+    "no overlap, chunks": Policy(gpu_batch_size=2, cache=DISK, weights=DISK, overlap=False,
+                                 prefill_chunk=8),
+}
+MODELS = ["llama", "mistral_window", "olmoe", *full("gemma3", "neox", "gpt_oss")]
+
+
+class Guess:
+    """Drafts what is expected; each token is wrong with probability `wrong`."""
+
+    def __init__(self, expected: list[list[int]], wrong: float):
+        self._expected, self._wrong, self._random = expected, wrong, random.Random(0)
+
+    def draft(self, request, most):
+        if request.finish_reason:
+            return []
+        coming = self._expected[request.key][len(request.generated):][:most]
+        return [token if self._random.random() >= self._wrong else 3 for token in coming]
+
+
+DRAFTERS = {"right": 0.0, "wrong": 1.0, "mixed": 0.3, "ngram": None}
+"""How often a `Guess` is wrong; None: the engine's own drafts."""
+
+
+def speculative(policy: Policy, **changes) -> Policy:
+    return Policy(**vars(policy) | {"speculate": "ngram", "num_speculative_tokens": 5} | changes)
+
+
+@pytest.fixture
+def draft_with(monkeypatch):
+    """Let runs draft with this drafter, and never pause."""
+    def set_drafter(drafter):
+        monkeypatch.setattr(Runner, "drafter", lambda self: drafter)
+
+    monkeypatch.setattr(DraftAutotune, "enabled", True)
+    return set_drafter
+
+
+def repetitive_prompts() -> list[list[int]]:
+    """Texts in which n-grams come again."""
+    return [(prompt * 3)[: length + 2] for prompt, length in zip(
+        make_prompts(90, [max(1, length // 2) for length in LENGTHS]), LENGTHS, strict=True)]
+
+
+def sampling(do_sample: bool) -> list[SamplingParams]:
+    more = {"do_sample": True, "temperature": 0.6, "presence_penalty": 0.4} if do_sample else {
+        "repetition_penalty": 1.05}
+    return [SamplingParams(max_new_tokens=new, eos_token_id=-1, seed=number, logprobs=2,
+                           min_new_tokens=1, **more) for number, new in enumerate(NEW)]
+
+
+def generate(folder, tmp_path, do_sample: bool, policy: Policy, **options):
+    with LLM(str(folder), dtype="float32", offload_dir=str(tmp_path), policy=policy,
+             **options) as llm:
+        return llm.generate(repetitive_prompts(), sampling(do_sample)), llm.stats
+
+
+_plain: dict[tuple, list] = {}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_do_not_depend_on_drafts(tiny_model, tmp_path, draft_with, model, cache, tier,
+                                        drafter):
+    folder, do_sample = tiny_model(model).folder, len(model + cache + tier) % 2 == 0
+    key = model, cache, do_sample
+    if key not in _plain:
+        _plain[key], _ = generate(folder, tmp_path, do_sample, Policy(gpu_batch_size=1),
+                                  **CACHES[cache])
+    plain = _plain[key]
+    draft_with(NgramDrafter() if DRAFTERS[drafter] is None else
+               Guess([out.token_ids for out in plain], DRAFTERS[drafter]))
+    outputs, stats = generate(folder, tmp_path, do_sample, speculative(TIERS[tier]),
+                              **CACHES[cache])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    for out, other in zip(outputs, plain, strict=True):
+        torch.testing.assert_close(*(torch.tensor([place.log_prob for place in each.log_probs])
+                                     for each in (out, other)), rtol=0, atol=0.05)
+    if drafter == "right":
+        assert stats.acceptance_rate == 1 and stats.tokens_per_step > 3
+    elif drafter == "wrong":
+        assert stats.accepted_tokens < 0.2 * stats.draft_tokens
+    assert stats.generated_tokens == sum(NEW)
+
+
+@pytest.mark.parametrize("tier", ["memory", "cache on disk", "no overlap, chunks"])
+@pytest.mark.parametrize("cache", [name for name in CACHES if "h2o" in CACHES[name]])
+def test_rejected_tokens_leave_no_trace(tiny_model, tmp_path, monkeypatch, draft_with, cache, tier):
+    """Of drafted tokens that are nonsense: the same scores, positions and slots, bit by bit."""
+    draft_with(None)
+    found = []
+    for junk in (0, 3):
+        junk_after_tokens(monkeypatch, junk)
+        with LLM(str(tiny_model("llama").folder), dtype="float32", offload_dir=str(tmp_path),
+                 policy=speculative(TIERS[tier], refill_share=1.0), **CACHES[cache]) as llm:
+            outputs = llm.generate(repetitive_prompts()[1:2] * 3, max_new_tokens=40)
+            found.append(([out.token_ids for out in outputs], states_of(cache_of(llm))))
+    (expected, states), (tokens, others) = found
+    assert tokens == expected
+    for state, other in zip(states, others, strict=True):
+        assert torch.equal(state, other)
+
+
+@pytest.mark.parametrize("cache", ["full, 4 bits", "h2o", "recall"])
+def test_captured_steps_beside_verified_ones(tiny_model, tmp_path, monkeypatch, draft_with, cache):
+    """Steps without drafts are replayed, in float32 here."""
+    monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, **__: None)
+    folder = tiny_model("llama").folder
+    plain, _ = generate(folder, tmp_path, False, Policy(), **CACHES[cache])
+    guess, drafts = Guess([out.token_ids for out in plain], 0.4), []
+
+    class Sometimes:
+        def draft(self, request, most):
+            drafts.append(guess.draft(request, most if len(drafts) % 3 else 0))
+            return drafts[-1]
+
+    draft_with(Sometimes())
+    outputs, stats = generate(folder, tmp_path, False, speculative(Policy()), **CACHES[cache])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+    assert stats.accepted_tokens > 0 and [] in drafts
+
+
+def test_a_sequence_ends_within_its_drafts(tiny_model, tmp_path, draft_with):
+    """At a stop string, an end token and the maximum; the rest of the drafts is dropped."""
+    folder = with_words(tiny_model("llama").folder, tmp_path / "m")
+    prompts, shown = repetitive_prompts()[:3], []
+    with LLM(folder, dtype="float32") as llm:
+        free = llm.generate(prompts, max_new_tokens=20, eos_token_id=-1)
+        stop = " ".join(free[0].text.split()[4:6])
+        options = {"max_new_tokens": 12, "stop_strings": stop,
+                   "eos_token_id": free[1].token_ids[6]}
+        plain = llm.generate(prompts, **options)
+    draft_with(Guess([out.token_ids for out in free], 0.0))
+    with LLM(folder, dtype="float32", policy=speculative(Policy())) as llm:
+        outputs = llm.generate(prompts, on_text=lambda *piece: shown.append(piece), **options)
+        assert llm.stats.accepted_tokens < llm.stats.draft_tokens
+    for index, (out, other) in enumerate(zip(outputs, plain, strict=True)):
+        assert (out.token_ids, out.text, out.finish_reason) == (
+            other.token_ids, other.text, other.finish_reason)
+        pieces = [(text, last) for key, text, last in shown if key == index]
+        assert "".join(text for text, _ in pieces) == out.text and len(pieces) == len(out.token_ids)
+        assert [last for _, last in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert "stop" in [out.finish_reason for out in outputs]
+
+
+def test_a_block_that_ran_out_of_memory_starts_again(tiny_model, tmp_path, monkeypatch,
+                                                     draft_with):
+    folder = tiny_model("llama").folder
+    plain, _ = generate(folder, tmp_path, True, Policy(), **CACHES["h2o"])
+    failed = []
+
+    def fail_once():
+        if len(failed) < 2:
+            failed.append(None)
+            raise MemoryError
+
+    before_blocks(monkeypatch, fail_once)
+    draft_with(NgramDrafter())
+    outputs, _ = generate(folder, tmp_path, True, speculative(Policy()), **CACHES["h2o"])
+    assert [out.token_ids for out in outputs] == [out.token_ids for out in plain]
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 9))
+def test_drafts_are_what_followed_the_longest_ngram_last(text, prompt, most):
+    prompt = min(prompt, len(text))
+    request, drafter = Request(0, text[:prompt]), NgramDrafter()
+    for token in [*text[prompt:], None]:
+        drafts = drafter.draft(request, most)
+        history = request.history
+        sizes = [size for size in NGRAM_SIZES
+                 if any(history[i : i + size] == history[-size:]
+                        for i in range(len(history) - size))]
+        if not sizes:
+            assert drafts == []
+        else:
+            size, longer = sizes[0], list(history)
+            end = max(i + size for i in range(len(history) - size)
+                      if history[i : i + size] == history[-size:])
+            for place in range(most):  # a text that repeats itself goes on
+                longer.append(longer[end + place])
+            assert drafts == longer[len(history):]
+        request.generated.append(token)
+
+
+def test_a_finished_request_needs_no_drafts():
+    drafter = NgramDrafter()
+    request = Request(0, [1, 2, 1, 2, 1, 2])
+    assert drafter.draft(request, 3) == [1, 2, 1]
+    request.finish_reason = "stop"
+    assert drafter.draft(request, 3) == []
+
+
+def test_drafts_that_do_not_pay_are_paused_and_tried_again():
+    autotune, verified = DraftAutotune(), 0
+    for _ in range(400):
+        drafted = autotune.enabled
+        verified += drafted
+        autotune.record(2.0 if drafted else 1.0, 1, drafted=drafted)
+    assert 5 < verified < 30
+    for _ in range(100):  # they are accepted from here on
+        drafted = autotune.enabled
+        autotune.record(2.0 if drafted else 1.0, 4 if drafted else 1, drafted=drafted)
+    assert autotune.enabled
+    for _ in range(20):
+        autotune.record(2.0, 4, drafted=True)
+        assert autotune.enabled
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"policy": Policy(speculate="ngram", cache=DISK, fetch_chosen=True),
+      "h2o": H2OConfig(heavy_ratio=0.1, recall=True)}, "fetch_chosen"),
+    ({"policy": Policy(speculate="ngram"), "h2o": H2OConfig(heavy_ratio=0.1, simulate=True)},
+     "simulation"),
+])
+def test_refused_combinations(tiny_model, options, words):
+    with pytest.raises(UserError, match=words):
+        LLM(str(tiny_model("llama").folder), **options)
+
+
+@pytest.mark.parametrize("options", [{"speculate": "oracle"}, {"num_speculative_tokens": 0}])
+def test_bad_values(options):
+    with pytest.raises(UserError, match=next(iter(options))):
+        Policy(**options)
