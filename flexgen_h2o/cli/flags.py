@@ -18,7 +18,7 @@ from flexgen_h2o.config.h2o import (
     SINK_WINDOW_SINKS,
     H2OConfig,
 )
-from flexgen_h2o.config.policy import OFFLOAD_DIR, Policy
+from flexgen_h2o.config.policy import OFFLOAD_DIR, SPECULATIVE_METHODS, Policy
 from flexgen_h2o.config.weight_layout import AUTO, DTYPES, WEIGHT_BITS
 
 WARM_UP = ("warm up with the first GPU batch before measuring: two tokens, or all tokens on a GPU, "
@@ -32,9 +32,9 @@ GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", 
 
 COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", "prompt", "prompts",
           "chat", "config", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "percent",
-          "offload_dir", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio", "recall",
-          "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv", "stream",
-          "verbose")
+          "offload_dir", "speculate", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio",
+          "recall", "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv",
+          "stream", "verbose")
 """Flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -195,6 +195,15 @@ class RunFlags:
         "policy", "float", Policy.refill_share, gt=0, le=1,
         help="end a block when this fraction of its sequences has finished; the others continue "
         "in the next block; 1 waits for all",
+    )
+    speculate: str | None = _flag(
+        "policy", "text", None, choices=SPECULATIVE_METHODS, shown="none",
+        help="speculative decoding, for few sequences on a CPU: draft tokens from the text so far "
+        "(ngram) and verify them in one decode step; a GPU batch then has one sequence",
+    )
+    num_speculative_tokens: int = _flag(
+        "policy", "int", Policy.num_speculative_tokens, ge=1,
+        help="maximum number of drafted tokens of a decode step (with --speculate)",
     )
     offload_dir: str = _flag(
         "policy", "path", OFFLOAD_DIR, metavar="DIR",

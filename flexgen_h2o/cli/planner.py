@@ -286,7 +286,9 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
-        gpu_batch_size=config.gpu_batch_size, num_gpu_batches=config.num_gpu_batches,
+        gpu_batch_size=config.gpu_batch_size if config.speculate is None else 1,
+        num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
+                         or config.speculate and config.gpu_batch_size else None),
         weights=tuple(map(subject.weights, weight_bits)), caches=caches,
         written_bits=_written_bits(config), goal=config.goal)
 

@@ -24,7 +24,7 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
-from flexgen_h2o.config.policy import Policy
+from flexgen_h2o.config.policy import Policy, speculative_policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, StrictStruct, Text, validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
@@ -126,8 +126,12 @@ class RunConfig(RunFlags):
         self._check_bits()
         self._check_planning()
         # Their constructors check their values.
-        self.policy()
-        self.cache()
+        policy, cache = self.policy(), self.cache()
+        if self.speculate is not None:
+            speculative_policy(policy, cache)
+            if self.pipeline_parallel > 1:
+                raise UserError("--speculate needs all layers on one rank: leave "
+                                "--pipeline-parallel out")
         for name in _ONLY_WHEN_SAMPLING:
             if not self.do_sample and getattr(self, name) != getattr(RunConfig, name):
                 raise UserError(f"{flag_name(name)} has no effect: add --do-sample")
@@ -223,6 +227,10 @@ class RunConfig(RunFlags):
         yield (self.label("fetch_chosen"),
                self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
                f"on a cache in memory: let {self.label('percent')} leave some on disk")
+        yield (self.label("num_speculative_tokens"),
+               self.speculate is None
+               and self.num_speculative_tokens != RunConfig.num_speculative_tokens,
+               f"without {self.label('speculate')}")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
                "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
         yield "--stream", self.stream and self.synthetic, "on token ids: add --prompt or --prompts"
@@ -263,12 +271,15 @@ class RunConfig(RunFlags):
     @property
     def resolved_gpu_batch_size(self) -> int:
         """Sequences computed together."""
+        if self.speculate is not None:
+            return 1
         return self.gpu_batch_size or Policy.gpu_batch_size
 
     @property
     def resolved_num_gpu_batches(self) -> int:
         """GPU batches of a block."""
-        return self.num_gpu_batches or Policy.num_gpu_batches
+        batches = self.num_gpu_batches or Policy.num_gpu_batches
+        return batches if self.speculate is None else batches * (self.gpu_batch_size or 1)
 
     @property
     def gives_cache_bits(self) -> bool:

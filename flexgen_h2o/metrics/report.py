@@ -101,6 +101,9 @@ def stats_table(stats: RunStats) -> str:
          f"device {stats.peak_device_bytes / GB:.2f} GB" if stats.peak_device_bytes else ""),
         ("KV cache", f"{stats.kv_cache_bytes / GB:.3f} GB", _of_the_cache(stats)),
     ]
+    if stats.acceptance_rate is not None:
+        rows.append(("speculation", f"{100 * stats.acceptance_rate:.1f} % accepted",
+                     f"{stats.tokens_per_step:.2f} tokens per step" + cut))
     if stats.expert_touches:
         hits = stats.expert_hit_rate
         rows.append(("experts", f"{stats.expert_bytes / GB:.3f} GB", "none had to be loaded"

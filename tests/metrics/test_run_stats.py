@@ -191,7 +191,7 @@ def test_csv_schema():
         "overlap,pin_weight,cpu_cache_compute,fetch_chosen,fast_set,prefill_chunk,sep_layer,refill_share,"
         "compress_weight,compress_cache,weight_bits,activation_bits,cache_bits,key_bits,value_bits,eviction,hh_ratio,recent_ratio,num_heavy_hitter_tokens,"
         "num_window_length,hh_all,evict_while_prefilling,score,score_decay,sink_tokens,enable_position_rolling,"
-        "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,expert_counts,"
+        "attn_sparsity,expert_percent,expert_slots,cpu_expert_compute,expert_counts,speculate,num_speculative_tokens,"
         "prompt_len,gen_len,gpu_batch_size,num_gpu_batches,num_prompts,prompt_tokens,"
         "generated_tokens,load_seconds,prefill_seconds,decode_seconds,"
         "prefill_tokens_per_second,decode_tokens_per_second,total_tokens_per_second,"
@@ -202,7 +202,7 @@ def test_csv_schema():
         "disk_to_cpu_gb,disk_to_cpu_gb_per_s,cpu_to_disk_gb,cpu_to_disk_gb_per_s,"
         "cpu_to_gpu_gb,cpu_to_gpu_gb_per_s,gpu_to_cpu_gb,gpu_to_cpu_gb_per_s,"
         "expert_touches,expert_hit_rate,expert_loads,expert_guesses,expert_gb,"
-        "recall_hit_rate,recall_loads,recall_guesses,recall_wait_seconds,projected"
+        "recall_hit_rate,recall_loads,recall_guesses,recall_wait_seconds,acceptance_rate,tokens_per_step,projected"
     )
 
 
