@@ -35,17 +35,17 @@ _UNLIMITED = 2**31 - 2  # positions are 32-bit
 
 @runtime_checkable
 class Streamer(Protocol):
-    """Gets tokens as they come. transformers' `TextStreamer` has this interface."""
+    """Receiver of tokens as they are generated. transformers' `TextStreamer` is one."""
 
     def put(self, value: torch.Tensor, /) -> None:
-        """Take the token ids of a turn, int64 [1, tokens], and then each new token, int64 [1]."""
+        """Receive a turn's token ids, int64 [1, tokens], and then each new token, int64 [1]."""
 
     def end(self) -> None:
-        """Called after the last token."""
+        """Receive the end of an answer, after its last token."""
 
 
 class Stream(Session):
-    """A text that turns are appended to. The cache keeps what it holds between turns.
+    """A text that turns are appended to. The cache keeps its contents between turns.
 
     With eviction, the cache and the time of a token stay constant. A turn is computed in chunks,
     with eviction after each. `LLM.stream` opens one. While it is open, the LLM takes other calls;
@@ -57,18 +57,18 @@ class Stream(Session):
         Computes in chunks, see `Runner.with_prefill_chunk`.
     prompts : Prompts
     memory : MemoryCheck
-        Of the runner's model.
+        Memory check of the runner's model.
     call_lock : CallLock
-        Of the LLM.
+        Lock of the LLM, which the stream shares.
     max_tokens : int or None
-        The most tokens of the whole text. None: no limit.
+        Maximum number of tokens of the whole text. None: no limit.
     past_context : bool
         Continue past the model's trained positions.
 
     Attributes
     ----------
     stats : RunStats or None
-        Figures of the last call.
+        Statistics of the latest call.
     owner : object
         The LLM that opened it. An LLM without references is closed.
     """
@@ -113,12 +113,12 @@ class Stream(Session):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the text so far, given and generated."""
+        """Number of tokens of the text so far, given or generated."""
         return self._past + len(self._pending)
 
     @property
     def cached_tokens(self) -> int:
-        """Cached tokens of the layer that has most."""
+        """Maximum number of cached tokens of a layer."""
         return max(num_cached(self._h2o, layer, self._past, 0) for layer in range(self._layers))
 
     @exclusive
@@ -130,10 +130,9 @@ class Stream(Session):
         Parameters
         ----------
         turn : str or sequence of int
-            Text or token ids. The tokenizer's special tokens are put in front of the first turn
-            only.
+            Text or token ids. The tokenizer's special tokens are added before the first turn only.
         streamer : Streamer, optional
-            Gets tokens as they come, for example transformers' `TextStreamer`.
+            Receives tokens as they are generated, such as transformers' `TextStreamer`.
         **sampling
             See `LLM.generate`. Penalties count this turn and its answer.
 

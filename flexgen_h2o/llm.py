@@ -85,13 +85,13 @@ class LLM(Session):
         8: quantize activations to 8 bits in matmuls with weights of 8 or 4 bits, on a CPU only.
         16: don't.
     key_bits, value_bits : int, optional
-        Bits of cached keys and of cached values: 16, 8 or 4. Default: `cache_bits`. 16 goes with 16
-        only. Keys in 8 and values in 4 bits lose almost nothing.
+        Bits of cached keys and of cached values: 16, 8 or 4. Default: `cache_bits`. 16 cannot be
+        combined with 8 or 4. Keys in 8 and values in 4 bits lose almost no accuracy.
     attn_sparsity : float
-        Share of cached values that a new token reads, in (0, 1]: those of the highest attention
-        weights (FlexGen, arXiv 2303.06865, section 5). Keys are all read. Below 1, results change.
-        With the cache in host memory beside a GPU, other values are not transferred. A cache on
-        disk is read whole.
+        Fraction of the cached values that a new token reads, in (0, 1]: the values with the highest
+        attention weights (FlexGen, arXiv 2303.06865, section 5). All keys are read. Below 1,
+        results change. With a GPU and the cache in host memory, other values are not transferred.
+        A cache on disk is read completely.
     weight_cache : str or path, optional
         Folder that keeps quantized weights for later runs. "auto": a folder in the user's cache.
         None: quantize in each run.
@@ -377,8 +377,8 @@ class LLM(Session):
         Parameters
         ----------
         conversations : sequence of sequences of mappings
-            The messages of each, such as ``{"role": "user", "content": "Hello"}``. A sequence of
-            messages is one conversation.
+            The messages of each conversation, such as ``{"role": "user", "content": "Hello"}``. A
+            sequence of messages is one conversation.
         sampling_params, cut_gen_len, on_text, **sampling
             See `generate`.
         chat_template : str, optional
@@ -573,8 +573,8 @@ class LLM(Session):
         """
         self._control.check_single_rank("probe")
         if self.model_config.attention:
-            raise UserError("a probe attends as the default form does, and layers of this model "
-                            "have windows, soft caps, sinks or a scale of their own: take another "
+            raise UserError("probe supports only default attention, and layers of this model have "
+                            "windows, soft caps, attention sinks or another scale: use another "
                             "model")
         if not callable(attend):
             raise UserError(f"attend must be a function, got {short_repr(attend)}")

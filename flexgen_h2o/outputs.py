@@ -1,4 +1,4 @@
-"""Results: generated continuations, and scores of given ones."""
+"""Results: generated continuations, and scores of given continuations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class TokenLogProb:
     token_id : int
     log_prob : float
     top : tuple of (int, float)
-        The `SamplingParams.logprobs` likeliest tokens with their log-probabilities, likeliest
-        first.
+        The most likely tokens with their log-probabilities, in descending order. There are
+        `SamplingParams.logprobs` of them.
     """
 
     token_id: int
@@ -41,7 +41,7 @@ class Output:
         ``"stop"`` after an end token or a stop string, else ``"length"``. A stop string is part of
         the text; characters of its last token may follow.
     log_probs : list of TokenLogProb or None
-        Of each generated token, if `SamplingParams.logprobs` is set.
+        One per generated token, if `SamplingParams.logprobs` is set.
     content, reasoning_content : str or None
         The parts of an answer of `LLM.chat`.
     """
@@ -73,5 +73,5 @@ class Scored:
 
     @property
     def greedy(self) -> bool:
-        """True if greedy decoding would write this continuation."""
+        """True if greedy decoding would generate this continuation."""
         return all(self.likeliest)

@@ -1,4 +1,4 @@
-"""Decode attention beside the plain kernel: on the host for a GPU, and with sparse values."""
+"""Decode attention other than the plain kernel: on the host for a GPU, and with sparse values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HostAttentionQueue:
     Parameters
     ----------
     sequences : int
-        The most rows of a job.
+        Maximum rows of a job.
     transfers : Transfers
     """
 

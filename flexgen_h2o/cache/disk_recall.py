@@ -31,7 +31,7 @@ from flexgen_h2o.storage.transfer import RECALLS, Handle, Lane, Transfers
 
 
 def page_layout(slot_layout: SlotLayout, slots: int) -> PageLayout:
-    """Return the layout on disk of a layer with so many slots of a sequence."""
+    """Return the layout on disk of a layer with a number of slots per sequence."""
     token_bytes = slot_layout.nbytes(1, 1) // slot_layout.kv_heads
     return PageLayout(slot_layout.kv_heads, token_bytes, slots)
 

@@ -59,11 +59,11 @@ class HotSet:
     ----------
     heads : int
     tokens : int
-        The most tokens that a head ever has.
+        Maximum number of tokens of a head.
     slots : int
-        Of each head.
+        Slots per head.
     newest : int
-        Places of the newest tokens behind the slots; token i is in place i modulo `newest`.
+        Slots of the newest tokens, after the other slots; token i is in slot i modulo `newest`.
     device : torch.device, optional
         The device that assigns slots; None: the host.
 

@@ -106,7 +106,7 @@ class CacheSize:
     prompt: int = 0
 
     def covers(self, other: CacheSize) -> bool:
-        """Return whether a cache of this size holds whatever one of size `other` holds."""
+        """Return whether a cache of this size is at least as large as `other` in each dimension."""
         sizes = ((size.sequences, size.batches, *size.slots, size.prompt) for size in (self, other))
         return all(a >= b for a, b in zip(*sizes, strict=True))
 

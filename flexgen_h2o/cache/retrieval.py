@@ -180,7 +180,7 @@ class Recall:
         return batch, part.first, self._h2o.ratios(layer)
 
     def _num_selected(self, layer: int, length: int, tokens: int) -> int:
-        """Return how many tokens the last of a sequence's `tokens` attends to beside itself."""
+        """Return how many cached tokens the last of a sequence's `tokens` attends to."""
         return min(tokens - 1, budget.num_selected(self._h2o, layer, length, tokens - length))
 
     def select(self, q: Tensor, k: Tensor, *, index: Tensor, step: RecallStep, **options: Any

@@ -97,7 +97,7 @@ def _check_sized(flags: RunFlags, size_flags: list[str]) -> None:
 
 
 def _check_recall(flags: RunFlags) -> None:
-    """Refuse flags of eviction beside `--recall`, which evicts nothing."""
+    """Refuse flags of eviction with `--recall`, which evicts nothing."""
     flag = flags.label
     idle = {
         f"{flag('eviction')} {flags.eviction}": flags.eviction != "h2o",
@@ -109,12 +109,12 @@ def _check_recall(flags: RunFlags) -> None:
     }
     for name, is_set in idle.items():
         if is_set:
-            raise UserError(f"{flag('recall')} evicts nothing and chooses by each query alone: "
+            raise UserError(f"{flag('recall')} evicts nothing and selects tokens per query: "
                             f"leave {name} out")
 
 
 def _check_full(flags: RunFlags) -> None:
-    """Refuse flags of eviction beside a full cache."""
+    """Refuse flags of eviction with a full cache."""
     flag = flags.label
     idle = {
         f"{flag('eviction')} {flags.eviction}": flags.eviction in _WINDOWS,

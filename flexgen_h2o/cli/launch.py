@@ -1,4 +1,4 @@
-"""Open the `LLM` of a configuration, alone or on the ranks of a pipeline; prompts and warm-up."""
+"""Open the `LLM` of a configuration on one rank or on all ranks; read prompts; warm up."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _other_machine(config: RunConfig, path: str) -> PlanSubject:
 
 def _shape(model: str, name: str, *, on_gpu: bool
            ) -> tuple[ModelConfig, Callable[[int | str], WeightOptions]]:
-    """Return a model's shape and weight formats by bits, from headers and config files alone."""
+    """Return a model's shape and weight formats by bits, read from headers and config files."""
     path = Path(os.path.expanduser(name))
     path_exists(path)  # raises UserError if it cannot be looked at
     file = gguf_file(path) if name else None

@@ -59,7 +59,7 @@ class ReplicaResources:
         return min(int(node.get(name, 0) // need) for name, need in needs.items() if need)
 
     def fitted(self, nodes: Iterable[Mapping[str, float]], replicas: int) -> ReplicaResources:
-        """Return the same resources with the most CPUs with which all replicas fit on the machines.
+        """Return these resources with as many CPUs per replica as the machines allow.
 
         Raises
         ------
@@ -77,7 +77,7 @@ class ReplicaResources:
         needs = ", ".join(["1 CPU", f"{format_bytes(self.memory)[0]} of host memory",
                            *([f"{self.num_gpus} GPU"] if self.num_gpus else [])])
         raise UserError(
-            f"Ray has room for {capacity} replicas of {needs} each, not for {replicas}: lower "
+            f"Ray can place {capacity} replicas of {needs} each, not {replicas}: lower "
             "--replicas, the batch sizes or --memory-limit, or keep more of the model on disk with "
             "--percent")
 

@@ -52,13 +52,13 @@ class _Counts(StrictStruct, frozen=True):
     def __post_init__(self) -> None:
         layers = [layer for layer in self.counts if layer]
         if not any(map(any, layers)):
-            raise ValueError("counts: no token has chosen an expert: count a run again")
+            raise ValueError("counts: no token has selected an expert: count a run again")
         if len(set(map(len, layers))) > 1 or len(layers[0]) < self.per_token:
-            raise ValueError("counts: each layer needs as many experts as the others, and as a "
-                             "token chooses: count a run again")
+            raise ValueError("counts: layers differ in their number of experts, or have fewer than "
+                             "a token selects: count a run again")
         tokens, remainder = divmod(sum(layers[0]), self.per_token)
         if remainder or len(set(map(sum, layers))) > 1 or max(map(max, layers)) > tokens:
-            raise ValueError("counts: tokens have not chosen alike many experts in each layer: "
+            raise ValueError("counts: layers differ in the number of experts that tokens selected: "
                              "count a run again")
         means = self.texts, self.text_experts / self.per_token, self.text_tokens
         max_experts = self.texts * len(layers[0])
@@ -232,7 +232,7 @@ class RunConfig(RunFlags):
                and self.num_speculative_tokens != RunConfig.num_speculative_tokens,
                f"without {self.label('speculate')}")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
-               "over ranks, each of which has experts of its own: leave --pipeline-parallel out")
+               "over ranks, each of which has its own experts: leave --pipeline-parallel out")
         yield "--stream", self.stream and self.synthetic, "on token ids: add --prompt or --prompts"
         yield ("--stream", self.stream and self.verbose < 2,
                f"with --verbose {self.verbose}, which prints no texts: leave one of them out")

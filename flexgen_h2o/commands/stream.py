@@ -227,7 +227,7 @@ class Answer:
         Tokens of the stream before the turn.
     prompt_tokens, generated_tokens : int
     cached_tokens : int
-        Cached tokens after the turn, of the layer that has the most.
+        Cached tokens after the turn, in the layer with the largest cache.
     process_bytes : int
         Resident memory.
     stats : RunStats

@@ -174,7 +174,7 @@ class H2OConfig:
                             "heavy_tokens, recent_ratio or recent_tokens")
         for name in ("sink_tokens", "score", "positions", "evict_generated", "prompt_chunk"):
             if getattr(self, name) != getattr(H2OConfig, name):
-                raise UserError(f"recall evicts nothing and chooses by each query alone: leave "
+                raise UserError(f"recall evicts nothing and selects tokens per query: leave "
                                 f"{name} out")
 
     def _check_budget_of(self) -> None:
@@ -188,7 +188,7 @@ class H2OConfig:
             raise UserError("budget_of 'text' has no effect where only the prompt is cut: leave "
                             "evict_generated (--hh-all) on")
         if self.prompt_chunk is not None:
-            raise UserError("eviction inside prompts knows shares of the whole prompt alone: leave "
+            raise UserError("eviction inside prompts takes ratios of the whole prompt only: leave "
                             "budget_of 'text' or prompt_chunk (--evict-while-prefilling) out")
 
     def _per_layer(self) -> dict[str, tuple[float, ...]]:

@@ -53,8 +53,8 @@ class Policy:
     cpu_expert_compute : bool
         Compute experts in host memory on the CPU (with a GPU).
     expert_choices : ExpertChoices, optional
-        Counts by which the most chosen experts get the fastest memory. None: every layer gets
-        equally many.
+        Counts, by which the most frequently selected experts are placed in the fastest memory.
+        None: every layer has the same number of experts there.
     fetch_chosen : bool
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
         that are not in the hot set, instead of whole layers.
@@ -129,7 +129,7 @@ class Policy:
         if not self.fetch_chosen:
             return
         if has_gpu and self.cpu_cache_compute:
-            raise UserError("fetch_chosen has no effect beside cpu_cache_compute, by which the CPU "
+            raise UserError("fetch_chosen has no effect with cpu_cache_compute, by which the CPU "
                             "attends where the cache is: leave one of them out")
         if has_gpu and self.cache.cpu == 0:
             raise UserError("fetch_chosen has no effect with a GPU on a cache of which none is in "

@@ -60,7 +60,7 @@ class SamplingParams:
     eos_token_id : int or sequence of int, optional
         Tokens that end a text; -1: none.
     stop_token_ids : sequence of int
-        Tokens that end a text beside these, also with an `eos_token_id` of -1 (vLLM's name).
+        Additional tokens that end a text, even with an `eos_token_id` of -1 (vLLM's name).
     logit_bias : mapping of int to float
         Added to the logits of tokens, before all other processing.
     skip_special_tokens : bool

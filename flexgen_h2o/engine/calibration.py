@@ -48,7 +48,7 @@ MIN_TOKENS = 128
 """A text of fewer tokens is refused."""
 
 _BATCH = 4  # sequences; more than one batch to a block, so that layers come whole from disk
-_BESIDE = 2 << 30  # bytes of memory that the pass needs beside the weights
+_BESIDE = 2 << 30  # bytes of memory that the pass needs in addition to the weights
 _KEYS = ("text", "article", "prompt")
 _VERSION = 1  # raise it when the importance changes: it is then measured again
 

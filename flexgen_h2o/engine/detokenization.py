@@ -11,7 +11,7 @@ from flexgen_h2o.outputs import Output
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
 _REPLACEMENT = "\ufffd"
-_LONGEST = 4  # bytes of a character, and so the most tokens of one
+_LONGEST = 4  # bytes of a character, and therefore the maximum number of its tokens
 
 
 class Detokenizer:

@@ -132,7 +132,7 @@ class ExpertSlots:
     given : int or None
         Number of slots; None: see `ExpertsConfig.slots`.
     overlap : bool
-        Load beside compute and prefetch; False: load one expert at a time, when it is needed.
+        Overlap loads with compute, and prefetch. False: load one expert at a time, on demand.
     host_computes : bool
         Experts in host memory beside a GPU are computed there and need no slots.
 

@@ -29,9 +29,9 @@ class PreparedModel:
     device : Device
     prompts : Prompts
     cache : CacheOptions
-        Of all layers of the model.
+        Cache options of all layers of the model.
     args : EngineArgs
-        Those of the user. In a pipeline their cache options are of this rank's layers.
+        The user's arguments. In a pipeline, the cache options are those of this rank's layers.
     rank : RankContext or None
         This rank's part of a pipeline.
     workload : Workload or None
@@ -53,7 +53,7 @@ def prepare_model(args: EngineArgs, control: ControlChannel) -> PreparedModel:
     Raises
     ------
     UserError
-        There is no such model, or it does not go with the arguments or with other ranks' models.
+        There is no such model, or it contradicts the arguments or the models of other ranks.
     """
     policy, h2o = args.policy, args.cache.h2o
     device = open_device(control.device_name(args.device))

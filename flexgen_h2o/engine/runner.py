@@ -141,7 +141,7 @@ class Runner:
     Attributes
     ----------
     config, stage_config : ModelConfig
-        Configurations of the whole model, and of this rank's layers alone.
+        Configurations of the whole model, and of this rank's layers only.
     stage : Stage
         Range of this rank's layers.
     loaded_bytes : int
@@ -201,7 +201,7 @@ class Runner:
         return other
 
     def load(self, resources: contextlib.ExitStack) -> None:
-        """Read the weights to their tiers. What must be closed is pushed to `resources`."""
+        """Read the weights to their tiers. Push objects that must be closed to `resources`."""
         limit_shape_caches()
         args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)

@@ -71,8 +71,8 @@ class ModelSource:
     weights : ModelWeights
     dtype : torch.dtype
     folder : Path or None
-        Of configuration and tokenizer, and of the weights unless `gguf` has them. None for random
-        weights of a published shape.
+        Folder of configuration and tokenizer, and of the weights unless `gguf` has them. None for
+        random weights of a published shape.
     dummy : bool
         The weights are random.
     generation : GenerationDefaults
@@ -87,7 +87,7 @@ class ModelSource:
     codes : WeightOptions
         The options that keep the quantized values of `gguf`.
     on_gpu : bool
-        A GPU computes.
+        Whether a GPU computes.
     calibration : str
         Hash of the calibration text; empty without calibration.
     measure : callable, optional
@@ -125,8 +125,10 @@ class ModelSource:
 
     def offload_file(self, seed: int, weight_cache: str | os.PathLike | None
                      ) -> PersistentOffloadFile | None:
-        """The file that keeps dummy weights, drawn with a seed, for later runs; None for those of
-        checkpoints, of 16 bits, and without a weight cache. See `open`."""
+        """Return the file that keeps random weights for later runs, or None.
+
+        It is None for weights of a checkpoint, for 16-bit weights, and without a weight cache.
+        """
         if not self.dummy or self.bits == 16 or weight_cache is None:
             return None
         form = self.form
@@ -151,7 +153,7 @@ class ModelSource:
         on_disk : bool
             Some weights are placed on disk.
         seed : int
-            Of random weights.
+            Seed of random weights.
         weight_cache : str, path or None
             Folder for quantized weights. "auto": a folder in the user's cache. None: quantize now.
             Random weights are generated when they are read: see `offload_file`.
@@ -214,9 +216,9 @@ class ModelSource:
         ----------
         measure : callable () -> array
         description : str
-            Their name. It changes with the way they are measured.
+            Name of the constants. It must change if their measurement changes.
         weight_cache : str, path or None
-            As of `open`.
+            See `open`.
         """
         if weight_cache is None:
             return measure()

@@ -106,8 +106,8 @@ class Prompts:
             The prompt continues a text: no special tokens are put in front. Otherwise a text gets
             those of the tokenizer, but no second BOS.
         limit : (int or None, str), optional
-            The most tokens of a text, and the reason for errors. Default: the model's positions.
-            Only texts far above it are refused here, without tokenizing all of them.
+            Maximum number of tokens of a text, and the reason for errors. Default: the model's
+            positions. Only texts far above it are refused here, without tokenizing all of them.
         """
         if isinstance(prompt, str):
             ids = self._tokenize(prompt, f"prompt {key}", special=not continues, limit=limit)
@@ -134,7 +134,7 @@ class Prompts:
         name : str
             Its name in errors.
         count, length : int
-            The most sequences, and the most tokens of each.
+            Maximum number of sequences, and of tokens per sequence.
         """
         check_text(name, text)
         if self.tokenizer is None:
@@ -252,7 +252,7 @@ class Prompts:
         params : mapping of int to SamplingParams
             By request key. Requests that differ only in the seed are sampled together.
         steps : int, optional
-            Generate at most so many tokens.
+            Maximum number of tokens to generate.
         on_token : callable, optional
             See `GenerationSampler`.
         """

@@ -53,7 +53,8 @@ class WeightStore:
     experts : Placement, optional
         Share of the experts' bytes; see `Policy.experts`.
     choices : ExpertChoices, optional
-        Place the most chosen experts on the fastest tier. None: each layer has the same share.
+        Place the most frequently selected experts on the fastest tier. None: each layer has the
+        same share.
     pin : bool
         Page-lock weights in host memory, for copies to a GPU at full speed.
     shard_prefetch : bool, optional

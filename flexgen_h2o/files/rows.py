@@ -337,7 +337,7 @@ class SettingsFile:
         advice = "choose another file, or delete this one"
         if not os.path.exists(self.path):
             raise UserError(f"{self._flag} {self._results} is there without {self.path}, so that "
-                            f"it can't be gone on with: {advice}")
+                            f"it cannot be continued: {advice}")
         saved = read_yaml(self._flag, self.path)
         saved = saved if isinstance(saved, dict) else {}
         for name in self._deciding:

@@ -1,1 +1,1 @@
-"""The heavy-hitter oracle (arXiv 2306.14048) alone: no storage, no kernels."""
+"""The algorithm of the heavy-hitter oracle (arXiv 2306.14048), without storage and kernels."""

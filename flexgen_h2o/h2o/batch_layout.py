@@ -48,7 +48,8 @@ class BatchLayout:
     lengths : tuple of int
         Tokens up to the end of each prompt.
     new : int
-        The most tokens appended to a sequence in this block: one fewer than are generated.
+        Maximum number of tokens appended to a sequence in this block: one fewer than are
+        generated.
     chunk : int or None
         Tokens of a prompt in a forward pass; None: all of them.
     prefill_passes : int
@@ -57,16 +58,16 @@ class BatchLayout:
     past : int
         Tokens of each sequence from earlier runs, included in positions and `lengths`.
     limits : tuple of int
-        The most tokens that are ever appended to each sequence; empty: `new`. At its limit a
-        sequence computes its newest token again in each step.
+        Maximum number of tokens that are ever appended to each sequence; empty: `new`. At its limit
+        a sequence computes its newest token again in each step.
     continued : tuple of (ContinuedSequence or None)
-        Of each sequence; None: its prompt is in this block. Empty: all prompts are. Continued
-        sequences precede new ones.
+        One per sequence; None: its prompt is in this block. Empty: all prompts are in this block.
+        Continued sequences precede new ones.
     evicts : tuple of bool
-        Layers in which sequences that may share a batch with these lose tokens; empty: only these
-        sequences count.
+        Whether a layer evicts tokens of any sequence that may share a batch with these sequences.
+        Empty: only these sequences count.
     draft_tokens : int
-        The most drafted tokens of a sequence in a forward pass.
+        Maximum number of drafted tokens of a sequence in a forward pass.
     """
 
     lengths: tuple[int, ...]
@@ -103,7 +104,7 @@ class BatchLayout:
         return any(self.continued)
 
     def limit(self, sequence: int) -> int:
-        """Return the most tokens that are ever appended to a sequence."""
+        """Return the maximum number of tokens that are ever appended to a sequence."""
         return self.limits[sequence] if self.limits else self.new
 
     def tokens(self, sequence: int, token: int) -> int:
@@ -118,7 +119,7 @@ class BatchLayout:
 
     @property
     def longest(self) -> int:
-        """The most tokens that any sequence ever has."""
+        """Maximum number of tokens of any sequence."""
         return max(length + new for length, new in self.sizes)
 
     @property
@@ -127,7 +128,7 @@ class BatchLayout:
         return {(length, self.limit(sequence)) for sequence, length in enumerate(self.lengths)}
 
     def spans(self, forward_pass: int) -> Iterator[PromptChunk]:
-        """Yield the span of every prompt in a prefill pass, also empty spans."""
+        """Yield the span of every prompt in a prefill pass, including empty spans."""
         for sequence, length in enumerate(self.lengths):
             if self.origin(sequence) is not None:
                 yield PromptChunk(sequence, length, length)

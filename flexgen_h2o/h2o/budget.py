@@ -1,4 +1,4 @@
-"""Budgets: tokens that stay cached per sequence, layer and KV head. No torch: plans use it."""
+"""Budgets: tokens that stay cached per sequence, layer and KV head. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Budget:
     Attributes
     ----------
     heavy : int
-        Tokens with the highest scores that stay beside sinks and recent ones.
+        Tokens that stay for their scores, in addition to sinks and recent tokens.
     recent : int
         Newest tokens, at least 1.
     sinks : int
@@ -50,9 +50,10 @@ def budget(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 0) -> 
 
 
 def _within(window: int, h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> Budget:
-    """Return the smaller of H2O's budget and the `window` tokens of a window beside the newest.
+    """Return the smaller of H2O's budget and the budget of a sliding window.
 
-    There are no sinks: the first tokens leave the window, and count as heavy hitters until then.
+    `window` excludes the query's own position. There are no sinks: the first tokens leave the
+    window, and count as heavy hitters until then.
     """
     user = h2o.without_windows()
     size = None if user.is_full_at(layer) else _budget(user, layer, prompt_len, new)
@@ -89,9 +90,9 @@ def num_selected(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int = 
 
 
 def num_hot_slots(h2o: H2OConfig | None, layer: int, slots: int, share: float | None) -> int:
-    """Return the slots of a KV head's hot set, of a cache with `slots` slots of a sequence.
+    """Return the hot-set slots of a KV head, for a cache with `slots` slots per sequence.
 
-    0 in layers that are fetched whole. `share` is `Policy.fast_set`.
+    Return 0 in layers that are fetched whole. `share` is `Policy.fast_set`.
     """
     count = num_selected(h2o, layer, slots)
     if count is None:
@@ -129,10 +130,10 @@ def _cached_of_text(h2o: H2OConfig, layer: int, prompt_len: int, new: int) -> in
 
 
 def num_slots(h2o: H2OConfig | None, layer: int, prompt_len: int, new: int) -> int:
-    """Return the most slots in use while `new` tokens are appended to the prompt.
+    """Return the maximum number of slots in use while `new` tokens are appended to a prompt.
 
-    The budget is enough: a new token is not in a slot until one is evicted. A simulation masks a
-    full cache.
+    It is at most the budget, because a new token takes the slot of the evicted one. A simulation
+    masks a full cache.
     """
     if h2o is not None and h2o.simulate:
         return prompt_len + new

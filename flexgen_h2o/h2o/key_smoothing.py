@@ -100,7 +100,7 @@ class KeySmoothing:
 
     @classmethod
     def rotation(cls, kv_heads: int, head_dim: int, device: torch.device) -> KeySmoothing:
-        """Return constants of H alone, for models without weights to sample keys from."""
+        """Return constants that only apply the Hadamard matrix, for models with random weights."""
         shape = (kv_heads, head_dim)
         return cls(torch.zeros(shape, device=device), torch.ones(shape, device=device))
 

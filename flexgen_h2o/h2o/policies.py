@@ -44,8 +44,8 @@ class PolicyState:
         Tokens of the sequence so far, evicted ones included. The newest query is at
         ``tokens - 1``.
     keys, values : float32 Tensor [..., kv_heads, keys, head_dim], or None
-        As they are cached: keys before rotation if positions roll. 0 in empty slots; None unless
-        the policy needs them.
+        Cached vectors: keys before rotation if positions roll. 0 in empty slots; None unless the
+        policy needs them.
     """
 
     attention: torch.Tensor
@@ -68,7 +68,7 @@ class PolicyState:
     def value_norms(self) -> torch.Tensor:
         """L2 norms of the values, [..., kv_heads, keys]."""
         if self.values is None:
-            raise UserError("a policy that looks at values is registered with needs=('values',)")
+            raise UserError("a policy that reads values must be registered with needs=('values',)")
         return self.values.norm(dim=-1)
 
 
@@ -114,7 +114,7 @@ class ScorePolicy:
         ------
         UserError
             The scores have another dtype or shape, or are NaN for a token although the state is
-            finite. NaN is checked on a CPU alone: on a GPU it would synchronize.
+            finite. NaN is only checked on a CPU, because the check would synchronize a GPU.
         """
         if self.needs and vectors is not None:
             state = replace(state, **{name: vectors[index].float()
@@ -124,13 +124,13 @@ class ScorePolicy:
         if not self.in_kernels and (not isinstance(scores, torch.Tensor)
                                   or scores.dtype != torch.float32
                                   or scores.shape != state.attention.shape):
-            raise UserError(f"the policy {self.name!r} must give float32 scores of the shape "
+            raise UserError(f"the policy {self.name!r} must return float32 scores of the shape "
                             f"{list(state.attention.shape)}, like its state's attention")
         if (not self.in_kernels and not scores.is_cuda and (scores.isnan() & state.filled).any()
                 and all(x is None or x.isfinite().all()
                         for x in (state.attention, state.keys, state.values))):
-            raise UserError(f"the policy {self.name!r} must give each token a score that can be "
-                            "compared: it gave NaN")
+            raise UserError(f"the policy {self.name!r} returned NaN scores: "
+                            "return a finite score for each token")
         return scores
 
 

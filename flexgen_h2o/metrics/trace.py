@@ -76,7 +76,7 @@ class IntervalUnion:
         self._closed = 0.0
 
     def add(self, start: float, end: float) -> None:
-        """Add an interval, merged with those that it touches."""
+        """Add an interval, and merge it with the intervals that it touches."""
         intervals = self.intervals
         first = bisect.bisect_left(intervals, start, key=lambda span: span[1])
         last = bisect.bisect_right(intervals, end, key=lambda span: span[0])

@@ -169,8 +169,8 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         return plain
     try:
         if not isinstance(plain, SafetensorsCheckpoint):
-            raise UserError(f"{path} is quantized, which is read from safetensors alone; get the "
-                            f"model with {_SAFETENSORS}")
+            raise UserError(f"{path} is quantized, and such checkpoints must be safetensors; get "
+                            f"the model with {_SAFETENSORS}")
         return DequantizingCheckpoint(plain, FORMATS[settings.method](plain, settings))
     except BaseException:
         plain.close()

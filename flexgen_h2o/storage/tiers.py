@@ -69,7 +69,7 @@ class Event:
 
 
 class CopyStream:
-    """A queue of copies beside compute. On the host, copies are synchronous."""
+    """A queue of copies that overlap compute. On the host, copies are synchronous."""
 
     def wait(self, event: Event) -> None:
         """Order later work of this stream after an event."""

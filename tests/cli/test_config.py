@@ -443,7 +443,7 @@ def test_what_stays_cached(values, expected):
     ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
      "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
     ({"hh_ratio": 0.1, "index_bits": 8}, "--index-bits must be one of 4, 2"),
-    ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "by each query alone: leave --score out"),
+    ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
     ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
     ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
      "leave --evict-while-prefilling out"),

@@ -681,7 +681,7 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
     runs.input(some(5))  # more than before
     assert "finished; 5 of 5" in runs()
     os.unlink(f"{runs.output}.config.yaml")
-    assert "so that it can't be gone on with" in runs(status=2)
+    assert "cannot be continued" in runs(status=2)
 
 
 def test_two_jobs_on_one_file_are_refused(runs):

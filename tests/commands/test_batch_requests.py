@@ -200,7 +200,7 @@ def test_what_changes_nothing_is_ignored():
     (completion(logit_bias=[1]), "invalid_request_error", "logit_bias", "JSON object"),
     (completion(logit_bias={"the": 1}), "invalid_request_error", "logit_bias", "token ids"),
     (completion(logit_bias={"7": 101}), "invalid_request_error", "logit_bias", "at most 100"),
-    (completion(echo=True, logprobs=0), "unsupported_parameter", "echo", "echo beside logprobs"),
+    (completion(echo=True, logprobs=0), "unsupported_parameter", "echo", "echo with logprobs"),
     (completion(reasoning_effort="low"), "unsupported_parameter", "reasoning_effort",
      "not supported"),
     (chat_line(echo=True), "unsupported_parameter", "echo", "echo True is not supported"),

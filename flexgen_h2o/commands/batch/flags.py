@@ -149,7 +149,7 @@ class BatchOptions:
         help="run replicas of the model on Ray Data",
     )
     ray_address: str | None = flag(
-        "text", None, group="several processes", shown="this machine alone", metavar="HOST:PORT",
+        "text", None, group="several processes", shown="this machine only", metavar="HOST:PORT",
         help="address of the Ray cluster, or auto for the cluster of this machine",
     )
     replicas: int = flag(

@@ -252,7 +252,7 @@ def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
         raise BadRequest(f"{len(prompts)} prompts and n {n} are more than {MAX_CHOICES} choices: "
                          "make several requests of it", param="n")
     if fields.get("echo") and fields.get("logprobs") is not None:
-        raise BadRequest("echo beside logprobs is not supported, as prompts have none: leave one "
+        raise BadRequest("echo with logprobs is not supported, as prompts have none: leave one "
                          "out", param="echo", code="unsupported_parameter")
     return JobRequest(custom_id, chat, messages, prompts, n,
                       _params(fields, custom_id, defaults, chat=chat),

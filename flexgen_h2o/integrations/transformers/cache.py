@@ -80,7 +80,7 @@ class H2OCache(Cache):
     def get_mask_sizes(self, *args: Any, **options: Any) -> tuple[int, int]:
         """Return (0, 0): attention needs only a mask of pads, see `padding_mask`."""
         if self._config._attn_implementation != NAME:
-            raise UserError("an H2OCache works under enable_h2o(model, ...) alone: the attention "
+            raise UserError("an H2OCache only works under enable_h2o(model, ...): the attention "
                             f"{self._config._attn_implementation} cannot use it")
         return 0, 0
 

@@ -127,7 +127,7 @@ class EnabledH2O:
         mode = config.get_generation_mode(options.get("assistant_model"))
         if mode not in MODES:
             raise UserError(f"{mode.value.replace('_', ' ')} does not work while H2O is enabled: "
-                            "it takes tokens back, and what they evicted is gone"
+                            "it removes tokens, and evicted ones cannot be restored"
                             if mode == GenerationMode.ASSISTED_GENERATION else
                             f"{mode.value.replace('_', ' ')} does not work while H2O is enabled")
         for name in CACHE_NAMES:

@@ -73,7 +73,7 @@ class H2OLayer(CacheLayerMixin):
                ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the new keys and values; the keys' `h2o_layer` is this layer."""
         if self._updated:
-            raise UserError("an H2OCache works under enable_h2o(model, ...) alone, and for one "
+            raise UserError("an H2OCache only works under enable_h2o(model, ...), and for one "
                             "forward pass at a time")
         self._updated = True
         keys = key_states.view_as(key_states)
@@ -113,8 +113,8 @@ class H2OLayer(CacheLayerMixin):
         raise UserError("an H2OCache cannot repeat its sequences: repeat the prompts")
 
     def crop(self, *args) -> None:
-        """Raise `UserError`: tokens evicted by the cropped ones are gone."""
-        raise UserError("an H2OCache cannot take tokens back, as what they evicted is gone: "
+        """Raise `UserError`: tokens that cropped tokens have evicted cannot be restored."""
+        raise UserError("an H2OCache cannot remove tokens, as evicted ones cannot be restored: "
                         "assisted decoding and other uses of crop() don't work with it")
 
     # Attention

@@ -88,7 +88,7 @@ class ExpertTable:
               and self._shape in (None, (hidden, intermediate)), "experts",
               f"gate {list(gate.shape)}, up {list(up.shape)} and down {list(down.shape)} do not "
               "belong together")
-        check(_format(gate) == _format(up), "experts", "gate and up must be quantized alike")
+        check(_format(gate) == _format(up), "experts", "gate and up must have the same format")
         struct = self.structs[number]
         struct.gate, struct.up, struct.down = map(_matrix, (gate, up, down))
         struct.gate_bias = struct.up_bias = struct.down_bias = None

@@ -177,7 +177,7 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata
         check_tensors(name, torch.float32, cos=(cos, rope), sin=(sin, rope))
     factor, shift, constants = eviction.factor, eviction.shift, tuple(k.shape[1:])
     check((factor is None) == (shift is None) and (factor is None or rope[0] > 0), name,
-         "smoothed keys are restored with ranks alone, by factor and shift")
+         "factor and shift of smoothed keys go together, and need ranks")
     check_tensors(name, torch.float32, factor=(factor, constants), shift=(shift, constants))
     out = q.new_empty(q.shape) if out is None else out
     check_tensors(name, dtype, out=(out, q.shape))

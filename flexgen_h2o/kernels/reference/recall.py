@@ -77,15 +77,15 @@ def select_keys(q, k, *, index, metadata, layout, top_k, log_weights=None, form=
     ----------
     q : Tensor [sequences, heads, head_dim]
     k : Tensor [sequences, kv_heads, head_dim]
-        Of the new token.
+        Key of the new token.
     index : uint8 Tensor [sequences, kv_heads, tiles, layout.tile_bytes]
         Contiguous in the last two dimensions.
     metadata : int32 Tensor [2, sequences]
         Rows: the number of indexed tokens, which are the first ones; the number of tokens to
-        choose, at most as many.
+        select, at most the number of indexed tokens.
     layout : IndexLayout
     top_k : int
-        Maximum number of tokens to choose per sequence.
+        Maximum number of tokens to select per sequence.
     log_weights : int32 Tensor [sequences, kv_heads, tokens], optional
         Running means of the logarithms of tokens' weights, updated in place (`update_log_weights`).
     form : AttentionForm
@@ -127,7 +127,7 @@ def update_log_weights(weights, log_weights, cached):
     Parameters
     ----------
     weights : float32 Tensor [sequences, kv_heads, n]
-        Only those of the first `cached` tokens are used.
+        Only the weights of the first `cached` tokens are used.
     log_weights : int32 Tensor [sequences, kv_heads, tokens]
         Written in place.
     cached : int Tensor [sequences]
@@ -148,7 +148,7 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DE
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        Of the new token.
+        Key and value of the new token.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
         See `attention.decode_attention`; one slot per head is written.
     selected : int32 Tensor [sequences, kv_heads, top_k]
@@ -192,9 +192,9 @@ def recall_attention(q, k, v, *, slots, selected, metadata, layout=None, form=DE
 
 
 def assign_slots(selected, first_recent, *, slot_of, token_of, log_weights, newest):
-    """Return the slots of selected tokens in the hot set, and assign slots to those without one.
+    """Return the slots of selected tokens in the hot set, and assign slots to tokens without one.
 
-    `heads` counts every KV head of every sequence. Tokens without a slot replace those tokens that
+    `heads` counts every KV head of every sequence. Tokens without a slot replace the tokens that
     are not selected and have the lowest weights; of equal weights, the one in the first slot.
     Tokens and replaced slots are matched in ascending order.
 

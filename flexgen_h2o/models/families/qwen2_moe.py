@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): a shared expert beside the routed ones."""
+"""Qwen1.5-MoE and Qwen2-MoE (arXiv 2407.10671): a shared expert in addition to routed experts."""
 
 from __future__ import annotations
 

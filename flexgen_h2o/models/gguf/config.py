@@ -1,4 +1,4 @@
-"""The config.json of a GGUF file, from its header alone. No torch."""
+"""The config.json of a GGUF file, made from its header. No torch."""
 
 from __future__ import annotations
 
