@@ -129,7 +129,7 @@ class KeySampler(UncachedAttention):
     ----------
     form : callable (layer) -> AttentionForm
     rotate : callable (x, positions, layer) -> Tensor like x
-        As of `SimulatedCache`.
+        See `SimulatedCache`.
     positions : int
         The positions over which the sampled keys are spread.
 

@@ -56,7 +56,7 @@ class SequenceState:
     tokens : int
         Tokens so far, evicted ones included.
     heavy, recent : int
-        Of the budget, without sinks; unused if nothing is evicted.
+        Budget without sinks; unused if nothing is evicted.
     scored : bool
         Scores decide which tokens stay.
     """
@@ -81,17 +81,18 @@ def append_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, slots: to
     ----------
     q : Tensor [rows, heads, head_dim]
     k, v : Tensor [rows, kv_heads, head_dim]
-        Of the chunk; before rotation if positions roll (`state.ranks`), and before smoothing.
+        Keys and values of the chunk, before smoothing, and before rotation if positions roll
+        (`state.ranks`).
     slots : Tensor [kinds, kv_heads, slots, width]
-        Of the sequence, written in place; may be in another memory than q. Without an eviction
-        state they have capacity for the chunk.
+        Slots of the sequence, written in place. They may be in another memory than q. Without an
+        eviction state they have capacity for the chunk.
     state : EvictionState or None
-        Of the sequence alone, [1, kv_heads, slots]. With ranks its rotations cover slots and
+        State of this sequence only, [1, kv_heads, slots]. With ranks, its rotations cover slots and
         chunk. None: nothing is evicted, and slots are in the order of positions.
     layout : CacheLayout or None
-        Of quantized slots.
+        Layout of quantized slots.
     smoothing : KeySmoothing or None
-        Of the cached keys.
+        Smoothing of the cached keys.
 
     Returns
     -------

@@ -24,7 +24,7 @@ class PendingAttention:
     Attributes
     ----------
     outputs : dict of int to Tensor [sequences, heads, head_dim]
-        Of each part, by its first sequence.
+        Outputs of each part, by the part's first sequence.
     handles : list of Handle
         Jobs that still fill some of the outputs.
     """

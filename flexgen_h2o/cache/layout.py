@@ -52,13 +52,13 @@ class CacheShape:
     ----------
     num_layers, kv_heads, head_dim : int
     dtype : torch.dtype
-        Of a cache that is not quantized.
+        Data type of a cache that is not quantized.
     layout : CacheLayout or None
         Layout of quantized keys and values; None: the cache has `dtype`.
     attn_sparsity : float
         Share of the cached values that a new token reads (`kernels.reference.sparse`).
     attention : tuple of AttentionForm
-        Of each layer; empty: the default form in all of them.
+        Form of each layer. Empty: all layers have the default form.
     """
 
     num_layers: int
@@ -91,9 +91,9 @@ class CacheSize:
     Attributes
     ----------
     sequences : int
-        Of a batch.
+        Sequences per batch.
     batches : int
-        Of a block.
+        Batches per block.
     slots : tuple of int
         Slots of a sequence in each layer.
     prompt : int

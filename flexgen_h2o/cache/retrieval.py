@@ -72,7 +72,7 @@ class Recall:
     h2o : H2OConfig
         With `recall`.
     parts : sequence of CachePart
-        Of the cache.
+        Parts of the cache.
     device : Device
 
     Attributes
@@ -201,7 +201,7 @@ class Recall:
         q : Tensor [sequences, heads, head_dim]
         k, v : Tensor [sequences, kv_heads, head_dim]
         part : CachePart
-            Of these sequences.
+            Part that holds these sequences.
         **options
             The form of attention.
 

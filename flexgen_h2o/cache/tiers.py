@@ -322,7 +322,7 @@ class FetchedPart(CachePart):
 
     @staticmethod
     def file_bytes(slot_layout: SlotLayout, sequences: int, capacity: Capacity) -> int:
-        """Return the bytes of the file of a part with so many sequences on disk."""
+        """Return the bytes of the file of a part with a number of sequences on disk."""
         return capacity.batches * sum(round_up(slot_layout.nbytes(sequences, slots), PAGE)
                                       for slots in capacity.slots)
 

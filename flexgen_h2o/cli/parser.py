@@ -33,7 +33,7 @@ _REWORDED = {"^argument ": "", "invalid int value:": "expected an integer, got",
              r"(expected [\w ]*arguments?)$": r"\1, see --help"}
 _ALTERNATIVES = {("prompt", "prompts"): ("prompt", "prompts", "num_prompts", "prompt_len"),
                  ("log_file", "no_log"): ("log_file", "no_log")}
-"""Alternative flags: those of a key, when given, replace the values in a config file."""
+"""Alternative flags: if any flag of a key is given, it replaces these values of a config file."""
 _GEN_LEN_ALIASES = ("--max-new-tokens", "--max_new_tokens", "--max-tokens", "--max_tokens")
 """Names of `--gen-len` in transformers, vLLM and OpenAI."""
 
@@ -201,7 +201,7 @@ def parse_args(argv: Sequence[str] | None = None, parser: Parser | None = None) 
 
 
 def given_flags(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """Return the values of the given flags, over those of ``--config``. Raises `UserError`."""
+    """Return the values of the given flags, which override ``--config``. Raises `UserError`."""
     arguments = vars(parser.parse_args(argv))
     values = load_yaml(arguments["config"]) if "config" in arguments else {}
     for flags, replaced in _ALTERNATIVES.items():

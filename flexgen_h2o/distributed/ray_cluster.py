@@ -274,7 +274,7 @@ def map_replicas(ray: Any, dataset: Any, replica: type[Replica], count: int | tu
     count : int or (int, int)
         Number of replicas, or its lower and upper limit.
     **keywords
-        Of ``map_batches``.
+        Arguments of ``map_batches``.
     """
     return _map_batches(dataset, replica, **_replica_pool(ray, count), **keywords)
 
@@ -306,7 +306,7 @@ def map_here(ray: Any, dataset: Any, function: Callable[..., Any], **keywords: A
     ----------
     function : callable
     **keywords
-        Of ``map_batches``.
+        Arguments of ``map_batches``.
     """
     node = ray.get_runtime_context().get_node_id()
     strategy = getattr(ray.data, "TaskPoolStrategy", None)

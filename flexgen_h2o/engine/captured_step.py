@@ -33,7 +33,7 @@ def capture_obstacle(workspace: Workspace, policy: Policy, *, device: torch.devi
                      dtype: torch.dtype, mixture: bool = False) -> str | None:
     """Return why no layer of a block can be captured; None if resident layers can.
 
-    Of a `mixture` of experts only the half before the router is captured.
+    In a `mixture` of experts, only the half before the router is captured.
     """
     obstacles = (
         (device.type != "cpu", "compute is not on a CPU"),
@@ -83,7 +83,7 @@ class CapturedLayers:
     policy : Policy
     device : torch.device
     dtype : torch.dtype
-        Of weights and activations.
+        Data type of weights and activations.
     first : int
         The model's decoder layer that is the cache's first.
 

@@ -139,9 +139,9 @@ class ExpertSlots:
     Attributes
     ----------
     counts : ExpertCounts
-        Of all runs.
+        Counts over all runs.
     choices : ChoiceCounter
-        Of the current run.
+        Choices of the current run.
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,

@@ -53,7 +53,7 @@ class ExpertMatmuls:
     config : ModelConfig
     operations : Operations
     options : WeightOptions
-        Of the experts' matrices.
+        Formats of the experts' matrices.
     """
 
     def __init__(self, config: ModelConfig, operations: Operations, options: WeightOptions):
@@ -281,7 +281,7 @@ class ExpertLayers:
 
     def _count_choices(self, layer: int, ids: Tensor, counts: Sequence[int], batch: int,
                        prompt_starts: Sequence[slice] | None) -> None:
-        """Count choices [rows, experts per token], without those of finished sequences."""
+        """Count choices [rows, experts per token], except for finished sequences."""
         requests = self._batches[batch].requests
         if prompt_starts is None and any(request.finish_reason for request in requests):
             running = [row for row, request in enumerate(requests) if not request.finish_reason]

@@ -28,7 +28,7 @@ class RunBars:
     Parameters
     ----------
     layer_steps : range
-        Of a forward pass, on this rank.
+        Layer steps of a forward pass on this rank.
     off : bool or None
         None: only on a terminal.
     """

@@ -276,10 +276,10 @@ def find_model(model: str, *, path: str | os.PathLike | None, dtype: str, bits: 
         auto, float16, bfloat16 or float32. auto is bfloat16 on a CPU. On a GPU it is the
         checkpoint's dtype if it has 16 bits and the GPU supports it, else float16.
     bits : int or "auto"
-        Of weights: 16 (`dtype`), 12, 8 or 4. "auto" keeps the quantized values of a GGUF file, and
-        is 16 for other models.
+        Bits of weights: 16 (`dtype`), 12, 8 or 4. "auto" keeps the quantized values of a GGUF file,
+        and is 16 for other models.
     activation_bits : int
-        Of activations in quantized matmuls: 16 or 8.
+        Bits of activations in quantized matmuls: 16 or 8.
     generation_config : bool
         Use the defaults of generation_config.json. False: only its end tokens.
 

@@ -52,7 +52,7 @@ class Prompts:
     ----------
     source : ModelSource
     name : str
-        Of the model, for errors.
+        Name of the model in error messages.
     h2o : H2OConfig or None
         Decides about positions past the trained ones.
     """

@@ -202,7 +202,7 @@ class PersistentOffloadFile:
                             f"{self._cache.advice}") from error
 
     def _written(self, index: Path) -> list[str]:
-        """Return the tensors in the index, without those that a truncated file lacks."""
+        """Return the tensors in the index, except for tensors that a truncated file lacks."""
         try:
             size = self._file.stat().st_size
             indexed = json.loads(index.read_text("utf-8"))
@@ -345,7 +345,7 @@ class WeightFiles:
         Parameters
         ----------
         ahead : bool
-            As of `Disk.read`.
+            See `Disk.read`.
 
         Raises
         ------

@@ -105,7 +105,8 @@ class ShardStream:
     ----------
     files : WeightFiles
     transfers : Transfers
-        Of a device that computes in host memory: a matmul is done when its call returns.
+        Transfers of a device that computes in host memory, where a matmul is done when its call
+        returns.
     prefetch : bool
         Read shards before they are used.
 

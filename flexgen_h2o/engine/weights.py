@@ -261,7 +261,7 @@ class WeightStore:
         Parameters
         ----------
         times : int
-            How often compute goes through the unit before the next one.
+            Number of passes of compute through the unit before the next unit.
         """
         if self._stream is not None:
             self._stream.schedule(index, times)
@@ -279,7 +279,7 @@ class WeightStore:
         lane : Lane
             The lane that runs this job.
         ahead : bool
-            As of `Disk.read`.
+            See `Disk.read`.
         """
         start = 0
         for part in unit.fetched:

@@ -63,7 +63,7 @@ class Eviction:
                *, vectors: torch.Tensor | None = None) -> torch.Tensor:
         """Return the tokens of a prompt that stay: sinks, recent tokens, the heaviest of the rest.
 
-        Of equal scores the newer token stays.
+        Ties are broken in favor of the newer token.
 
         Parameters
         ----------

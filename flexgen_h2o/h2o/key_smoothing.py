@@ -37,7 +37,7 @@ class BasisChange:
     shift : float32 Tensor [kv_heads, head_dim] or None
         None: zeros.
     mean : float32 Tensor [kv_heads, head_dim] or None
-        Of a map of queries: the mean that was subtracted from the keys.
+        For queries: the mean that was subtracted from the keys.
     """
 
     factor: Tensor

@@ -82,7 +82,7 @@ def index_weights(q: Tensor, k: Tensor, keys: Tensor, *, layout: IndexLayout, hi
     Parameters
     ----------
     q : Tensor [..., kv_heads, group, head_dim]
-        Of the new token.
+        Queries of the new token.
     k : Tensor [..., kv_heads, head_dim]
         The new token's key; its product with q is exact.
     keys : Tensor [..., kv_heads, tokens, head_dim]

@@ -27,9 +27,9 @@ class EvictionArguments(NamedTuple):
     scores : float32 Tensor [sequences, kv_heads, slots]
     positions : int32 Tensor [sequences, kv_heads, slots]
     ranks : int32 Tensor [sequences, kv_heads, slots]
-        With rolling positions.
+        Rank of each cached token, if positions roll.
     cos, sin : float32 Tensor [positions, rotary_dim / 2]
-        With ranks.
+        Rotations by rank, if there are ranks.
     mean : bool
         Divide scores by the number of queries that could see the key.
     decay : float
@@ -39,7 +39,7 @@ class EvictionArguments(NamedTuple):
     window : int
         Tokens that attention sees; 0 for all.
     factor, shift : float32 Tensor [kv_heads, head_dim]
-        Of the keys' smoothing (`BasisChange`), with ranks.
+        Constants of key smoothing (`BasisChange`), if there are ranks.
     """
 
     scores: Tensor | None = None

@@ -172,7 +172,7 @@ def choice(operation: str, rows: int, dtype: torch.dtype, bits: int = 16) -> str
     rows : int
         Rows of the matmul; tokens of prefill attention.
     dtype : torch.dtype
-        Of the inputs.
+        Data type of the inputs.
     bits : int
         Bit width of the weights: 16, 12, 8 or 4.
     """
@@ -251,7 +251,7 @@ def gpu_choice(operation: str, rows: int, dtype: torch.dtype, gpu: GPU | None) -
     rows : int
         Rows of the matmul; attention ignores them.
     dtype : torch.dtype
-        Of the inputs.
+        Data type of the inputs.
     gpu : GPU or None
         None, in Triton's interpreter: the newest architecture.
     """

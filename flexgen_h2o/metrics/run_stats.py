@@ -31,10 +31,9 @@ class RunStats:
     step_seconds : list of float
         Seconds of each decode step of each block: a sequence's latency per token.
     decode_slots, idle_slots : int
-        Rows that the decode steps computed, and those of sequences that had ended.
+        Rows that the decode steps computed, and how many of them belonged to finished sequences.
     draft_tokens, accepted_tokens : int
-        Tokens that speculative decoding drafted and verified, and those of them that were
-        generated.
+        Tokens that speculative decoding drafted and verified, and how many of them were accepted.
     peak_device_bytes, peak_process_bytes : int
     kv_cache_bytes : int
         Bytes at rest of the largest block's cache.

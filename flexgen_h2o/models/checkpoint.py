@@ -113,12 +113,12 @@ class Checkpoint(ABC):
         start : int
             The first element to read, in row-major order.
         out : torch.Tensor
-            As in `read`, but of any shape. It may also have the stored dtype, whatever that is.
+            See `read`, but any shape is allowed, and also the stored dtype.
 
         Raises
         ------
         KeyError, ValueError, UserError
-            As in `read`; ValueError also if the tensor has too few elements.
+            See `read`. ValueError also if the tensor has too few elements.
         """
         info = self.info(name)
         if not 0 <= start <= math.prod(info.shape) - out.numel():

@@ -46,7 +46,7 @@ def check_stream(config: ModelConfig, h2o: H2OConfig | None, *, chunk: int,
     limit : int or None
         Tokens; None: no limit.
     reason : str
-        What sets the limit.
+        Description of what sets the limit.
 
     Raises
     ------

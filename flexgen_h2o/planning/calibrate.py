@@ -344,7 +344,7 @@ def recall_rates(rates: ComputeRates | HostAttentionRates, dtype: torch.dtype, s
     rates : ComputeRates or HostAttentionRates
         Rates of the CPU's attention over a cache that is read sequentially.
     dtype : torch.dtype
-        Of the cache.
+        Data type of the cache.
 
     Returns
     -------

@@ -141,7 +141,7 @@ def run_layer(config: ModelConfig, weights: dict[str, Tensor], x: Tensor, operat
 
 def run_matmuls(weights: dict[str, Tensor], source: Tensor, x: Tensor,
                 operations: Operations) -> None:
-    """Run the matmuls of such a layer alone, of source [rows, hidden]; two are added to x."""
+    """Run the matmuls of a small layer on `source` [rows, hidden]; two of them add to x."""
     q, _, _, wide = (linear(source, weights[name], out=operations.get(
         name, (len(source), len(weights[name])), source.dtype)) for name in ("q", "k", "v", "fc1"))
     add_linear_(x, q, weights["out"])
@@ -162,25 +162,25 @@ class Sizes:
     Attributes
     ----------
     matrix : (outputs, inputs)
-        Of matmuls.
+        Size of the matrices of matmuls.
     rows : tuple of int
         Rows of matmuls.
     rotated : int
         Bytes of all copies that are cycled through, at least.
     heads, head_dim : int
-        Of attention.
+        Size of the heads in attention.
     prompts : (sequences, tokens of each)
-        Of a prefill.
+        Size of a prefill.
     sequences : int
-        Of a decode step.
+        Sequences of a decode step.
     slots : (few, many)
         Slots per sequence of two decode steps, whose difference separates bytes from overhead.
     recalled : (few, many)
         Tokens per sequence of decode steps with recall, which select a quarter of the few or the
         many.
     hidden, layer_rows : int
-        Of a decoder layer: wide enough that its activations exceed the caches, as in a run, and
-        narrow enough that its matmuls do not hide the rest.
+        Size of a decoder layer. Its activations must exceed the caches, as in a run, and its
+        matmuls must not hide the rest.
     logits : (sequences, vocabulary)
     scratch : int
         Bytes of the file that is written and read.
@@ -222,7 +222,7 @@ class Rates:
     ----------
     device : Device
     dtype : torch.dtype
-        Of weights, cache and activations.
+        Data type of weights, cache and activations.
     sizes : Sizes
 
     Attributes

@@ -40,7 +40,7 @@ READ_ROWS = 4
 class Phase:
     """Predicted seconds of the prefill, or of an average decode step.
 
-    `resources` has the seconds of each resource alone.
+    `resources` has the seconds of each resource by itself.
     """
 
     seconds: float
@@ -97,7 +97,7 @@ def estimate(hardware: Hardware, run: PlannedRun) -> Estimate:
     Raises
     ------
     UserError
-        The run computes on the host beside a GPU, and the machine has no rates for that.
+        The run computes on the host of a GPU, and the machine has no rates for that.
     """
     shares, load = placement_shares(run), run.workload
     phases = []
@@ -120,7 +120,7 @@ def placement_shares(run: PlannedRun) -> np.ndarray:
 
 def layer_step_costs(hardware: Hardware, run: PlannedRun) -> tuple[tuple[LayerStepCost, ...],
                                                                    tuple[LayerStepCost, ...]]:
-    """Return the layer steps of the prefill, and those of an average decode step."""
+    """Return the layer steps of the prefill, and the layer steps of an average decode step."""
     costs = _LayerStepCosts(hardware, run)
     layers, passes = run.model.num_layers, run.passes
     rows = run.workload.gpu_batch_size

@@ -152,14 +152,14 @@ class Hardware:
         Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of
         the time of the others.
     read_interference : float
-        The same share for compute beside reads from disk, if larger: a CPU that computes also
+        The same share for compute during reads from disk, if larger: a CPU that computes also
         serves the disk.
     fetch_seconds, fetch_head_seconds : float
         On a machine without a GPU, CPU time per layer and GPU batch of a decode step with a cache
         on disk, and per sequence and KV head: it orders transfers, applies pending writes and
         records new ones. Compute waits for it.
     recall : RecallRates
-        Of this machine's CPU, also beside a GPU.
+        Rates of recall on this machine's CPU, with or without a GPU.
     """
 
     name: str

@@ -212,7 +212,7 @@ class MemoryCheck:
     device_bytes : callable () -> int or None
         Returns the free bytes of a separate device; None where compute memory is host memory.
     stage, groups : Stage or None, int
-        As in `memory_plan`.
+        See `memory_plan`.
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,

@@ -26,7 +26,7 @@ from flexgen_h2o.storage.free_memory import MemoryLimits
 class Network:
     """Link from each rank to the next.
 
-    `latency` is the seconds that a message takes beside its bytes.
+    `latency` is the fixed seconds of a message, in addition to its bytes.
     """
 
     bytes_per_second: float

@@ -114,7 +114,7 @@ class Choice:
     ----------
     run : PlannedRun
     estimate : Estimate
-        Of one block.
+        Estimate of one block.
     sequences : int
         Sequences of all blocks.
     prefill, decode : float
@@ -397,7 +397,7 @@ def roofline(hardware: Hardware, run: PlannedRun, prompts: int | None = None) ->
     hardware : Hardware
         Measured in the run's dtype.
     prompts : int or None
-        As in `predict`.
+        See `predict`.
     """
     best = ideal_hardware(hardware, mxfp4=bool(run.weights.mxfp4))
     return predict(best, replace(run, policy=replace(run.policy, overlap=True)), prompts)

@@ -110,10 +110,11 @@ def place_experts(dense_bytes: int, experts: int, placement: Placement,
     dense_bytes, experts : int
         Bytes.
     placement : Placement
-        Of the others, if `expert_placement` is set. Otherwise of all weights together: the others,
-        which every token needs, get the fastest memory first.
+        Placement of the other weights, if `expert_placement` is set. Otherwise the placement of all
+        weights together, in which the other weights get the fastest memory first, because every
+        token needs them.
     expert_placement : Placement or None
-        Of the experts.
+        Placement of the experts.
     """
     if expert_placement is not None or experts == 0:
         return placement, expert_placement or placement

@@ -72,7 +72,7 @@ class InputStats:
     Attributes
     ----------
     requests, failures : int
-        All requests, and those that cannot run.
+        All requests, and requests that cannot run.
     messages : list of str
         Errors of the first failures.
     longest : int

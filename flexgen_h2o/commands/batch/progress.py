@@ -38,7 +38,7 @@ class JobProgress:
     Parameters
     ----------
     total, answered, failed : int
-        All requests, those answered by earlier runs, and how many of these failed.
+        All requests, requests answered by earlier runs, and how many of the answers are failures.
     path : str or None
         The ``--progress-file``.
     clock : callable, optional

@@ -55,7 +55,7 @@ class ProcessorFacts:
     ----------
     name : str
     cpus, usable : int
-        CPUs of the machine, and those that this process may use.
+        CPUs of the machine, and CPUs that this process may use.
     quota : float or None
         CPU time that the cgroup allows, in CPUs; None without a limit.
     threads : int

@@ -59,7 +59,7 @@ def summarize(llm: LLM, articles: Sequence[Article], *, begin: int, chat: bool, 
     Parameters
     ----------
     llm : LLM
-        With the cache and the batch sizes of the run.
+        An LLM with the cache and the batch sizes of the run.
     articles : sequence of Article
     begin : int
         Number of the first article to summarize.

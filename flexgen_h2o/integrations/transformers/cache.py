@@ -40,12 +40,12 @@ class H2OCache(Cache):
     Parameters
     ----------
     config : PreTrainedConfig
-        Of the model.
+        Configuration of the model.
     h2o : H2OConfig
     cache_bits : int
         16: keys and values have the model's dtype; 8 or 4: they are quantized in groups.
     key_bits, value_bits : int, optional
-        Of keys and of values, instead of `cache_bits`.
+        Bits of keys and of values, instead of `cache_bits`.
     rotary : Module, optional
         The model's rotary embedding, for rolling positions; `EnabledH2O.new_cache` passes it.
 

@@ -155,7 +155,7 @@ def enable_h2o(model: Any, h2o: H2OConfig, *, cache_bits: int = 16, key_bits: in
     cache_bits : int
         16: keys and values have the model's dtype; 8 or 4: they are quantized in groups.
     key_bits, value_bits : int, optional
-        Of keys and of values, instead of `cache_bits`; 8 and 4 lose almost nothing.
+        Bits of keys and of values, instead of `cache_bits`. 8 and 4 lose almost no accuracy.
 
     Returns
     -------

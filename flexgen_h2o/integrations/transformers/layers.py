@@ -43,12 +43,12 @@ class H2OLayer(CacheLayerMixin):
     Parameters
     ----------
     index : int
-        Of the layer, from 0.
+        Number of the layer, from 0.
     h2o : H2OConfig
     tracker : PassTracker
         Shared by the layers of a cache; the first layer begins its passes.
     rotations : Rotations or None
-        With rolling positions.
+        Rotations of cached keys, if positions roll.
     """
 
     is_sliding = False
@@ -132,7 +132,7 @@ class H2OLayer(CacheLayerMixin):
         mask : bool Tensor [sequences, columns so far], or None
             False for pads.
         positions : int Tensor [sequences or 1, columns], or None
-            Of q and k; needed if positions roll.
+            Positions of q and k; required if positions roll.
         attention : LayerAttention
             The layer's, with the same form in every pass. A window bounds what is cached.
 

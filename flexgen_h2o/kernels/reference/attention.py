@@ -107,7 +107,7 @@ def select_heavy_hitters(k, v, scores, *, cuts, slots, state, layout=None):
         Keys and values in k's dtype, or uint8 in the format of `layout`; written in place. Any
         strides, but contiguous in the last dimension.
     state : EvictionState
-        Of the same sequences and slots; overwritten.
+        State of the same sequences and slots; overwritten.
     layout : CacheLayout, optional
         Layout of quantized slots. None: slots hold plain vectors.
     """
@@ -148,8 +148,8 @@ def decode_attention(q, k, v, *, slots, metadata, layout=None, state=None, form=
     ----------
     q : Tensor [sequences, heads, head_dim]
     k, v : Tensor [sequences, kv_heads, head_dim]
-        Of the new token. With rolling positions (`state.ranks`), q and k are not rotated and k is
-        not smoothed (`state.smoothing`); otherwise they are.
+        Key and value of the new token. With rolling positions (`state.ranks`), q and k are not
+        rotated and k is not smoothed (`state.smoothing`); otherwise they are.
     slots : Tensor [kinds, sequences, kv_heads, slots, width]
         Cached keys and values: head_dim floats of k's dtype, or uint8 in the format of `layout`;
         one slot per head is written. Any strides, but contiguous in the last dimension.
@@ -282,7 +282,7 @@ def half_below(x):
     Returns
     -------
     float16 Tensor
-        Of x's shape.
+        Same shape as x.
     """
     nearest = x.half()
     # The bits of a float16, as an integer, increase with its magnitude: minus one is the neighbour
@@ -297,7 +297,7 @@ def quantize_groups(x, layout):
     Parameters
     ----------
     x : Tensor [..., length]
-        Of any floating dtype; values outside of float16's range are clamped to it.
+        Any floating dtype; values outside of float16's range are clamped to it.
     layout : GroupLayout
 
     Returns

@@ -85,7 +85,7 @@ def activate(x, function, factor=None):
 def route(x, router, bias=None, *, per_token, normalize):
     """Return the experts of each row by descending logit, and their weights, in float32.
 
-    Of equal logits, the expert with the lower number is first.
+    Ties are broken in favor of the expert with the lower number.
 
     Parameters
     ----------

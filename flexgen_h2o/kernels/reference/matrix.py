@@ -48,7 +48,7 @@ def quantize_matrix(weight, layout, *, search=False, importance=None):
     Parameters
     ----------
     weight : Tensor [outputs, inputs]
-        Of any floating dtype. Values outside of float16's range are clamped to it, with compact
+        Any floating dtype. Values outside of float16's range are clamped to it, with compact
         scales to `COMPACT_MAX`.
     layout : MatrixLayout
     search : bool
@@ -292,7 +292,7 @@ def pack_mxfp4(blocks, exponents, layout):
     blocks : uint8 Tensor [outputs, groups, 16]
         Element 2 * i of a group in the low half of byte i, and 2 * i + 1 in its high half.
     exponents : uint8 Tensor [outputs, groups]
-        With a bias of 127.
+        Exponents with a bias of 127.
     layout : MatrixLayout
 
     Returns
@@ -335,7 +335,7 @@ def unpack_rows(data, layout, rows, dtype):
     Returns
     -------
     Tensor [count, inputs]
-        Of `dtype`; computed in float32 and rounded once.
+        In `dtype`; computed in float32 and rounded once.
     """
     tile, lane = rows // MATRIX_TILE, rows % MATRIX_TILE
 

@@ -289,7 +289,8 @@ def copy_tokens(source, target, moves, counts):
     Parameters
     ----------
     source, target : Tensors [kinds, sequences, kv_heads, slots, width]
-        Of one dtype, contiguous in the last two dimensions; `target` is written in place.
+        Both have the same dtype and are contiguous in the last two dimensions. `target` is written
+        in place.
     moves : int32 Tensor [2, sequences, kv_heads, n]
         Slots of the source, and of the target; only the first `counts` of each head. Contiguous.
     counts : int32 Tensor [sequences, kv_heads]
@@ -303,7 +304,7 @@ def copy_tokens(source, target, moves, counts):
 def fetch_tokens(missing, slots, *, file, direct, offset, layout, read_buffer):
     """Read tokens from a file into their slots.
 
-    Of each head the file has pages of `layout.tokens` tokens each (`PageLayout`).
+    For each head, the file has pages of `layout.tokens` tokens (`PageLayout`).
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, form=DEFAULT_F
     ----------
     q : Tensor [sequences, heads, head_dim]
     k : Tensor [sequences, kv_heads, head_dim]
-        Of the new token.
+        Key of the new token.
     keys : Tensor [sequences, kv_heads, slots, width]
         Cached keys: head_dim floats of k's dtype, or uint8 in the format of `layout`. Slot i holds
         token i. Any strides, but contiguous in the last dimension.
@@ -86,7 +86,7 @@ def attend_selected(k, v, *, slots, values, weights, metadata, layout=None):
     Parameters
     ----------
     k, v : Tensor [sequences, kv_heads, head_dim]
-        Of the new token.
+        Key and value of the new token.
     slots : Tensor [2, sequences, kv_heads, slots, width]
         See `attention.decode_attention`; one slot per head is written, none is read.
     values : Tensor [sequences, kv_heads, top_k, width]

@@ -57,7 +57,7 @@ class ScaleGrid:
     name : str
         A tensor [..., rows / block rows, columns / block columns], rounded up, or of one element.
     shape : tuple of int
-        Of the larger tensor.
+        Shape of the larger tensor.
     block : tuple of int
         Rows and columns of a block.
     """
