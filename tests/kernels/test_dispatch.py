@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.kernels import dispatch, ops, torch_ops
-from flexgen_h2o.kernels.cpu import library as cpu_library
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.implementations import IMPLEMENTATIONS
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
@@ -19,13 +18,6 @@ from flexgen_h2o.models import layers
 
 OPERATIONS = st.sampled_from(sorted(IMPLEMENTATIONS))
 ROWS = st.integers(1, 3000)
-
-
-def test_table_rows_name_implementations_and_reasons():
-    for line in dispatch.TABLE:
-        assert line.implementation in IMPLEMENTATIONS[line.operation][1:] and line.why
-        assert set(line.sets) <= set(cpu_library.SETS)
-        assert 1 <= line.min_rows <= line.max_rows
 
 
 @BUILT

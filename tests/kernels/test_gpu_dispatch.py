@@ -14,8 +14,7 @@ from kernels.test_triton import check_step, prefill
 
 from flexgen_h2o.h2o.eviction import Eviction
 from flexgen_h2o.kernels import dispatch, torch_ops
-from flexgen_h2o.kernels.dispatch import GPU, assume_gpu, gpu_of
-from flexgen_h2o.kernels.implementations import GPU_IMPLEMENTATIONS
+from flexgen_h2o.kernels.dispatch import GPU, assume_gpu
 from flexgen_h2o.kernels.reference import attention as reference
 from flexgen_h2o.storage.tiers import Device
 
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("mended_interpreter")
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32
 V100, L4, H100 = GPU(70, 80), GPU(89, 58), GPU(90, 132)
-
-
-def test_table_rows_name_implementations_and_reasons():
-    for line in dispatch.GPU_TABLE:
-        assert line.implementation in GPU_IMPLEMENTATIONS[line.operation] and line.why
-        assert set(line.sets) <= set(dispatch.ARCHITECTURES)
-        assert 1 <= line.min_rows <= line.max_rows
 
 
 @pytest.mark.parametrize("gpu", [V100, T4, A100, L4, H100, None])
@@ -55,17 +47,6 @@ def test_auto_dtype_is_native_to_the_gpu(gpu, name, chosen):
     with assume_gpu(gpu):
         assert internals.run_dtype("auto", SimpleNamespace(dtype=name), Device()) == chosen
         assert internals.run_dtype("bfloat16", SimpleNamespace(dtype=name), Device()) == BRAIN
-
-
-def test_assumed_gpus_nest():
-    host = torch.device("cpu")
-    assert gpu_of(host) is None
-    with assume_gpu(T4):
-        assert gpu_of(host) == T4
-        with assume_gpu(H100):
-            assert gpu_of(host) == H100
-        assert gpu_of(host) == T4
-    assert gpu_of(host) is None
 
 
 @pytest.mark.parametrize(("form", "group", "rotary"), [

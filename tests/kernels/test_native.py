@@ -156,25 +156,6 @@ def test_an_instruction_set_that_was_not_built_is_never_chosen(monkeypatch):
         cpu_library.instruction_set()
 
 
-@BUILT
-@pytest.mark.parametrize("available", [
-    ("portable",), ("portable", "avx2"), ("portable", "avx2", "avxvnni"),
-    ("portable", "avx2", "avx512"), ("portable", "avx2", "avx512", "avx512vnni"),
-    ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16"),
-    ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")])
-def test_isa_of_a_cpu(monkeypatch, available):
-    emulated = ("amx_emulated",) if "avx2" in available else ()
-
-    class Library:
-        h2o_isa_available = staticmethod(
-            lambda: sum(1 << cpu_library.SETS.index(name) for name in (*available, *emulated)))
-
-    monkeypatch.delenv("FLEXGEN_H2O_ISA", raising=False)
-    kernel_internals.load_library(monkeypatch, Library)
-    assert cpu_library.instruction_set() == available[-1]
-    assert cpu_library.available_sets() == (*available, *emulated)
-
-
 # Arguments: what does not hold together is refused, and nothing is written
 
 
@@ -369,22 +350,6 @@ def test_results_do_not_depend_on_threads(isa):
                     assert same(one, other)
 
 
-@BUILT
-@pytest.mark.parametrize("name, base", [
-    ("avxvnni", "avx2"), ("amx_emulated", "avx2"), ("avx512vnni", "avx512"),
-    ("avx512bf16", "avx512"), ("amx", "avx512")])
-def test_isa_without_own_kernels_uses_a_smaller_isa(name, base):
-    """The same bits; those of the portable kernels are others."""
-    if not {name, base} <= {*AVAILABLE}:
-        pytest.skip(f"needs a CPU with {name}")
-    case, found = decode_case([70, 300], form=torch.float32, dim=96), {}
-    for each in (name, base, "portable"):
-        with using(each):
-            found[each] = results(ops.decode_attention, case)
-    assert all(map(same, found[name], found[base]))
-    assert not torch.equal(found[name][0], found["portable"][0])
-
-
 # Memory
 
 
@@ -466,7 +431,7 @@ def reloaded(monkeypatch, caplog):
     load()
 
 
-def hold_to_one_line(caplog, reason: str):
+def check_fallback(caplog, reason: str):
     """Every operation runs, as the reference, and the log has one line."""
     case = decode_case([4, 0], eviction=Eviction())
     check_decode([ops.decode_attention], case)
@@ -483,40 +448,33 @@ def hold_to_one_line(caplog, reason: str):
 def test_no_library(reloaded, caplog, monkeypatch):
     kernel_internals.hide_library(monkeypatch)
     reloaded()
-    hold_to_one_line(caplog, "the C++ kernels were not built (pip install found no g++ 11 or newer "
-                             "that works)")
+    check_fallback(caplog, "the C++ kernels were not built (pip install found no g++ 11 or newer "
+                           "that works)")
 
 
-@pytest.mark.parametrize("content", [b"", b"not a shared object\n" * 99, b"\x7fELF" + bytes(60)])
-def test_invalid_library_file(reloaded, caplog, tmp_path, content):
-    (tmp_path / "_cpu.so").write_bytes(content)
-    reloaded(tmp_path / "_cpu.so")
-    hold_to_one_line(caplog, "the C++ kernels cannot be loaded: ")
-
-
-def test_missing_library_file(reloaded, caplog, tmp_path):
-    reloaded(tmp_path / "gone.so")
-    hold_to_one_line(caplog, "gone.so")
-
-
-def test_library_without_the_abi(reloaded, caplog):
-    reloaded(torch._C.__file__)
-    hold_to_one_line(caplog, "h2o_abi")
+@pytest.mark.parametrize(("content", "reason"), [
+    (None, "_cpu.so"), (b"", "the C++ kernels cannot be loaded: "),
+    (b"\x7fELF" + bytes(60), "the C++ kernels cannot be loaded: "),
+    (Path(torch._C.__file__), "h2o_abi")])
+def test_library_that_cannot_be_used(reloaded, caplog, tmp_path, content, reason):
+    """A missing file, two that are no library, and one without the kernels."""
+    file = content if isinstance(content, Path) else tmp_path / "_cpu.so"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    reloaded(file)
+    check_fallback(caplog, reason)
 
 
 @BUILT
 def test_a_library_built_from_other_sources(reloaded, caplog, monkeypatch):
     monkeypatch.setattr(abi, "FINGERPRINT", "0123456789abcdef")
     reloaded()
-    hold_to_one_line(caplog, "was built from other sources: install again")
+    check_fallback(caplog, "was built from other sources: install again")
 
 
 @pytest.mark.parametrize("file, old, new", [
     ("kernels/abi.py", "rows inputs outputs", "rows outputs inputs"),
     ("kernels/abi.py", "const void*: x weight", "void*: x weight"),
-    ("kernels/abi.py", "out_row add", "out_row accumulate"),
-    ("kernels/abi.py", "add threads", "threads"),
-    ("config/limits.py", "MATRIX_TILE = 16", "MATRIX_TILE = 32"),
     ("config/limits.py", "SLOT_TILE = 64", "SLOT_TILE = 32")])
 def test_changed_struct_or_limit_changes_the_fingerprint(tmp_path, file, old, new):
     """Also one that leaves the size of a struct as it was."""
@@ -531,15 +489,7 @@ def test_changed_struct_or_limit_changes_the_fingerprint(tmp_path, file, old, ne
 
 
 @BUILT
-def test_library_loads_while_sysconfig_is_being_read(
-        reloaded, caplog, monkeypatch):
+def test_library_loads_while_sysconfig_is_being_read(reloaded, monkeypatch):
     monkeypatch.setattr(sysconfig, "_CONFIG_VARS", {})  # as it is in the middle of that
     reloaded()
     assert cpu_library.missing() is None
-
-
-@BUILT
-def test_with_the_library_nothing_is_logged(reloaded, caplog):
-    reloaded()
-    ops.prefill_attention(**prefill_case([4, 1]))
-    assert not caplog.records

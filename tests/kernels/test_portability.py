@@ -164,26 +164,6 @@ def test_no_function_is_shared_between_instruction_sets(tmp_path):
         assert set().union(*pool.map(shared, jobs)) == set()
 
 
-def test_prefetches_are_in_one_header():
-    """GCC drops calls of functions that only ask for lines, unless they are inlined."""
-    kernels = ROOT / packaging()["KERNELS"]
-    asks = {path.name: path.read_text(encoding="utf-8").count("__builtin_prefetch")
-            for path in kernels.glob("*.*")}
-    assert {name for name, count in asks.items() if count} == {"prefetch.h"}
-
-
-@pytest.mark.full
-@needs("g++", "objdump")
-@pytest.mark.parametrize(("name", "source"), [("avx2", "float_linear"), ("amx", "prefill")])
-def test_prefetches_are_compiled(name, source, tmp_path):
-    made_by = packaging()
-    (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")
-    made = tmp_path / "made.o"
-    run("g++", *made_by["FLAGS"], *made_by["INSTRUCTION_SETS"][name], "-O3", "-fPIC",
-        f"-DISA={name}", f"-I{tmp_path}", "-c", f"{made_by['KERNELS']}/{source}.cpp", "-o", made)
-    assert "prefetcht1" in run("objdump", "-d", made)
-
-
 # Another CPU
 
 

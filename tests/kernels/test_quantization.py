@@ -31,14 +31,6 @@ def test_a_layout_has_the_fewest_even_groups(length, bits):
     assert layout.levels == (15 if bits == 4 else 255)
 
 
-@pytest.mark.parametrize(("length", "bits", "group", "nbytes"), [
-    (64, 4, 32, 40), (64, 8, 64, 68), (128, 4, 64, 72), (80, 8, 40, 88), (96, 4, 48, 56),
-    (12, 4, 12, 10), (6, 4, 6, 8), (4096, 4, 64, 2304)])
-def test_known_layouts(length, bits, group, nbytes):
-    layout = GroupLayout(length, bits)
-    assert (layout.group, layout.nbytes) == (group, nbytes)
-
-
 @pytest.mark.parametrize(("length", "bits"), [(64, 3), (64, 16), (7, 4), (0, 4), (-2, 8)])
 def test_unsupported_layouts_are_errors(length, bits):
     with pytest.raises(UserError, match="cannot quantize"):

@@ -10,9 +10,7 @@ import torch
 from helpers.fakes import LazyDevice
 from helpers.internals import open_devices, own_attention, sparse_attention
 from helpers.kernel_cases import FORMS, copied, decode_case, poisoned_memory, same
-from helpers.selection import examples, full, full_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.selection import full, full_cases
 from torch.profiler import ProfilerActivity, profile
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
@@ -107,15 +105,6 @@ def test_sparse_attention(form, group, cached, sparsity):
     hold_to_definition(decode_case(cached, form=form, group=group, dim=32), sparsity)
 
 
-@given(cached=st.lists(st.integers(1, 70), min_size=1, max_size=4), group=st.integers(1, 5),
-       kv_heads=st.integers(1, 3), form=st.sampled_from(FORMS), room=st.integers(1, 9),
-       sparsity=st.floats(0.001, 1), dim=st.sampled_from([8, 12, 40]))
-@settings(max_examples=examples(60))
-def test_any_sparse_attention(cached, group, kv_heads, form, room, sparsity, dim):
-    hold_to_definition(decode_case(cached, form=form, group=group, kv_heads=kv_heads, dim=dim,
-                                   n=max(cached) + room), sparsity)
-
-
 @pytest.mark.parametrize("group", [1, 4])
 def test_ties_select_the_newer_tokens(group):
     """Few different keys, of integers: the logits of many are equal to the bit."""
@@ -127,12 +116,6 @@ def test_ties_select_the_newer_tokens(group):
         case["slots"][0, s, :, :cached] = some.repeat(1, 10, 1)[:, :cached]
     for sparsity in (0.1, 0.4, 0.5, 0.95):
         hold_to_definition(case, sparsity)
-
-
-def test_sparsity_1_is_full_attention():
-    case = decode_case([9, 26, 1], group=3, dim=64)
-    dense, _ = reference.decode_attention(**{name: copied(x) for name, x in case.items()})
-    torch.testing.assert_close(attend(case, 1.0)[2], dense, rtol=1e-5, atol=1e-6)
 
 
 def peak_bytes(function) -> int:

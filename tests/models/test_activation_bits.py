@@ -71,6 +71,7 @@ def test_placements_and_batches_change_nothing(tiny_model, bits, h2o):
 @pytest.mark.parametrize(("options", "words"), [
     ({"activation_bits": 7, "weight_bits": 4}, "activation_bits must be 16 or 8, got 7"),
     ({"activation_bits": 8}, "no effect on weights of 16 bits: add weight_bits 4"),
+    ({"activation_bits": 8, "weight_bits": 12}, "no effect on weights of 12 bits: use weight_bits"),
 ])
 def test_what_is_refused(tiny_model, options, words):
     with pytest.raises(UserError, match=words):

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import selection
-from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, YARN_ROPE
+from helpers.selection import full
+from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, TINY, YARN_ROPE
 from llm.test_llm import transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.models import family, registry
+from flexgen_h2o.kernels import torch_ops
+from flexgen_h2o.models import decoder, family, registry
 from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.models.rope import rope_tables
 
@@ -32,7 +34,7 @@ NEW = 6
 H2O = {"heavy_tokens": 3, "recent_tokens": 4}
 
 
-def prompts_of(lengths=(9, 3, 15), seed=0):
+def prompts_of(lengths=(9, 3, 21), seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(110, (length,), generator=generator).tolist() for length in lengths]
 
@@ -44,20 +46,41 @@ def tokens_of(folder, *, h2o=None, dtype="float32", offload_dir=None, **policy):
     return [out.token_ids for out in outputs]
 
 
-@pytest.mark.parametrize("key", FAMILIES)
-def test_tokens_are_those_of_transformers_everywhere(tiny_model, tmp_path, key):
-    """In memory, offloaded one by one, and offloaded in halves of layers."""
-    tiny = tiny_model(key)
-    wanted = transformers_tokens(tiny, prompts_of(), NEW)
+def log_probs(model, prompt, new) -> torch.Tensor:
+    """Return transformers' log probabilities of new tokens."""
+    with torch.no_grad():
+        found = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return found.gather(-1, torch.tensor(new)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("key", TINY)
+def test_tokens_and_log_probs_are_those_of_transformers(tiny_model, tmp_path, key):
+    """Offloaded in halves of layers; with --all also in memory, and in whole layers."""
+    tiny, prompts = tiny_model(key), prompts_of()
+    wanted = transformers_tokens(tiny, prompts, NEW)
     halves = not getattr(tiny.config, "use_parallel_residual", False)
     mixed, disk = Placement(40, 30, 30), Placement(0, 0, 100)
-    policies = [{"weights": disk, "cache": mixed, "gpu_batch_size": 2, "overlap": False,
-                 "sep_layer": halves},
-                {"gpu_batch_size": 4},
-                {"weights": mixed, "cache": disk, "activations": mixed, "gpu_batch_size": 1,
-                 "num_gpu_batches": 3}]
+    policies = [Policy(weights=disk, cache=mixed, gpu_batch_size=2, overlap=False,
+                       sep_layer=halves),
+                Policy(gpu_batch_size=4),
+                Policy(weights=mixed, cache=disk, activations=mixed, num_gpu_batches=3)]
     for policy in policies if selection.every_case else policies[:1]:
-        assert tokens_of(tiny.folder, offload_dir=str(tmp_path), **policy) == wanted
+        with LLM(str(tiny.folder), policy=policy, dtype="float32", offload_dir=tmp_path) as llm:
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            scores = llm.loglikelihood(list(zip(prompts, wanted, strict=True)))
+        assert [out.token_ids for out in outputs] == wanted
+        for prompt, new, found in zip(prompts, wanted, scores, strict=True):
+            torch.testing.assert_close(torch.tensor(found), log_probs(tiny.model, prompt, new),
+                                       rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("key", ["opt_350m_style", "llama",
+                                 *full("opt", "neox", "neox_sequential")])
+def test_blocks_and_chunks_of_rows_change_nothing(tiny_model, key, monkeypatch):
+    monkeypatch.setattr(decoder, "ROW_BLOCK", 7)
+    monkeypatch.setattr(torch_ops, "CHUNK_BYTES", 1000)
+    tiny = tiny_model(key)
+    assert tokens_of(tiny.folder, gpu_batch_size=4) == transformers_tokens(tiny, prompts_of(), NEW)
 
 
 @pytest.mark.parametrize("key", FEW)
@@ -69,7 +92,7 @@ def test_h2o_is_its_masked_simulation(tiny_model, tmp_path, key):
                      offload_dir=str(tmp_path)) == wanted
 
 
-@pytest.mark.parametrize("key", FEW)
+@pytest.mark.parametrize("key", ["opt", "neox", *FEW])
 def test_captured_steps_in_bfloat16_stay_near(tiny_model, key):
     """An evicting cache takes continuations token by token, as one call a layer."""
     pairs = [(prompt, prompts_of((12,), seed)[0]) for seed, prompt in enumerate(prompts_of(), 1)]
@@ -173,17 +196,6 @@ def test_text_config_of_a_multimodal_model():
     assert (cfg.rope.kind, cfg.rope.factor, cfg.local_rope.theta) == ("linear", 8.0, 10000.0)
     assert "model.language_model.layers.0.mlp.up_proj.weight" in family(cfg).aliases(
         "model.layers.0.mlp.up_proj.weight")
-
-
-@pytest.mark.parametrize("config, words", [
-    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional"),
-    ({"model_type": "gemma3", "text_config": 3}, "text_config must be an object"),
-    ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, "layer_types must say"),
-    ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, "'mrope'"),
-])
-def test_what_is_refused_by_name(config, words):
-    with pytest.raises(UserError, match=words):
-        from_transformers(config, "x")
 
 
 def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):

@@ -312,14 +312,3 @@ def test_the_file_behind_a_name(tmp_path, monkeypatch):
     (tmp_path / "smollm2-135m").mkdir()  # what exists locally comes first
     assert gguf_of("smollm2-135m") is None
     assert checkpoint_folder("smollm2-135m") == Path("smollm2-135m")
-
-
-@pytest.mark.full
-def test_smollm2():
-    source = gguf_of("smollm2-135m")
-    checkpoint = GgufCheckpoint(read_header(source))
-    layouts = [checkpoint.stored_layout(name) for name in checkpoint.names()]
-    assert sum(layout is not None for layout in layouts) == 30 * 7 + 1
-    whole = stored(source, "blk.0.attn_q.weight")
-    expected = torch.cat([torch.cat((head[0::2], head[1::2])) for head in whole.chunk(9)])
-    assert torch.equal(values(checkpoint, Q), expected)

@@ -15,7 +15,6 @@ from flexgen_h2o.config.layers import AttentionForm
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models import FAMILIES, family
 from flexgen_h2o.models.registry import from_transformers, published
-from flexgen_h2o.models.rope import RopeConfig
 from flexgen_h2o.models.shapes import PUBLISHED
 
 FIRST = {shape["model_type"]: name for name, shape in reversed(PUBLISHED.items())}
@@ -128,11 +127,6 @@ def test_the_spelling_of_transformers_4(old, new):
     assert cfg.rope == theirs.rope
 
 
-def test_rope_of_llama3():
-    cfg = from_transformers(LLAMA | {"rope_parameters": LLAMA3_ROPE}, "x")
-    assert cfg.rope == RopeConfig(500.0, 8, "llama3", 8.0, 1.0, 4.0, 64)
-
-
 def test_end_tokens():
     def ends(**options):
         return from_transformers(LLAMA | options, "x").eos_token_ids
@@ -142,12 +136,6 @@ def test_end_tokens():
     assert ends(eos_token_id=7) == (7,)
     assert ends(eos_token_id=[7, 9]) == (7, 9)
     assert from_transformers(LLAMA | {"bos_token_id": None}, "x").bos_token_id is None
-
-
-def test_a_rotary_context_may_be_long():
-    """There are models of ten million positions, which are no table."""
-    cfg = from_transformers(LLAMA | {"max_position_embeddings": 10_485_760}, "x")
-    assert cfg.max_positions == 10_485_760
 
 
 def test_sliding_window():
@@ -256,6 +244,10 @@ def test_forms_of_attention_go_with_their_layers():
     ({"rope_theta": 10**400}, ["rope_theta must be", "got 1000"]),
     ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window must be", "got 0"]),
     ({"model_type": "opt", "activation_function": "tanh"}, ["'tanh'"]),
+    ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, ["use_bidirectional"]),
+    ({"model_type": "gemma3", "text_config": 3}, ["text_config must be an object"]),
+    ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, ["layer_types must say"]),
+    ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, ["'mrope'"]),
 ])
 def test_refusals_name_what_is_refused(options, words):
     with pytest.raises(UserError) as refusal:

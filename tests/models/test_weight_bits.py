@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import errno
-import json
 import os
 import shutil
 
@@ -144,22 +143,6 @@ def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
         assert abs(found[-1].mean()) < 1e-3 and 0.018 < found[-1].std() < 0.023
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
     assert not checkpoint.read_quantized("w", layout, data, range(48))
-
-
-@pytest.mark.full
-def test_dummy_weights_in_12_bits_are_those_in_16():
-    """But for what is nearly 0 beside the largest of its group."""
-    runs = []
-    for bits in (16, 12):
-        with LLM("facebook/opt-125m", path="_DUMMY_", weight_bits=bits, dtype="bfloat16") as llm:
-            runs.append(torch.tensor(llm.loglikelihood([([5, 6, 7], [8, 9, 10, 11])])))
-            assert llm.stats.weight_bits == bits
-    torch.testing.assert_close(*runs, rtol=0, atol=0.05)
-
-
-def test_activations_stay_as_they_are_beside_12_bits(tiny_model):
-    with pytest.raises(UserError, match="no effect on weights of 12 bits: use weight_bits 4"):
-        LLM(str(tiny_model("llama").folder), weight_bits=12, activation_bits=8)
 
 
 def test_dummy_weights_on_disk_are_kept(cache, tmp_path, monkeypatch):
@@ -360,26 +343,6 @@ def test_a_damaged_cache_is_named(tiny_model, cache, damage):
         tokens(folder, [[3]])
     assert str(path.parent) in str(caught.value) and "remove" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_of_many_shards_and_dtypes(tiny_model, tmp_path):
-    """Stored as float16, bfloat16 and float64, in two shards: each is quantized as it is."""
-    from safetensors.torch import load_file, save_file
-
-    tiny = tiny_model("llama_untied_bias")
-    folder = shutil.copytree(tiny.folder, tmp_path / "sharded")
-    tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    exact = {name: t.to((torch.float64, torch.float32)[n % 2])
-             for n, (name, t) in enumerate(tensors.items())}
-    shards = {"model-1.safetensors": dict(list(exact.items())[::2]),
-              "model-2.safetensors": dict(list(exact.items())[1::2])}
-    for name, part in shards.items():
-        save_file(part, folder / name)
-    index = {"weight_map": {t: name for name, part in shards.items() for t in part}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
-    assert tokens(folder, prompts) == tokens(tiny.folder, prompts)
 
 
 @pytest.mark.parametrize("bits", [3, 32, "4", None])
