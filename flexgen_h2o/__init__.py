@@ -13,18 +13,20 @@ if TYPE_CHECKING:
     from flexgen_h2o.config.placement import Placement
     from flexgen_h2o.config.policy import Policy
     from flexgen_h2o.config.sampling import SamplingParams
+    from flexgen_h2o.config.structured_outputs import StructuredOutputs
     from flexgen_h2o.config.version import VERSION as __version__
     from flexgen_h2o.h2o.policies import PolicyState, register_policy
     from flexgen_h2o.llm import LLM
     from flexgen_h2o.outputs import Output
 
 __all__ = ["LLM", "H2OConfig", "Output", "Placement", "Policy", "PolicyState", "SamplingParams",
-           "__version__", "register_policy"]
+           "StructuredOutputs", "__version__", "register_policy"]
 
 _PLACES = {
     "LLM": "llm.LLM", "H2OConfig": "config.h2o.H2OConfig", "Output": "outputs.Output",
     "Placement": "config.placement.Placement", "Policy": "config.policy.Policy",
     "PolicyState": "h2o.policies.PolicyState", "SamplingParams": "config.sampling.SamplingParams",
+    "StructuredOutputs": "config.structured_outputs.StructuredOutputs",
     "__version__": "config.version.VERSION", "register_policy": "h2o.policies.register_policy",
 }
 """Where each public name is defined."""

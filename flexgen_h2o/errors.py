@@ -31,12 +31,20 @@ class InsufficientMemory(UserError):
     """A run does not fit in memory; one with fewer or shorter sequences may."""
 
 
-class NonFiniteLogits(UserError):
-    """NaN or infinity in the logits of prompt number `key` of a call."""
+class PromptError(UserError):
+    """An error of prompt number `key` of a call, without which the other prompts may run."""
 
     def __init__(self, message: str, key: int = 0):
         super().__init__(message)
         self.key = key
+
+
+class NonFiniteLogits(PromptError):
+    """NaN or infinity in the logits of a prompt."""
+
+
+class StructureError(PromptError):
+    """A text cannot be continued in the form of its `StructuredOutputs`."""
 
 
 def check_text(name: str, value: object) -> None:

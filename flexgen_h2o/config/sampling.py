@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from flexgen_h2o.config.structured_outputs import StructuredOutputs
 from flexgen_h2o.config.validation import check_bool, check_int, check_number
 from flexgen_h2o.errors import UserError, check_text, short_repr
 
@@ -72,6 +73,9 @@ class SamplingParams:
     logprobs : int, optional
         Number of most likely tokens in `Output.log_probs` for each generated token, 0 to 20; None:
         no log-probabilities.
+    structured_outputs : StructuredOutputs, optional
+        The form of the text. Only tokens that continue it in this form are generated. A text that
+        reaches `max_new_tokens` may be incomplete.
 
     Raises
     ------
@@ -101,6 +105,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, ge=1)
@@ -122,6 +127,9 @@ class SamplingParams:
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, ge=0, le=20)
         check_bool("skip_special_tokens", self.skip_special_tokens)
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise UserError("structured_outputs must be StructuredOutputs, got "
+                            f"{short_repr(self.structured_outputs)}")
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             self._keep_tokens(name, getattr(self, name))
         self._check_bad_words()

@@ -12,6 +12,7 @@ import torch
 
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Batch, Request
+from flexgen_h2o.engine.structured_outputs import TokenMasks
 from flexgen_h2o.errors import NonFiniteLogits, UserError
 from flexgen_h2o.kernels.torch_ops import argmax, to_host
 from flexgen_h2o.models.registry import retry_imports
@@ -30,11 +31,15 @@ class Sampler:
         `seed` is not used. transformers' defaults replace None.
     eos_token_ids : tuple of int
         Tokens that end a sequence. min_new_tokens and min_length suppress them.
+    masks : TokenMasks, optional
+        Of structured outputs.
     """
 
-    def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...]):
+    def __init__(self, params: SamplingParams, eos_token_ids: tuple[int, ...],
+                 masks: TokenMasks | None = None):
         self._params = params = params.with_defaults({})
         self._ends = eos_token_ids
+        self._masks = masks
         self._suppresses = any((params.min_new_tokens, params.min_length, params.suppress_tokens,
                                 params.begin_suppress_tokens))
         self._generators: dict[int, torch.Generator] = {}
@@ -58,7 +63,15 @@ class Sampler:
         UserError
             A row of an unfinished request has NaN or infinity, or no token is left to choose.
         """
+        tokens = self._sample(logits, requests)
+        if self._masks is not None:
+            self._masks.prepare(requests, tokens)
+        return tokens
+
+    def _sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         raw = logits
+        if self._masks is not None:
+            logits = self._masks.apply(logits, requests)
         if len(self._bias_tokens):
             biases = self._biases.to(logits.device).expand(len(logits), -1)
             logits = logits.float().index_add(1, self._bias_tokens.to(logits.device), biases)
@@ -90,9 +103,11 @@ class Sampler:
         chosen, sums = to_host(torch.minimum(tokens, last), cumulative[:, -1])
         return _checked(chosen, sums, raw, requests)
 
-    def restart(self, request: Request) -> None:
-        """Restart the random numbers of a request."""
+    def forget(self, request: Request) -> None:
+        """Drop the random numbers and the parser of a request that ends or begins again."""
         self._generators.pop(request.key, None)
+        if self._masks is not None:
+            self._masks.forget(request)
 
     def _suppressed(self, request: Request) -> Sequence[int]:
         """Return the tokens that must not be chosen."""
@@ -324,14 +339,16 @@ class GenerationSampler(LogitsConsumer):
                 request.log_probs.append(_log_prob(token, log_probs, rules.top))
             request.generated.append(token)
             request.finish_reason = rules.reason_to_end(request.generated)
+            if request.finish_reason:
+                rules.sampler.forget(request)
             count = len(request.generated)
             if self._on_token is not None and count > self._num_reported.get(request.key, 0):
                 self._num_reported[request.key] = count
                 self._on_token(request)
 
     def restart(self, request: Request) -> None:
-        """Restart the random numbers of a request."""
-        self._rules[request.key].sampler.restart(request)
+        """Restart the random numbers and the parser of a request."""
+        self._rules[request.key].sampler.forget(request)
 
     def _write_log_probs(self, logits: torch.Tensor, requests: Sequence[Request],
                          chosen: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -18,6 +19,7 @@ from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer, IncrementalDetokenizer, StopStrings
 from flexgen_h2o.engine.sampling import GenerationRules, GenerationSampler, Sampler
 from flexgen_h2o.engine.source import ModelSource
+from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.readers import check_regular_file, check_text_file, read_checkpoint_json
 from flexgen_h2o.models.convert import TEXTS
@@ -272,14 +274,25 @@ class Prompts:
         self.check_tokens("bad_words_ids", chain.from_iterable(params.bad_words_ids or ()))
         self.check_tokens("logit_bias", dict(params.logit_bias))
         ends = self._ends(params)
+        form = params.structured_outputs
+        masks = None if form is None else self._grammars.masks(form, ends)
         return GenerationRules(
-            Sampler(params, ends), min(steps, params.max_new_tokens), frozenset(ends),
+            Sampler(params, ends, masks), min(steps, params.max_new_tokens), frozenset(ends),
             self._stops(params.stop_strings), params.logprobs)
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        if self.tokenizer is None:
+            raise UserError(f"{self._name} has no tokenizer here, and structured_outputs are text: "
+                            "leave them out")
+        return GrammarCompiler(self.tokenizer, self._config.vocab_size)
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the tokens that end a text."""
         is_set = params.eos_token_id is not None
         ends = params.end_tokens if is_set else self._source.generation.end_tokens
+        if params.structured_outputs and not (is_set or ends) and self._missing_end is not None:
+            ends = (self._missing_end,)  # a text with a form must be able to end
         return (*ends, *params.stop_token_ids)
 
     def _warn_of_missing_end(self) -> None:

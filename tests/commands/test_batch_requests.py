@@ -183,8 +183,6 @@ def test_what_changes_nothing_is_ignored():
     (completion(stream=True), "unsupported_parameter", "stream", "stream True is not supported"),
     (completion(stream=0), "unsupported_parameter", "stream", "stream 0"),
     (chat_line(tools=[{}]), "unsupported_parameter", "tools", "tools"),
-    (chat_line(response_format={"type": "parse_json_object"}), "unsupported_parameter",
-     "response_format", "parse_json_object"),
     (completion(best_of=2), "unsupported_parameter", "best_of", "best_of 2"),
     (completion(guided_json={}), "unsupported_parameter", "guided_json", "the field 'guided_json'"),
     (completion(top_k=-2), "invalid_request_error", "top_k", "at least -1"),

@@ -21,7 +21,7 @@ from flexgen_h2o.commands.batch.requests import (
 from flexgen_h2o.commands.batch.results import answer_line, failure_line
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.detokenization import ReasoningParser
-from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
+from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, PromptError, UserError
 from flexgen_h2o.files.chat_template import ChatRenderer
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
@@ -169,10 +169,15 @@ class RequestTokenizer:
                                  f"{encoder.vocab_size}", param=name)
         if encoder.tokenizer is None:
             for name, value in (("messages", request.chat), ("stop", request.stops),
-                                ("echo", request.echo)):
+                                ("echo", request.echo),
+                                ("structured_outputs", params.structured_outputs)):
                 if value:
                     raise BadRequest(f"the model has no tokenizer here, and {name} are text: give "
                                      "token ids as prompt", param=name)
+        if params.structured_outputs and not encoder.tokenizer.is_fast:
+            raise BadRequest("structured outputs need a fast tokenizer of Hugging Face, and the "
+                             "model's is slow", param="structured_outputs",
+                             code="unsupported_parameter")
         limit = params.max_new_tokens
         try:
             texts: Sequence[str | list[int]] = request.prompts
@@ -292,26 +297,30 @@ class Job:
         while ready:
             try:
                 return self._run(ready)
-            except NonFiniteLogits as error:
-                ready = self._fail_nonfinite(_sequences(ready)[error.key][0], ready, error)
+            except PromptError as error:
+                ready = self._fail_one(_sequences(ready)[error.key][0], ready, error)
                 if self._should_end():
                     return False
             except InsufficientMemory as error:
                 return self._answer_halves(ready, error)
         return True
 
-    def _fail_nonfinite(self, bad: TokenizedRequest, ready: Sequence[TokenizedRequest],
-                        error: NonFiniteLogits) -> list[TokenizedRequest]:
-        """Fail a request whose logits are not finite, and return the unanswered others.
+    def _fail_one(self, bad: TokenizedRequest, ready: Sequence[TokenizedRequest],
+                  error: PromptError) -> list[TokenizedRequest]:
+        """Fail a request that cannot go on, and return the unanswered others.
 
-        Two such requests before any answer mean that the model is at fault: raise the error.
+        Two requests with logits that are not finite, before any answer, mean that the model is at
+        fault: raise the error.
         """
-        self._nonfinite += 1
-        if self._nonfinite > 1 and not self._answered:
-            raise error
-        self._write_failures([FailedRequest(bad.place, bad.request.custom_id, BadRequest(
-            "the model's logits are not finite for this request: try another --dtype",
-            code="logits_not_finite"))])
+        reason = BadRequest(str(error).removeprefix(f"prompt {error.key} "),
+                            param="structured_outputs")
+        if isinstance(error, NonFiniteLogits):
+            self._nonfinite += 1
+            if self._nonfinite > 1 and not self._answered:
+                raise error
+            reason = BadRequest("the model's logits are not finite for this request: try another "
+                                "--dtype", code="logits_not_finite")
+        self._write_failures([FailedRequest(bad.place, bad.request.custom_id, reason)])
         return _reset(pending for pending in ready if not pending.answered and pending is not bad)
 
     def _answer_halves(self, ready: Sequence[TokenizedRequest], error: InsufficientMemory) -> bool:

@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from flexgen_h2o.config import validation
 from flexgen_h2o.config.sampling import SamplingParams, mix_seed
+from flexgen_h2o.config.structured_outputs import StructuredOutputs
 from flexgen_h2o.config.validation import check_keys
 from flexgen_h2o.errors import UserError, check_text, short_repr
 from flexgen_h2o.files.chat_template import check_arguments
@@ -43,6 +44,7 @@ _COMMON: dict[str, Any] = {
     "min_tokens": Annotated[int, Meta(ge=0, le=2**30)], "ignore_eos": bool,
     "stop_token_ids": tuple[Annotated[int, Meta(ge=0, le=2**31)], ...], "logit_bias": None,
     "add_special_tokens": bool, "skip_special_tokens": bool, "return_token_ids": bool,
+    "response_format": None, "structured_outputs": None,
 }
 CHAT = _COMMON | {
     "messages": None, "max_completion_tokens": _Tokens, "logprobs": bool,
@@ -67,7 +69,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "allowed_token_ids": ([],), "bad_words": ([],), "best_of": (1,), "early_stopping": (False,),
     "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
     "include_stop_str_in_output": (False,), "length_penalty": (1, 1.0), "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,),
     "stream": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
     "use_beam_search": (False,), "verbosity": ("medium",)}
@@ -342,10 +343,56 @@ def _params(fields: Mapping[str, Any], custom_id: str, defaults: Defaults, *, ch
             skip_special_tokens=fields.get("skip_special_tokens", True),
             presence_penalty=fields.get("presence_penalty", 0.0),
             frequency_penalty=fields.get("frequency_penalty", 0.0), logprobs=logprobs,
+            structured_outputs=_structured_outputs(fields),
             seed=(fields["seed"] % 2**63 if "seed" in fields
                   else derive_seed(defaults.seed, custom_id)))
+    except BadRequest:
+        raise
     except UserError as error:
         raise BadRequest(str(error)) from None
+
+
+def _structured_outputs(fields: Mapping[str, Any]) -> StructuredOutputs | None:
+    """Return the form of the answer, whose grammar is checked; None if it is free."""
+    names = [name for name in ("response_format", "structured_outputs") if name in fields]
+    if len(names) > 1:
+        raise BadRequest("response_format and structured_outputs contradict: leave one out",
+                         param="response_format")
+    for name in names:
+        try:
+            outputs = (_response_format if name == "response_format" else _vllm_outputs)(
+                fields[name])
+            if outputs is not None:
+                if fields.get("ignore_eos"):
+                    raise UserError(f"{name} contradicts ignore_eos: leave one out")
+                outputs.compile()
+            return outputs
+        except UserError as error:
+            raise BadRequest(str(error), param=name) from None
+    return None
+
+
+def _response_format(value: object) -> StructuredOutputs | None:
+    """Return the form that OpenAI's `response_format` describes."""
+    fields = value if isinstance(value, dict) else {}
+    kind = fields.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    schema = fields.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
+        raise UserError("response_format must be of type text, json_object, or json_schema with "
+                        f"json_schema.schema, got {short_repr(value)}")
+    return StructuredOutputs(json=schema["schema"])
+
+
+def _vllm_outputs(value: object) -> StructuredOutputs:
+    """Return the form that vLLM's `structured_outputs` describe."""
+    if not isinstance(value, dict):
+        raise UserError(f"structured_outputs must be a JSON object, got {short_repr(value)}")
+    check_keys(value, StructuredOutputs.__dataclass_fields__, "structured_outputs")
+    return StructuredOutputs(**{name: each for name, each in value.items() if each is not None})
 
 
 def _logit_bias(biases: object) -> dict[int, float]:
