@@ -18,11 +18,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "frequency": ("layer", "pearson", "spearman", "articles_with_correlation"),
     "misses": ("layer", "policy", "budget_percent", "cached_tokens_mean", "miss_rate"),
 }
-"""Figures of each layer, the columns of its file. Layers and heads count from 0."""
+"""Figures of each layer: the columns of its file. Layers and heads count from 0."""
 
 EVICTED = ("evicted", "evicted_percent", "evicted_tokens_mean", "scored_tokens", "perplexity",
            "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high")
-"""Columns of the perplexities without some keys; the row ``none`` is the model as it is."""
+"""Columns of the perplexities without some keys; the row ``none`` has all keys."""
 
 NAMES = (*PARTS, "evicted")
 
@@ -30,8 +30,8 @@ RANKS = tuple(2 ** (-8 + step / 4) for step in range(33))
 """Relative ranks, from 1/256 to 1, at which accumulated scores are given."""
 
 FIT = (0.01, 0.5)
-"""Relative ranks from and to which the power law is fitted: beyond, the scores of the newest keys,
-which few queries have seen, fall off."""
+"""Range of relative ranks to which the power law is fitted. Beyond it are the newest keys, whose
+scores are low because few queries have seen them."""
 
 SEEN = (10, 20, 30, 40, 50, 60, 70, 80, 90)
 """Percent of a text after which local statistics are taken."""
@@ -41,7 +41,7 @@ _HALF = 50  # percent of the text, one of `columns.SEEN`
 
 
 def summary(tables: dict[str, Sequence[dict]]) -> str:
-    """Text of the parts that there are; `tables` has the rows of each by its name."""
+    """Return the summary of the measured parts as text; `tables` has the rows of each part."""
     lines = []
     for name, tell in _TELL.items():
         if name in tables:
@@ -50,9 +50,9 @@ def summary(tables: dict[str, Sequence[dict]]) -> str:
 
 
 def mean_by(rows: Iterable[dict], key: str, value: str) -> dict:
-    """The mean of one column for each value of another, in the order in which they come.
+    """Return the mean of one column for each value of another, in the order of the values.
 
-    Rows in which it is None are left out.
+    Rows with None in the column are left out.
     """
     groups: dict = {}
     for row in rows:
@@ -107,7 +107,7 @@ _TELL: dict[str, Callable[[Sequence[dict]], list[str]]] = {
 
 
 def _by_layer(title: str, rows: Sequence[dict], column: str, style: str) -> str:
-    """The mean over layers, and the layers that have least and most."""
+    """Return the mean over layers, and the layers with the minimum and the maximum, as text."""
     layers = mean_by(rows, "layer", column)
     if not layers:
         return f"{title}: not known"
@@ -118,34 +118,39 @@ def _by_layer(title: str, rows: Sequence[dict], column: str, style: str) -> str:
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """Lines with aligned columns, the first to the left and the others to the right."""
+    """Return lines with aligned columns: the first to the left, the others to the right."""
     lines = [head, *body]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
             for line in lines]
 
 
-# The policies' own looks, then more of Okabe and Ito's colours, for what has no policy.
+# Line styles of the policies, then more colors of Okabe and Ito for kinds without a policy.
 _POLICIES = {**LINES, "best": LINES["full"]}
 _KINDS = {"heavy": LINES["h2o"], "random": LINES["window"], "lowest": LINES["sink-window"],
           "heavy but sinks": {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1)), "marker": "v"}}
 _LOOKS = (*(LINES[name] for name in ("h2o", "window", "sink-window")),
           {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
           {"color": "#E69F00", "linestyle": (0, (3, 1)), "marker": "P"})
-_USUAL = 20  # percent: the budget that is drawn by layer, or the one next to it
+_USUAL = 20  # percent; the budget nearest to it is drawn by layer
 
 
 def draw(name: str, rows: Sequence[dict], path: str) -> None:
-    """Draw the rows of one part into a file, which is there whole or not at all.
+    """Draw the rows of one part to a file, which is written atomically.
 
     Parameters
     ----------
     name : str
         One of `NAMES`.
     rows : sequence of dict
-        By column name; at least one.
+        Rows by column name; at least one.
     path : str
-        Its suffix is the format. OSError if it cannot be written.
+        Output file; its suffix is the format.
+
+    Raises
+    ------
+    OSError
+        The file cannot be written.
     """
     figure = new_figure(11, 4.8)
     title = {"sparsity": _draw_sparsity, "scores": _draw_scores, "local": _draw_local,
@@ -168,7 +173,7 @@ def _draw_line(axes, points: dict, label: str, look: dict, *, scale: float = 1.0
 
 
 def _draw_layers(axes, rows: Sequence[dict]) -> None:
-    """A horizontal axis of layers."""
+    """Draw a horizontal axis of layers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel="layer", xlim=(-0.5, max(row["layer"] for row in rows) + 0.5))

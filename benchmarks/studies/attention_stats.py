@@ -1,9 +1,9 @@
 """Statistics of attention: sparsity, accumulated scores, overlap, token frequency.
 
-The observations that the H2O paper rests on (arXiv 2306.14048, sections 3 and 4), as functions of
-one layer's rotated queries and keys for one text: q [tokens, heads, head_dim] and
-k [tokens, kv_heads, head_dim]. Query head h belongs to KV head h // group. Everything is float32,
-and what exists of the attention matrix at one time is a block of its rows.
+The observations of the H2O paper (arXiv 2306.14048, sections 3 and 4), as functions of the rotated
+queries and keys of one layer and one text: q [tokens, heads, head_dim] and
+k [tokens, kv_heads, head_dim]. Query head h belongs to KV head h // group. Everything is float32.
+The attention matrix is computed in blocks of rows, one at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from flexgen_h2o.h2o.budget import Budget
 from flexgen_h2o.h2o.eviction import Cut, Eviction
 
 ROWS = 128
-"""Queries that are treated together: memory stays linear in the tokens."""
+"""Queries per block. Memory is linear in the number of tokens."""
 
 THRESHOLD = 0.01
-"""An entry below this share of its row's maximum counts as zero (the paper's section 3.1)."""
+"""Entries below this fraction of their row's maximum count as zero (section 3.1 of the paper)."""
 
 
 def logit_blocks(q: Tensor, k: Tensor, *, begin: int = 0, stops: Sequence[int] = ()
                  ) -> Iterator[tuple[int, Tensor]]:
-    """The rows of the attention matrix before softmax, block by block.
+    """Yield the rows of the attention matrix before softmax, block by block.
 
     Parameters
     ----------
@@ -39,14 +39,14 @@ def logit_blocks(q: Tensor, k: Tensor, *, begin: int = 0, stops: Sequence[int] =
     begin : int
         The first row.
     stops : sequence of int
-        Rows where a block has to end before, beside every `ROWS` rows.
+        Additional rows before which a block must end; blocks also end after every `ROWS` rows.
 
     Yields
     ------
     start : int
         The block's first row.
     logits : float32 Tensor [kv_heads, group, rows, start + rows]
-        -inf where the key comes after the query. The caller's to change.
+        -inf where the key is after the query. The caller may modify it.
     """
     tokens, kv_heads = len(q), k.shape[1]
     edges = sorted({*range(begin, tokens, ROWS), *(s for s in stops if begin < s < tokens), tokens})
@@ -58,22 +58,22 @@ def logit_blocks(q: Tensor, k: Tensor, *, begin: int = 0, stops: Sequence[int] =
 
 
 def _future(start: int, end: int, device: torch.device) -> Tensor:
-    """Bool [end - start, end]: the keys that come after each of some rows."""
+    """Return a bool mask [end - start, end] of the keys that are after the query of each row."""
     return torch.arange(end, device=device) > torch.arange(start, end, device=device)[:, None]
 
 
 class Seen(NamedTuple):
-    """Sums over all rows of one layer.
+    """Statistics over all rows of one layer.
 
     Attributes
     ----------
     sparsity : float64 Tensor [heads]
-        Share of the entries on and below the diagonal that are below `THRESHOLD` of the maximum of
-        their row.
+        Fraction of the entries on and below the diagonal that are below `THRESHOLD` times the
+        maximum of their row.
     scores : float32 Tensor [kv_heads, tokens]
-        Attention that each key has received, summed over queries and the group's query heads.
+        Attention that each key has received, summed over queries and the query heads of its group.
     local : dict of int to float32 Tensor [kv_heads, t]
-        For each stop t, the attention score of the first t keys from the first t queries alone.
+        For each stop t, the attention score of the first t keys from the first t queries.
     """
 
     sparsity: Tensor
@@ -82,9 +82,9 @@ class Seen(NamedTuple):
 
 
 def observe(q: Tensor, k: Tensor, stops: Sequence[int] = ()) -> Seen:
-    """Go through the rows once.
+    """Return the statistics of all rows, computed in one pass.
 
-    `stops` are numbers of tokens, from 1 to all, at which the attention score so far is kept.
+    `stops` are numbers of tokens, from 1 to all, at which the attention score is recorded.
     """
     tokens, kv_heads = len(q), k.shape[1]
     scores = torch.zeros(kv_heads, tokens, device=q.device)
@@ -94,7 +94,7 @@ def observe(q: Tensor, k: Tensor, stops: Sequence[int] = ()) -> Seen:
         rows, end = logits.shape[2:]
         probabilities = logits.softmax(-1)
         below = probabilities < THRESHOLD * probabilities.amax(-1, keepdim=True)
-        # What a row cannot see is 0, and not an entry.
+        # Masked entries are 0 too, and are not counted.
         small += below.sum((2, 3)) - rows * (rows - 1) // 2
         scores[:, :end] += probabilities.sum((1, 2))
         if end in stops:
@@ -104,11 +104,11 @@ def observe(q: Tensor, k: Tensor, stops: Sequence[int] = ()) -> Seen:
 
 
 def at_ranks(scores: Tensor, group: int, ranks: Sequence[float]) -> np.ndarray:
-    """The accumulated score by rank, highest first: mean over heads, float64 [ranks].
+    """Return the accumulated score by rank in descending order: mean over heads, float64 [ranks].
 
-    In units of the mean score, which is that of a token that receives as much as it gives: the
-    scores [kv_heads, tokens] of a text over its `group` query heads per KV head. `ranks` are
-    relative: r is the ceil(r * tokens)-th of all.
+    The unit is the mean score: the score of a token that receives as much attention as it gives.
+    The scores [kv_heads, tokens] are of a text with `group` query heads per KV head. `ranks` are
+    relative: r is the ceil(r * tokens)-th highest score.
     """
     ordered = scores.double().sort(dim=1, descending=True).values / group
     places = np.ceil(np.asarray(ranks) * scores.shape[1] - 1e-9).astype(int).clip(min=1) - 1
@@ -116,10 +116,10 @@ def at_ranks(scores: Tensor, group: int, ranks: Sequence[float]) -> np.ndarray:
 
 
 def power_law(ranks: Sequence[float], scores: Sequence[float]) -> tuple[float, float]:
-    """Slope and R2 of the line through log score over log rank, by least squares.
+    """Fit log score over log rank by least squares. Return the slope and R2.
 
-    Scores of 0 have no logarithm and are left out; nan with less than three points, and R2 is nan
-    where all scores are the same.
+    Scores of 0 are left out. The slope is nan with fewer than three points, and R2 is nan if all
+    scores are equal.
     """
     ranks, scores = np.asarray(ranks, float), np.asarray(scores, float)
     x, y = np.log(ranks[scores > 0]), np.log(scores[scores > 0])
@@ -132,24 +132,23 @@ def power_law(ranks: Sequence[float], scores: Sequence[float]) -> tuple[float, f
 
 
 def heaviest(scores: Tensor, count: int) -> Tensor:
-    """Indices of the `count` keys with the most scores [kv_heads, tokens]: int64 [kv_heads, count].
+    """Return the indices of the `count` keys with the highest scores: int64 [kv_heads, count].
 
-    Ascending; of equals the newer, as when a prompt is cut (`Eviction.select`).
+    They are ascending. Ties are broken in favor of newer keys, as in `Eviction.select`.
     """
     return Eviction().select(scores, Cut(scores.shape[1], count, 0))
 
 
 def share_of(percent: float, tokens: int) -> int:
-    """So many percent of the tokens, in whole ones, at least 1 and at most all."""
+    """Return a percentage of the tokens as an integer, at least 1 and at most all."""
     return min(max(int(percent / 100 * tokens), 1), tokens)
 
 
 def overlap(local: Tensor, full: Tensor, count: int) -> float:
-    """Share of the `count` heaviest keys by one attention score that are so by the other; mean over
-    heads.
+    """Return the fraction of the `count` heaviest keys that two attention scores have in common.
 
-    Both accumulated scores are [kv_heads, tokens], of the same keys. Keys by chance: count /
-    tokens.
+    It is a mean over heads. Both scores are [kv_heads, tokens], of the same keys. The expected
+    overlap of random keys is count / tokens.
     """
     first, other = (torch.zeros_like(scores, dtype=torch.bool).scatter_(1, heaviest(scores, count),
                                                                         True)
@@ -186,13 +185,13 @@ def _pearson(x: np.ndarray, y: np.ndarray) -> float:
 
 EVICTING = ("h2o", "window", "sink-window")
 POLICIES = (*EVICTING, "best")
-"""`best` is the most that so many tokens can hold of each row: no policy loses less."""
+"""`best` caches the tokens with the highest attention of each row, a bound for all policies."""
 
 
 def sizes(policy: str, percent: float, prompt_len: int) -> Budget:
-    """The budget of a policy for a prompt: all keep as many tokens as h2o does at this budget.
+    """Return the budget of a policy for a prompt: the number of tokens that h2o keeps at `percent`.
 
-    But ``sink-window`` has its sinks and one recent token at least.
+    ``sink-window`` keeps at least its sinks and one recent token.
     """
     h2o = Configuration("h2o", percent).sizes(prompt_len)
     if policy == "h2o":
@@ -202,21 +201,21 @@ def sizes(policy: str, percent: float, prompt_len: int) -> Budget:
 
 
 def miss_rates(q: Tensor, k: Tensor, *, context: int, percents: Sequence[float]) -> Tensor:
-    """Mean share of the attention of the rows from `context` on that is not on cached tokens.
+    """Return the mean attention that rows from `context` on lose, because keys are not cached.
 
     Parameters
     ----------
     q, k : Tensor [tokens, heads, head_dim], [tokens, kv_heads, head_dim]
-        Rotated.
+        Rotated queries and keys.
     context : int
-        Tokens of the prompt, at least 2 and less than all.
+        Tokens of the prompt, at least 2 and fewer than all.
     percents : sequence of float
-        Budgets, percent of the prompt.
+        Budgets, in percent of the prompt.
 
     Returns
     -------
     float64 Tensor [policies, percents], on the CPU
-        Of `POLICIES`, mean over rows and query heads.
+        One row for each of `POLICIES`; means over rows and query heads.
     """
     scores = observe(q[:context], k[:context]).scores
     caches = [Caches([sizes(policy, percent, context) for percent in percents], scores)
@@ -232,9 +231,9 @@ def miss_rates(q: Tensor, k: Tensor, *, context: int, percents: Sequence[float])
 
 
 def _best(logits: Tensor, start: int, totals: Sequence[int]) -> Tensor:
-    """The least that rows lose, summed over rows and heads: float64 [totals].
+    """Return the minimum loss of the rows, summed over rows and heads: float64 [totals].
 
-    A row of t tokens before it attends over min(t, total) of them and itself.
+    A row with t earlier tokens attends to min(t, total) of them and to itself.
     """
     rows, tokens = logits.shape[2:]
     max_count = min(max(totals) + 1, tokens)
@@ -249,21 +248,21 @@ def _best(logits: Tensor, start: int, totals: Sequence[int]) -> Tensor:
 
 
 class Caches:
-    """The tokens that one policy holds of one layer of a text, at several budgets at once.
+    """The tokens that one policy keeps in one layer of a text, at several budgets at once.
 
-    What goes is `Eviction`'s to say. There are no keys and values: the attention is given.
+    `Eviction` selects what is evicted. There are no keys and values: the attention is given.
 
     Parameters
     ----------
     budgets : sequence of Budget
-        All with the same sinks.
+        Budgets with equal sinks.
     scores : float32 Tensor [kv_heads, prompt_len]
-        Of the prompt, all its queries done.
+        Attention scores after the whole prompt.
 
     Attributes
     ----------
     positions : int32 Tensor [budgets, kv_heads, slots]
-        Of the tokens held; `EMPTY` where there is none.
+        Positions of the cached tokens; `EMPTY` in empty slots.
     """
 
     def __init__(self, budgets: Sequence[Budget], scores: Tensor):
@@ -283,10 +282,10 @@ class Caches:
             cached_scores[:, : index.shape[1]] = scores.gather(1, index)
 
     def step(self, row: Tensor) -> Tensor:
-        """Attend from one more token, cache it, evict where the cache is over its budget.
+        """Attend from one more token, cache it, and evict where the cache exceeds its budget.
 
-        `row` is [kv_heads, group, tokens], the logits of its query for all tokens up to itself.
-        Returns what it loses, summed over the query heads: float64 [budgets].
+        `row` is [kv_heads, group, tokens]: the logits of its query for all tokens up to itself.
+        Return the attention that it loses, summed over the query heads: float64 [budgets].
         """
         empty = self.positions == EMPTY
         places = self.positions.masked_fill(empty, 0).long()[:, :, None]
@@ -294,20 +293,19 @@ class Caches:
         cached_logits = all_heads.gather(-1, places.expand(*all_heads.shape[:3], -1))
         cached_logits = cached_logits.masked_fill(empty[:, :, None], float("-inf"))
         attended = torch.cat([cached_logits, all_heads[..., -1:]], dim=-1)
-        log_share = attended.logsumexp(-1) - row.logsumexp(-1)  # the log of its share
+        log_share = attended.logsumexp(-1) - row.logsumexp(-1)  # of the attention that is kept
         received = attended.softmax(-1).sum(2)
         self._scores += received[..., :-1]
         self._cache(received[..., -1:])
         return -log_share.double().clamp(max=0).expm1().sum((1, 2))
 
     def _cache(self, new_scores: Tensor) -> None:
-        """Put the new token with attention score `new_scores` [budgets, kv_heads, 1] into its
-        slot."""
+        """Cache the new token, with its attention score `new_scores` [budgets, kv_heads, 1]."""
         new, self._tokens = self._tokens, self._tokens + 1
         victims = self._eviction.victims(
             self._scores, self.positions, tokens=torch.full_like(self._recent, self._tokens),
             recent=self._recent)
-        # Where all tokens so far fit in, nothing was evicted and they stand in order.
+        # If all tokens so far fit, none was evicted, and token i is in slot i.
         victims = victims.where((self._total < self._tokens)[:, None], new)[..., None]
         self._scores.scatter_(-1, victims, new_scores)
         self.positions.scatter_(-1, victims, torch.full_like(victims, new, dtype=torch.int32))

@@ -1,7 +1,7 @@
-"""The attention of many texts, layer by layer, as rows of CSV files: see `analyze.py`.
+"""Attention statistics of many texts by layer, as rows of CSV files: see `analyze.py`.
 
-A `Survey` looks on while `LLM.probe` runs, and keeps a few numbers per layer and text. Its rows
-are by column name, one list for each of `PARTS`, and means over the texts.
+A `Survey` observes `LLM.probe` and keeps a few numbers per layer and text. Its rows are means over
+the texts, by column name, in one list for each of `PARTS`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Survey:
     Parameters
     ----------
     parts : sequence of str
-        Those of `PARTS` to find.
+        Members of `PARTS` to measure.
     ids : sequence of sequence of int
-        Token ids of each text, whose attention `attend` will get.
+        Token ids of each text that `attend` gets.
     contexts : sequence of int
-        Tokens of the first half of each.
+        Tokens of the first half of each text.
     percents : sequence of float
-        Budgets, percent of the tokens there are (local) or of the first half (misses).
+        Budgets, in percent of the tokens so far (local) or of the first half (misses).
     """
 
     def __init__(self, parts: Sequence[str], ids: Sequence[Sequence[int]],
@@ -52,7 +52,7 @@ class Survey:
         self._values: dict[str, dict[int, list]] = {part: {} for part in parts}
 
     def attend(self, layer: int, pair: int, q, k, v) -> torch.Tensor:
-        """Look on, and do the usual attention: as `LLM.probe` wants it."""
+        """Record statistics, and compute ordinary attention: the callback of `LLM.probe`."""
         if set(self._parts) - {"misses"}:
             self._look(layer, pair, q, k)
         if "misses" in self._parts:
@@ -76,7 +76,7 @@ class Survey:
             self._keep("frequency", layer, correlations(self._ids[pair], observed.scores))
 
     def _overlap(self, observed, stop: int, percent: float) -> tuple[float, float]:
-        """The overlap, and what it is by chance."""
+        """Return rows of the overlap and of its expected value for random keys."""
         count = share_of(percent, stop)
         return overlap(observed.local[stop], observed.scores[:, :stop], count), count / stop
 
@@ -84,7 +84,7 @@ class Survey:
         self._values[part].setdefault(layer, []).append(values)
 
     def rows(self, part: str) -> list[dict[str, object]]:
-        """The rows of one part, by its columns in `PARTS`."""
+        """Return the rows of one part, by its columns in `PARTS`."""
         make = {"sparsity": self._sparsity, "scores": self._scores, "local": self._local,
                 "frequency": self._frequency, "misses": self._misses}[part]
         return [dict(zip(PARTS[part], values, strict=True))
@@ -125,40 +125,40 @@ KINDS = ("heavy", "heavy but sinks", "random", "lowest")
 
 
 def chosen_keys(kind: str, scores: Tensor, count: int, *, seed: int = 0) -> Tensor:
-    """The `count` keys of each KV head that are taken away: int64 [kv_heads, count].
+    """Return `count` keys of each KV head to remove: int64 [kv_heads, count].
 
     Parameters
     ----------
     kind : str
-        One of `KINDS`. Of equal scores the newer is the heavier; random keys are of the `seed`;
-        the sinks go last of all.
+        One of `KINDS`. Of equal scores the newer key is heavier; `seed` determines random keys;
+        sinks are selected last by "heavy but sinks".
     scores : Tensor [kv_heads, tokens]
         Accumulated scores.
     count : int
-        At most tokens.
+        At most the number of tokens.
     """
     if kind == "heavy":
         return heaviest(scores, count)
     if kind == "heavy but sinks":
         scores = scores.clone()
-        scores[:, :SINK_WINDOW_SINKS] = -1  # below all that attention sums up to
+        scores[:, :SINK_WINDOW_SINKS] = -1  # below any accumulated attention
         return heaviest(scores, count)
     if kind == "lowest":
         return scores.argsort(dim=1, stable=True)[:, :count]
-    generator = torch.Generator().manual_seed(seed)  # the processor's: alike on every device
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: equal on every device
     draws = torch.rand(scores.shape, generator=generator)
     return draws.argsort(dim=1)[:, :count].to(scores.device)
 
 
 def attend_without(q: Tensor, k: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
-    """Causal attention in which the later queries do not see some of the first keys.
+    """Compute causal attention in which later queries do not see some of the first keys.
 
     Parameters
     ----------
     q : Tensor [tokens, heads, head_dim]
     k, v : Tensor [tokens, kv_heads, head_dim]
     evicted : bool Tensor [kv_heads, context]
-        Of the first `context` keys, those that queries from `context` on do not see.
+        True for keys that queries from `context` on do not see.
 
     Returns
     -------
@@ -176,21 +176,21 @@ def attend_without(q: Tensor, k: Tensor, v: Tensor, evicted: Tensor) -> Tensor:
 
 
 class Without:
-    """Attention for `LLM.probe` that takes `counts[pair]` keys of the first half away.
+    """Attention for `LLM.probe` that removes `counts[pair]` keys of the first half.
 
     Parameters
     ----------
     kind : str
         One of `KINDS`.
     contexts, counts : list of int
-        For each pair the tokens of its first half, and how many of them are not seen.
+        For each pair, the tokens of its first half, and the number of removed keys.
     """
 
     def __init__(self, kind: str, contexts: list[int], counts: list[int]):
         self._kind, self._contexts, self._counts = kind, contexts, counts
 
     def __call__(self, layer: int, pair: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend for `LLM.probe`."""
+        """Compute attention for `LLM.probe`."""
         context = self._contexts[pair]
         scores = observe(q[:context], k[:context]).scores
         keys = chosen_keys(self._kind, scores, self._counts[pair], seed=pair << 16 | layer)

@@ -1,9 +1,9 @@
 """Quality by cache budget: ``python benchmarks/studies/quality.py --input-path FILE.jsonl ...``.
 
-On the same articles, each cache gives the perplexity of the second half after the first (teacher-
-forced, so that its figures are of the same tokens) and the share of greedy tokens that are those
-of the full cache; so do quantized weights. All that can be refused is refused before torch is
-loaded.
+For each cache and for quantized weights, measure two figures on the same articles: the perplexity
+of the second half after the first (teacher-forced, so that all caches score the same tokens), and
+the fraction of greedy tokens that equal those of the full cache. Bad flags are refused before torch
+is loaded.
 """
 
 from __future__ import annotations
@@ -36,15 +36,18 @@ _HELPS = {"dtype": "number format; float32 shows what eviction does and no round
 
 @dataclass(frozen=True, kw_only=True)
 class QualityOptions:
-    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+    """The checked flags; `run` holds those shared with `flex_opt`. Lengths are in tokens.
 
-    Raises `UserError` for a value out of range and for flags that contradict each other.
+    Raises
+    ------
+    UserError
+        A value is out of range, or flags contradict each other.
     """
 
     run: RunConfig
     input_path: str | None = measurements.articles_flag()
     articles: int = flag("int", 30, ge=1, help="measure on the first so many long enough")
-    # A half has a token at least.
+    # Each half has at least one token.
     min_tokens: int = flag("int", 500, ge=2, help="shorter articles are passed over")
     max_tokens: int = flag("int", 768, ge=2, help="articles are cut to this")
     budgets: tuple[float, ...] = flag(
@@ -71,7 +74,7 @@ class QualityOptions:
 
 
 def parser() -> Parser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     return task_flags.command_parser(
         QualityOptions, _SHARED, prog="python benchmarks/studies/quality.py",
         defaults=_DEFAULTS,
@@ -79,14 +82,14 @@ def parser() -> Parser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
-    """Flags as checked `QualityOptions`. Raises `UserError`."""
+    """Parse flags into checked `QualityOptions`. Raises `UserError`."""
     options, shared = task_flags.parse(argv, parser(), QualityOptions)
     task_flags.check_from_csv([*options, *shared])
     return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **options)
 
 
 def run(options: QualityOptions) -> None:
-    """Measure, or read what was measured; write the files and print the table."""
+    """Measure, or read measured rows; write the files and print the table."""
     measurements.report(
         options, read=quality_study.read_rows,
         measure=lambda: measure_all(options, read_articles(options.input_path)),
@@ -94,7 +97,7 @@ def run(options: QualityOptions) -> None:
 
 
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
-    """Measure every cache on the articles; rows go to ``--csv`` as they come."""
+    """Measure every cache on the articles. Rows are written to ``--csv`` one by one."""
     todo = configurations(options.budgets, options.only)
     with terminal.ProgressBar(total=2 * len(todo), unit="part", disable=None) as bar:
         open_llm = _opener(options, bar.set_description)
@@ -106,7 +109,7 @@ def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str,
 
 def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[Configuration],
                                                                               object]:
-    """A function that loads the model with the cache of a configuration."""
+    """Return a function that loads the model with the cache of a configuration."""
     def open_llm(configuration: Configuration):
         show(configuration.name)
         return launch.open_llm(options.run, progress=False, **configuration.arguments())
@@ -115,7 +118,7 @@ def _opener(options: QualityOptions, show: Callable[[str], None]) -> Callable[[C
 
 
 def _pairs(llm, texts: Sequence[str], options: QualityOptions):
-    """Token ids of the halves of each article."""
+    """Return the token ids of the halves of each article."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
     selected = select_articles(texts, lambda text: llm.tokenizer(text, verbose=False)["input_ids"],
@@ -130,14 +133,14 @@ main = entry_point(parse_args, run)
 _POLICIES = ("h2o", RECALL, SPARSE, "window", "sink-window")
 _MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "caote": "d", "rolling": "*",
             "of the text": "^", "chunks of 16": "<", "chunks of 64": ">"}
-_STEP = 1.6  # percent on the axis between variants, which all have the same budget
+_STEP = 1.6  # distance on the axis, in percent, between variants of the same budget
 
 
 def draw(rows: Sequence[dict], path: str) -> None:
-    """Draw rows of the quality task into a file, which is there whole or not at all.
+    """Draw rows of the quality task to a file, which is written atomically.
 
-    `rows` are by column name, numbers as numbers, one of them of the plain full cache. Rows with
-    quantized weights are left out. OSError if the file cannot be written.
+    `rows` are by column name, with numbers as numbers. One of them is of the plain full cache. Rows
+    with quantized weights are left out. Raises OSError if the file cannot be written.
     """
     figure = new_figure(11, 4.8)
     left, right = figure.subplots(1, 2)
@@ -169,7 +172,7 @@ def _full(rows: Sequence[dict]) -> dict:
 
 
 def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
-    """A line for each policy, and the variants of h2o beside its point at the usual budget."""
+    """Draw a line for each policy, and the variants of h2o near its point at the usual budget."""
     full = _full(rows)
     for policy in _POLICIES:
         style = LINES[policy]
@@ -182,7 +185,7 @@ def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
         if column == "perplexity":
             low, high = ([full[column] * math.exp(row[f"delta_nats_{end}"]) for row in points]
                          for end in ("low", "high"))
-            # A skewed sample may leave the estimate outside; a bar has no negative length.
+            # The interval of a skewed sample may exclude the estimate; bars cannot be negative.
             bars = [[max(value - end, 0) for value, end in zip(values, low, strict=True)],
                     [max(end - value, 0) for value, end in zip(values, high, strict=True)]]
         axes.errorbar(at, [scale * value for value in values], yerr=bars, capsize=2, markersize=5,
@@ -194,7 +197,7 @@ def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
 
 
 def _shown(rows: Sequence[dict]) -> list[dict]:
-    """The variants at the usual budget, in the order of their markers."""
+    """Return the variants at the usual budget, in the order of their markers."""
     order = list(_MARKERS)
     return sorted((row for row in rows if row["variant"] in order
                    and row["policy"] != RECALL and row["budget_percent"] == USUAL),
@@ -202,7 +205,7 @@ def _shown(rows: Sequence[dict]) -> list[dict]:
 
 
 def _legend(axes) -> tuple[list, list[str]]:
-    """Handles and labels, column by column: the lines first, as they come, then the points."""
+    """Return handles and labels by column: the lines first, then the points."""
     named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     order = [name for name in (*_POLICIES, "full cache") if name in named]
     order += [name for name in named if name not in order]

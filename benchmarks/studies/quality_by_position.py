@@ -2,8 +2,8 @@
 
     python benchmarks/studies/quality_by_position.py --input-path xsum_0shot.jsonl
 
-The articles and halves are those of `quality.py`. A budget is a share of the prompt.
-As the text grows it becomes a smaller share of the text, unless generated tokens stay
+The articles and halves are those of `quality.py`. A budget is a fraction of the prompt, so it
+becomes a smaller fraction of the text as the text grows, unless generated tokens are not evicted
 (``evict_generated=False``).
 """
 
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--csv", default="benchmarks/results/quality_by_position.csv")
     args = parser.parse_args()
     check_int("--articles", args.articles, ge=1)
-    for name in ("min_tokens", "max_tokens"):  # each quarter of a half has a token
+    for name in ("min_tokens", "max_tokens"):  # each quarter of a half has at least one token
         check_int(flag_name(name), getattr(args, name), ge=2 * QUARTERS)
     check_writable("--csv", args.csv)
     full: list[float] = []

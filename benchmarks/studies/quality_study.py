@@ -1,9 +1,9 @@
-"""The caches that the quality task compares: policies over budgets, and variants of one. No torch.
+"""Caches that the quality task compares: policies by budget, and variants of one. No torch.
 
-A variant may have quantized weights too, and is compared with the full cache and exact weights.
-A budget is a percentage of each sequence's own prompt, or of its text so far: all that stays cached
-of it, but for the sinks of ``sink-window``, which come on top, since 4 tokens are another share of
-every sequence.
+A variant may also have quantized weights; it is compared with the full cache and exact weights. A
+budget is a percentage of each sequence's prompt, or of its text so far. It covers all cached
+tokens, except that the sinks of ``sink-window`` are additional: 4 tokens are a different fraction
+of each sequence.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.statistics import compare_to_full
 
-POLICIES = ("full", "h2o", "window", "sink-window")  # in the words of --eviction
+POLICIES = ("full", "h2o", "window", "sink-window")  # values of --eviction
 RECALL, SPARSE = "recall", "sparse-values"
-# What --only picks from: the policies, the variants of h2o by what they vary, recall and its own
-# variants, sparse values, quantized weights.
+# Values of --only: the policies, the variants of h2o by what they vary, recall and its variants,
+# sparse values, quantized weights.
 GROUPS = (*POLICIES, RECALL, SPARSE, "text", "score", "positions", "chunks", "bits", "weights")
 VARIED = (5, 20)  # percent: a tight and a usual budget
-CHUNKS = (16, 64)  # tokens of a prompt after each of which eviction acts in it, too
+CHUNKS = (16, 64)  # tokens per chunk, if chunked prefill also evicts inside the prompt
 USUAL = 20
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One cache. `budget` is in percent of what `budget_of` says (100 for the full cache).
+    """One cache. `budget` is in percent of the tokens of `budget_of` (100 for the full cache).
 
-    Bits are 16 (as the run's dtype), 8 or 4. The policy may be ``recall``: nothing is evicted, and
-    `index_bits` are those of the index. Or it is ``sparse-values``: all keys are read, and the
-    budget is a share of the values.
+    Bits are 16 (the run's dtype), 8 or 4. With the policy ``recall`` nothing is evicted, and
+    `index_bits` is the bit width of the index. With ``sparse-values`` all keys are read, and the
+    budget is a fraction of the values.
     """
 
     policy: str
@@ -55,16 +55,16 @@ class Configuration:
 
     @property
     def variant(self) -> str:
-        """The difference from the plain policy, in words; empty for that itself.
+        """Description of the difference from the plain policy; empty for the plain policy.
 
-        Such as ``4-bit``, ``chunks of 64`` (eviction inside the prompt), ``4-bit weights`` or
-        ``4-bit, 4-bit weights``: the cache's, the weights'.
+        Examples are ``4-bit``, ``chunks of 64`` (eviction inside the prompt), ``4-bit weights`` and
+        ``4-bit, 4-bit weights``, which has the cache's bits first.
         """
         return ", ".join(filter(None, (self._of_cache(), self._of_weights())))
 
     @property
     def name(self) -> str:
-        """Such as ``h2o 20 % 4-bit`` or ``h2o 20 % 4-bit, 4-bit weights``."""
+        """Name such as ``h2o 20 % 4-bit`` or ``h2o 20 % 4-bit, 4-bit weights``."""
         plain = "full" if self.policy == "full" else f"{self.policy} {self.budget:g} %"
         cache = f"{plain} {self._of_cache()}".strip()
         return ", ".join(filter(None, (cache, self._of_weights())))
@@ -90,7 +90,7 @@ class Configuration:
 
     @property
     def group(self) -> str:
-        """The one of `GROUPS` that it belongs to."""
+        """The member of `GROUPS` that it belongs to."""
         if self.weight_bits != 16:
             return "weights"
         if self.policy == RECALL:
@@ -106,7 +106,7 @@ class Configuration:
         return "positions" if self.positions != "original" else self.policy
 
     def h2o(self) -> H2OConfig | None:
-        """The cache's sizes and scores in `LLM`'s words; None for the full cache."""
+        """The cache's configuration for `LLM`; None for the full cache."""
         share = self.budget / 100
         if self.policy in ("full", SPARSE):
             return None
@@ -122,21 +122,21 @@ class Configuration:
                          positions=self.positions)
 
     def arguments(self) -> dict[str, object]:
-        """Keywords of `LLM` that set this cache, and the weights."""
+        """Keywords of `LLM` that set this cache and the weights."""
         values = {"attn_sparsity": self.budget / 100} if self.policy == SPARSE else {}
         values |= {"activation_bits": self.activation_bits} if self.activation_bits != 16 else {}
         return {"h2o": self.h2o(), "cache_bits": self.cache_bits, "weight_bits": self.weight_bits,
                 **values}
 
     def sizes(self, prompt_len: int) -> cache_budget.Budget | None:
-        """Tokens kept of a prompt, alike in all layers. None where all are."""
+        """Return the tokens kept of a prompt, equal in all layers; None if all are kept."""
         return cache_budget.budget(self.h2o(), 0, prompt_len)
 
     def cached(self, prompt_len: int, new_tokens: int) -> float:
-        """Tokens that are cached after a decode step, mean over the steps of `new_tokens`.
+        """Return the mean number of cached tokens over the decode steps of `new_tokens`.
 
-        The first new token comes from the prefill and the last is never cached, so there is a
-        step less than new tokens.
+        The prefill generates the first new token, and the last one is never cached, so there is one
+        step fewer than new tokens.
         """
         steps = range(1, new_tokens) or [0]
         h2o = self.h2o()
@@ -145,16 +145,16 @@ class Configuration:
 
 def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
                    ) -> list[Configuration]:
-    """All caches to measure, the plain full one first: what the others are compared with.
+    """Return all caches to measure, the plain full cache first: the others are compared with it.
 
     Parameters
     ----------
     budgets : iterable of float
-        Percent of the prompt. Recall, sparse values and variants of h2o are measured at those of
-        `VARIED` that are among them, fewer bits, of the index too, at `USUAL` alone; quantized
-        weights with the full cache too.
+        Percent of the prompt. Recall, sparse values and variants of h2o are only measured at the
+        budgets of `VARIED` that are included; lower bit widths, also of the index, only at `USUAL`;
+        quantized weights also with the full cache.
     only : iterable of str, optional
-        Those of `GROUPS` to measure beside the full cache. Default: all.
+        Members of `GROUPS` to measure in addition to the full cache. Default: all.
     """
     budgets = sorted(set(budgets))
     result = [Configuration("full", 100)]
@@ -180,7 +180,7 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
 
 _TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
           "policy", "variant", "score", "positions")
-# The full cache has no sizes, and most evict at the prompt's end alone.
+# The full cache has no sizes, and most policies only evict at the end of the prompt.
 _MAY_LACK = ("heavy_tokens_mean", "recent_tokens_mean", "sink_tokens", "prompt_chunk")
 COLUMNS = (
     "date", "version", "commit", "host", "device", "model", "dtype",
@@ -199,9 +199,11 @@ _HEADERS = [tuple(name for name in COLUMNS if name not in list(_ADDED)[:lacking]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of one cache: for each article the natural log-probability of each token of its
-    second half, and the greedy tokens after its first. `stats` is that of the scoring; `seconds`
-    are those of scoring and generation, without loading.
+    """Results of one cache.
+
+    For each article it has the natural log-probability of each token of the second half, and the
+    greedy tokens after the first half. `stats` covers the scoring; `seconds` are of scoring and
+    generation, without loading.
     """
 
     log_probs: list[list[float]]
@@ -212,15 +214,15 @@ class Measurement:
 
 def measure(llm, pairs: Sequence[Pair], *, gen_len: int,
             on_part: Callable[[], None] = lambda: None) -> Measurement:
-    """Score each article's second half after its first, and continue the first by `gen_len`.
+    """Score the second half of each article after its first, then generate `gen_len` tokens.
 
-    `on_part` is called after each of the two.
+    `on_part` is called after each of the two parts.
     """
     began = time.perf_counter()
     log_probs = llm.loglikelihood(pairs)
     stats = llm.stats
     on_part()
-    # With no end token all texts are of one length, and shares of them mean the same.
+    # Without an end token all texts have the same length, so that fractions are comparable.
     outputs = llm.generate([head for head, _ in pairs], max_new_tokens=gen_len, eos_token_id=-1)
     seconds = time.perf_counter() - began
     on_part()
@@ -228,13 +230,13 @@ def measure(llm, pairs: Sequence[Pair], *, gen_len: int,
 
 
 def common_prefix(first: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Return the number of equal tokens before the first difference."""
     pairs = enumerate(zip(first, other, strict=True))
     return next((place for place, (a, b) in pairs if a != b), len(first))
 
 
 def figures(measured: Measurement, full: Measurement) -> dict[str, float]:
-    """One cache beside the full one, on the same articles, by column name."""
+    """Compare one cache to the full cache on the same articles; return figures by column name."""
     greedy = list(zip(measured.tokens, full.tokens, strict=True))
     return {
         **compare_to_full(measured.log_probs, full.log_probs),
@@ -246,7 +248,7 @@ def figures(measured: Measurement, full: Measurement) -> dict[str, float]:
 
 def row_of(configuration: Configuration, measured: Measurement, full: Measurement, *,
            pairs: Sequence[Pair], gen_len: int) -> dict[str, object]:
-    """A row by column name, but for when and where; None where a column has no meaning."""
+    """Return a row by column name, without time and machine; None where a column does not apply."""
     heads, stats = [len(head) for head, _ in pairs], measured.stats
     sizes = [configuration.sizes(length) for length in heads]
     heavy, recent, sinks = (
@@ -276,18 +278,18 @@ def compare(configurations: Sequence[Configuration],
             open_llm: Callable[[Configuration], AbstractContextManager],
             pairs_of: Callable[[object], Sequence[Pair]], *, gen_len: int,
             on_part: Callable[[], None] = lambda: None) -> Iterator[dict[str, object]]:
-    """Measure one cache after the other, the plain full one first, and yield a row of each.
+    """Measure one cache after the other, the plain full cache first, and yield a row of each.
 
-    Rolling positions are left out of a model that adds learned ones to its embeddings (OPT).
+    Rolling positions are skipped for models with learned position embeddings (OPT).
 
     Parameters
     ----------
     configurations : sequence of Configuration
-        The full cache, with weights as they are, first.
+        The first is the full cache with unquantized weights.
     open_llm : callable
-        The `LLM` of a configuration, as a context manager.
+        Opens the `LLM` of a configuration, as a context manager.
     pairs_of : callable
-        The articles' halves as token ids, from the first `LLM` (it has the tokenizer).
+        Returns the articles' halves as token ids, from the first `LLM` (for its tokenizer).
     gen_len : int
         Greedy tokens to compare.
     on_part : callable
@@ -308,10 +310,10 @@ def compare(configurations: Sequence[Configuration],
 
 
 def read_rows(path: str) -> list[dict[str, object]]:
-    """Rows of a CSV file (a ``.partial`` one too): texts, numbers, None for an empty number.
+    """Read rows of a CSV file, also a ``.partial`` one: texts, numbers, None for empty numbers.
 
-    Files of earlier versions lack columns, for what they did not vary. Raises `UserError`
-    when it is missing, is not such a file, or has no row of the plain full cache.
+    Files of earlier versions lack some columns. Raises `UserError` if the file is missing, is not
+    such a file, or has no row of the plain full cache.
     """
     file_rows = read_csv(path, _HEADERS, texts=_TEXTS, may_lack=_MAY_LACK)
     rows = [{**_ADDED, **row} for row in file_rows]
@@ -321,7 +323,7 @@ def read_rows(path: str) -> list[dict[str, object]]:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The figures that matter as text in aligned columns."""
+    """Return the main figures as text in aligned columns."""
     head = ("cache", "cached tokens", "KiB a sequence", "perplexity", "x full",
             "nats over full (95 %)", "equal greedy", "common prefix", "seconds")
     body = [(

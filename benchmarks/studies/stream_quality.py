@@ -1,8 +1,8 @@
-"""A stream by position: ``benchmarks/studies/stream_quality.py --input-path FILE.jsonl ...``.
+"""Quality of a stream by position: ``stream_quality.py --input-path FILE.jsonl ...``.
 
-One long text, articles joined, goes token by token through each cache, far past the context that
-the model was trained on: perplexity, ms/token and memory of each piece. The full cache goes until
-it fails. All that can be refused is refused before torch is loaded.
+One long text of joined articles is scored token by token with each cache, far past the context that
+the model was trained on. Measured are perplexity, ms/token and memory by segment. The full cache
+runs until it fails. Bad flags are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ _SCORES = {"h2o": "sum", "h2o-mean": "mean", "h2o-decay": "decay"}
 _POLICIES = (*_SCORES, "sink-window", "window", "full")
 _SHARED = (*task_flags.ENGINE, "num_window_length", "num_heavy_hitter_tokens")
 _DEFAULTS = {"model": "smollm2-135m", "dtype": "float32", "num_window_length": 512}
-# Tokens come one by one: room for more beside the cache would be idle.
+# Tokens are computed one by one, so a larger chunk would only reserve memory.
 _ONE_BY_ONE = {"gpu_batch_size": 1, "prefill_chunk": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamQualityOptions:
-    """The flags, checked. `run` holds those that `flex_opt` has too; lengths are tokens.
+    """The checked flags; `run` holds those shared with `flex_opt`. Lengths are in tokens.
 
-    Raises `UserError` for a value out of range and for flags that contradict each other.
+    Raises
+    ------
+    UserError
+        A value is out of range, or flags contradict each other.
     """
 
     run: RunConfig
@@ -71,11 +74,11 @@ class StreamQualityOptions:
         if self.full_max_tokens is not None and "full" not in self.policies:
             raise UserError("--full-max-tokens has no effect without full: leave it out")
         for policy in self.policies:
-            self.config(policy)  # which checks that the sizes leave room for recent tokens
+            self.config(policy)  # checks that the sizes leave recent tokens
         measurements.check_outputs(self)
 
     def config(self, policy: str) -> RunConfig:
-        """The run with one cache; those that evict let positions roll."""
+        """Return the run with one cache; positions roll in caches that evict."""
         if policy == "full":
             return replace(self.run, num_window_length=None, num_heavy_hitter_tokens=None)
         rolling = replace(self.run, enable_position_rolling=True)
@@ -84,7 +87,7 @@ class StreamQualityOptions:
         return replace(rolling, eviction=policy, num_heavy_hitter_tokens=None)
 
     def streamed(self, policy: str) -> Streamed:
-        """One cache to measure."""
+        """Return one cache to measure."""
         max_tokens = self.tokens
         if policy == "full" and self.full_max_tokens is not None:
             max_tokens = min(max_tokens, self.full_max_tokens)
@@ -92,7 +95,7 @@ class StreamQualityOptions:
 
 
 def parser() -> Parser:
-    """The parser of the flags."""
+    """Return the parser of the flags."""
     return task_flags.command_parser(
         StreamQualityOptions, _SHARED, prog="python benchmarks/studies/stream_quality.py",
         defaults=_DEFAULTS,
@@ -100,7 +103,7 @@ def parser() -> Parser:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
-    """Flags as checked `StreamQualityOptions`. Raises `UserError`."""
+    """Parse flags into checked `StreamQualityOptions`. Raises `UserError`."""
     stream_flags, shared = task_flags.parse(argv, parser(), StreamQualityOptions)
     task_flags.check_from_csv([*stream_flags, *shared])
     options = StreamQualityOptions(run=RunConfig(**_DEFAULTS | _ONE_BY_ONE | shared),
@@ -111,7 +114,7 @@ def parse_args(argv: Sequence[str] | None = None) -> StreamQualityOptions:
 
 
 def run(options: StreamQualityOptions) -> None:
-    """Measure, or read what was measured; write the files and print the table."""
+    """Measure, or read measured rows; write the files and print the table."""
     measurements.report(
         options, read=segments.read_rows,
         measure=lambda: measure_all(options, "\n\n".join(read_articles(options.input_path))),
@@ -119,12 +122,12 @@ def run(options: StreamQualityOptions) -> None:
 
 
 def measure_all(options: StreamQualityOptions, text: str) -> list[dict[str, object]]:
-    """Stream the text through every cache; rows go to ``--csv`` as they come."""
+    """Stream the text through every cache. Rows are written to ``--csv`` one by one."""
     return measurements.collected(options.csv, segments.COLUMNS, _rows(options, text))
 
 
 def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object]]:
-    """The rows of one cache after the other."""
+    """Yield the rows of one cache after the other."""
     tokens: list[int] | None = None
     todo = [options.streamed(policy) for policy in options.policies]
     with ProgressBar(total=sum(streamed.max_tokens for streamed in todo), unit="token",
@@ -139,10 +142,10 @@ def _rows(options: StreamQualityOptions, text: str) -> Iterator[dict[str, object
 
 
 def _tokens(llm, text: str, options: StreamQualityOptions) -> list[int]:
-    """The first ``--tokens`` token ids of the text."""
+    """Return the first ``--tokens`` token ids of the text."""
     if llm.tokenizer is None:
         raise UserError(f"{options.run.model} has no tokenizer here, and articles are text")
-    # Not verbose: it would warn that the text is longer than the model's context.
+    # verbose=False suppresses a warning that the text is longer than the model's context.
     tokens = list(llm.tokenizer(text, verbose=False)["input_ids"])
     if len(tokens) < options.tokens:
         raise UserError(f"--input-path has {len(tokens)} tokens and {options.tokens} are asked "

@@ -1,7 +1,7 @@
-"""Perplexity and time against position: one long text through a stream, in pieces. No torch.
+"""Perplexity and time by position: a long text through a stream, in segments. No torch.
 
-An `LLM`, or anything with its `stream`, is handed in. Every token is predicted from
-what is cached by then, as if it had been generated.
+An `LLM`, or an object with the same `stream`, is an argument. Every token is predicted from the
+tokens that are cached before it, as if it had been generated.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from flexgen_h2o.metrics.statistics import perplexity
 from flexgen_h2o.storage.free_memory import resident_bytes
 
 _ENDS = 3
-"""Pieces that tell the perplexity at the start; as many far above it, in a row, are a failure."""
-# The full cache has no sizes, and one that was refused no figures.
+"""Segments that define the initial perplexity. The same number far above it is a failure."""
+# The full cache has no sizes, and a refused cache has no figures.
 _SIZES = ("budget_tokens", "heavy_tokens", "recent_tokens", "sink_tokens")
 _MEASURED = ("nll_mean", "perplexity", "ms_per_token_median", "ms_per_token_p95", "cached_tokens",
              "kv_cache_bytes")
@@ -34,9 +34,10 @@ _TEXTS = (*ORIGIN, "device", "model", "dtype", "policy", "positions", "reason")
 
 @dataclass(frozen=True)
 class Streamed:
-    """One cache to measure. `h2o` is None for the full one, which has room for `max_tokens` tokens.
+    """One cache to measure.
 
-    `blow_up` times the perplexity of the first pieces, several pieces in a row, is a failure.
+    `h2o` is None for the full cache, which has a capacity of `max_tokens` tokens. The cache has
+    failed when several segments in a row have `blow_up` times the perplexity of the first ones.
     """
 
     policy: str
@@ -45,13 +46,13 @@ class Streamed:
     blow_up: float
 
     def open_stream(self, llm) -> AbstractContextManager:
-        """The stream; past the model's positions too, for that is what is to be seen."""
+        """Open the stream. It may exceed the model's positions, because this is measured."""
         if self.h2o is None:
             return llm.stream(max_tokens=self.max_tokens, past_context=True)
         return llm.stream()
 
     def cells(self) -> dict[str, object]:
-        """The columns of a row about the cache."""
+        """Return the columns of a row that describe the cache."""
         if self.h2o is None:
             return {"policy": self.policy, **dict.fromkeys(_SIZES), "positions": "original"}
         heavy, recent, sinks = (getattr(self.h2o, f"{part}_tokens")
@@ -63,11 +64,11 @@ class Streamed:
 
 def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
             on_segment: Callable[[int], None] = lambda _: None) -> Iterator[dict[str, object]]:
-    """Stream the tokens, and yield a row of each piece by `COLUMNS`.
+    """Stream the tokens, and yield a row for each segment by `COLUMNS`.
 
-    A cache that fails stops early, and the last row says why. One that keeps all may also be
-    refused, when it does not fit into memory: then a row without figures says so. Others are not
-    meant to fail so, and their `UserError` is raised.
+    A cache that fails stops early, and the last row has the reason. A full cache may also be
+    refused because it does not fit in memory: then a row without figures has the reason. A
+    `UserError` of another cache is raised.
 
     Parameters
     ----------
@@ -75,7 +76,7 @@ def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
     piece : int
         Tokens of a row.
     on_segment : callable
-        Called with the tokens of each piece when it is done.
+        Called with the tokens of each segment when it is done.
     """
     for row in _segments(llm, streamed, tokens, piece, on_segment):
         yield {**origin(), **streamed.cells(),
@@ -84,7 +85,7 @@ def measure(llm, streamed: Streamed, tokens: Sequence[int], *, piece: int,
 
 def _segments(llm, streamed: Streamed, tokens: Sequence[int], piece: int,
               on_segment: Callable[[int], None]) -> Iterator[dict[str, object]]:
-    """The cells of each row that differ from row to row."""
+    """Yield the cells of each row that change from row to row."""
     log_probs: list[list[float]] = []
     position, refused = 0, None
     try:
@@ -111,12 +112,12 @@ def _segments(llm, streamed: Streamed, tokens: Sequence[int], piece: int,
 
 
 def _failure(log_probs: Sequence[Sequence[float]], blow_up: float) -> str:
-    """Why a cache with these log-probabilities, by piece, has failed; empty if it has not."""
+    """Return why a cache with these log-probabilities has failed; empty if it has not."""
     if len(log_probs) < 2 * _ENDS:
         return ""
     limit = blow_up * perplexity(log_probs[:_ENDS])
     last = [perplexity([text]) for text in log_probs[-_ENDS:]]
-    # Not greater: what is infinite or no number has failed, whatever the first pieces were.
+    # Infinite and NaN values are failures too.
     if any(math.isfinite(value) and value <= limit for value in last):
         return ""
     return f"perplexity over {blow_up:g} x the first {_ENDS} pieces', {_ENDS} pieces in a row"
@@ -136,7 +137,7 @@ def _figures(log_probs: Sequence[float], stream) -> dict[str, object]:
 
 
 def read_rows(path: str) -> list[dict[str, object]]:
-    """Rows of a CSV file that was written before. Raises `UserError`."""
+    """Read rows of a CSV file of an earlier run. Raises `UserError`."""
     rows = read_csv(path, (COLUMNS,), texts=_TEXTS, may_lack=(*_SIZES, *_MEASURED))
     if not rows:
         raise UserError(f"--from-csv {path} has no rows")
@@ -144,7 +145,7 @@ def read_rows(path: str) -> list[dict[str, object]]:
 
 
 def by_policy(rows: Sequence[dict]) -> dict[str, list[dict]]:
-    """Policy to its rows, each in the order that they have."""
+    """Group rows by policy, in their order."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         groups.setdefault(row["policy"], []).append(row)
@@ -152,7 +153,7 @@ def by_policy(rows: Sequence[dict]) -> dict[str, list[dict]]:
 
 
 def table(rows: Sequence[dict]) -> str:
-    """A line for each cache, in aligned columns: how it began, how it ended, and why."""
+    """Return aligned lines, one per cache: its first and last segments, and the reason to end."""
     head = ("cache", "cached", "position", "perplexity first", "last", "ms/token first", "last",
             "process MB first", "last", "stopped early")
     body = []
@@ -171,7 +172,7 @@ def table(rows: Sequence[dict]) -> str:
 
 
 def _perplexity(rows: Sequence[dict]) -> str:
-    """Over all tokens of the pieces."""
+    """Return the perplexity over all tokens of the segments."""
     if not rows:
         return "-"
     nats = math.fsum(row["nll_mean"] * row["tokens"] for row in rows)
@@ -186,13 +187,14 @@ def _mean(rows: Sequence[dict], column: str, scale: float) -> str:
 # The plot of a stream: perplexity and time per token against position.
 
 
-_MARKS = 12  # markers on the longest line, however many pieces it has
+_MARKS = 12  # markers on the longest line
 
 
 def draw(rows: Sequence[dict], path: str) -> None:
-    """Draw rows of `segments` into a file, which is there whole or not at all.
+    """Draw rows of `segments` to a file, which is written atomically.
 
-    A cache that stopped early ends in a cross. OSError if the file cannot be written.
+    A cross marks the end of a cache that stopped early. Raises OSError if the file cannot be
+    written.
     """
     figure = new_figure(11, 4.8)
     left, right = figure.subplots(1, 2)
@@ -202,7 +204,7 @@ def draw(rows: Sequence[dict], path: str) -> None:
     for axes, column in ((left, "perplexity"), (right, "ms_per_token_median")):
         for policy, its in policies.items():
             _line(axes, policy, its, column=column, mark_every=mark_every)
-        if trained <= end:  # further away it would leave no room for the lines
+        if trained <= end:  # further right, it would compress the lines
             axes.axvline(trained, color="0.4", linewidth=1, linestyle=(0, (6, 3)),
                          label=f"trained context, {trained:.0f} tokens")
         axes.set(xlabel="position, tokens", xlim=(0, None))
@@ -216,7 +218,7 @@ def draw(rows: Sequence[dict], path: str) -> None:
               ylim=(0, 1.05 * right.get_ylim()[1]))
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5,
                   frameon=False, fontsize=9)
-    # A cache that was refused has a row that knows no model.
+    # The row of a refused cache has no model.
     sample = next((row for row in rows if row["tokens"]), None)
     model = "" if sample is None else f"{sample['model']}, {sample['dtype']}, "
     figure.suptitle(f"{model}one text token by token{_budget(rows)}; x: stopped early",
@@ -225,7 +227,7 @@ def draw(rows: Sequence[dict], path: str) -> None:
 
 
 def _line(axes, policy: str, rows: Sequence[dict], *, column: str, mark_every: int) -> None:
-    """One cache's figures, with a marker at every so many of them."""
+    """Draw the figures of one cache, with a marker every few segments."""
     points = [(row["position"], row[column]) for row in rows
               if row[column] is not None and math.isfinite(row[column])]
     if not points:
@@ -239,6 +241,6 @@ def _line(axes, policy: str, rows: Sequence[dict], *, column: str, mark_every: i
 
 
 def _budget(rows: Sequence[dict]) -> str:
-    """The caches' size, where those that evict have one in common."""
+    """Return the size of the caches, if all caches that evict have the same size."""
     sizes = {row["budget_tokens"] for row in rows} - {None}
     return f", {sizes.pop():.0f} tokens cached" if len(sizes) == 1 else ""

@@ -1,4 +1,4 @@
-"""Hot sets: fast memory keeps the tokens of a larger cache that were selected most lately.
+"""Hot sets: fast memory for the tokens of a larger cache that were selected most recently.
 
 With recall (`h2o.recall`) a decode step attends to few tokens. `ZeroCopyPart` keeps the cache in
 host memory beside a GPU; `disk_recall.DiskRecallPart` keeps it on disk. Both fetch only the
@@ -44,7 +44,7 @@ class RecallCounts:
     wait_seconds: float = 0.0
 
     def since(self, before: RecallCounts) -> RecallCounts:
-        """Return the counts since earlier ones."""
+        """Return the difference to earlier counts."""
         return RecallCounts(*(getattr(self, field.name) - getattr(before, field.name)
                               for field in fields(self)))
 
@@ -52,8 +52,8 @@ class RecallCounts:
 class HotSet:
     """Which tokens occupy the slots of fast memory, for each head (a KV head of a sequence).
 
-    A token that is not selected now gives its slot up first if its attention weights were the
-    least, by the running mean of their logarithms.
+    The evicted token is the one with the lowest attention weight, by a running mean of logarithms,
+    among tokens that are not selected.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from flexgen_h2o.errors import UserError
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """The form of attention of a layer.
+    """The attention variant of a layer: scale, soft cap, window and sinks.
 
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
 
@@ -23,8 +23,7 @@ class AttentionForm:
     scale : float or None
         None: 1 / sqrt(head_dim).
     softcap : float
-        No logit gets larger than this, nor smaller than its negative (Gemma 2, arXiv 2408.00118);
-        0: no cap.
+        Bound of the magnitude of logits (Gemma 2, arXiv 2408.00118); 0: no cap.
     window : int or None
         A query at position p sees the keys at positions above p - window, itself included: at
         least 2. None: all before it.

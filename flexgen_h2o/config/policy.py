@@ -38,7 +38,7 @@ class Policy:
     pin_weight : bool
         Pin weights in host memory (with a GPU).
     prefill_chunk : int, optional
-        Tokens of a prompt that go through the network at once; fewer need less memory. None: all.
+        Tokens of a prompt per forward pass; fewer need less memory. None: all.
     sep_layer : bool
         Schedule attention and MLP as two layers, so that weight buffers hold half a layer.
     refill_share : float
@@ -59,12 +59,13 @@ class Policy:
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens
         that are not in the hot set, instead of whole layers.
     fast_set : float, optional
-        Size of that hot set as a fraction of all tokens. None: twice what a step attends to.
+        Size of the hot set as a fraction of all tokens. None: twice the tokens that a step attends
+        to.
     speculate : str, optional
         "ngram": speculative decoding, on a CPU, with drafts from the text so far (prompt lookup).
         `LLM` then computes batches of one sequence, and as many sequences in a block.
     num_speculative_tokens : int
-        The most drafted tokens of a decode step.
+        Maximum number of drafted tokens per decode step.
 
     Raises
     ------
@@ -119,7 +120,7 @@ class Policy:
 
     @property
     def draft_tokens(self) -> int:
-        """The most drafted tokens of a decode step; 0 without speculation."""
+        """Maximum number of drafted tokens per decode step; 0 without speculation."""
         return 0 if self.speculate is None else self.num_speculative_tokens
 
     def check_device(self, *, has_gpu: bool) -> None:

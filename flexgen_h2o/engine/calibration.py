@@ -55,7 +55,7 @@ _VERSION = 1  # raise it when the importance changes: it is then measured again
 
 def calibrate(source: ModelSource, prompts: Prompts, device: Device, args: EngineArgs
               ) -> None:
-    """Let a source's weights be quantized by the calibration text of the args.
+    """Set up the quantization of a source's weights with the calibration text of the args.
 
     The text is read here, and the model runs over it when its weights are quantized.
 

@@ -1,10 +1,10 @@
 """Decode steps of resident decoder layers, captured once for a block and replayed at each step.
 
 The family's functions capture a layer's norms, matmuls, rotation, attention with eviction or
-recall, activation and residual in `CapturedCalls` (of a mixture of experts: what precedes the
-router). A replay reads new rotation tables and decode metadata from the same tensors. If the cache
-cannot capture (`KVCache.supports_capture`), attention is a call between two captured parts. Other
-layers run operation by operation: see `capture_obstacle`.
+recall, activation and residual in `CapturedCalls` (in a mixture of experts, only the part before
+the router). A replay reads new rotation tables and decode metadata from the same tensors. If the
+cache cannot capture (`KVCache.supports_capture`), attention is a call between two captured parts.
+Other layers run operation by operation: see `capture_obstacle`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CapturedLayers:
     ----------
     config : ModelConfig
     weights : WeightStore
-        Loaded. A layer with weights that are fetched is not captured.
+        Weights, already loaded. A layer with weights that are fetched is not captured.
     workspace : Workspace
         Its cache has begun or resumed the block before the first replay.
     policy : Policy
@@ -116,7 +116,7 @@ class CapturedLayers:
 
     def prepare_replay(self, batch: int, positions: torch.Tensor, lengths: torch.Tensor | None,
                        token: int) -> None:
-        """Write what a replay reads of a decode step: rotation tables and decode metadata.
+        """Write the inputs of a replayed decode step: rotation tables and decode metadata.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class CapturedLayers:
 
     def run(self, step: LayerStep, *, cache_layer: int, rows: int,
             attend: Callable[..., torch.Tensor]) -> None:
-        """Take the hidden states of a batch through a layer step: replay it, or capture it first.
+        """Compute a layer step on the hidden states of a batch: replay it, or capture it first.
 
         Parameters
         ----------

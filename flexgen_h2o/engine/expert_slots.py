@@ -1,7 +1,7 @@
-"""Slots: fast memory for experts that rest on slower tiers.
+"""Slots: fast memory for experts that are stored on slower tiers.
 
-A slot is a staging buffer that keeps its expert until another expert needs it. Loads are jobs
-beside compute, one per expert. `SlotPolicy` chooses which expert is evicted.
+A slot is a staging buffer that keeps its expert until another expert needs it. Loads overlap
+compute; each is a job for one expert. `SlotPolicy` selects the expert to evict.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class ExpertSlots:
     experts : ExpertsConfig
     tokens : int
         Sequences of a block.
-    given : int or None
+    requested : int or None
         Number of slots; None: see `ExpertsConfig.slots`.
     overlap : bool
         Overlap loads with compute, and prefetch. False: load one expert at a time, on demand.
@@ -275,7 +275,7 @@ class ExpertSlots:
             self._start_loads()
 
     def prefetch(self, keys: Iterable[ExpertKey]) -> None:
-        """Prefetch experts that the next layer may need, the likeliest first."""
+        """Prefetch experts that the next layer may need, in descending order of probability."""
         self._end_prefetch()
         self._predicted.extend(key for key in keys if key in self._offloaded)
         if self._overlap:

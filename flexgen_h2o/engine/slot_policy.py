@@ -1,4 +1,4 @@
-"""Eviction policy of expert slots: the expert that gives up its slot in fast memory. No torch."""
+"""Eviction policy of expert slots: selects the expert to evict from fast memory. No torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ DECAY = 0.9
 class SlotPolicy:
     """Eviction policy for expert slots: LRFU (Lee et al., 2001) with the layer's passes as clock.
 
-    Layers are used in a cycle, so that plain LRU evicts what is needed next. Here the score of an
-    expert counts its uses, each multiplied by `DECAY` for every later pass of its layer. The lowest
-    score is evicted; among equals, the expert whose layer comes last.
+    Layers are used in a cycle, so plain LRU would evict the experts that are needed next. Here the
+    score of an expert is the number of its uses, each multiplied by `DECAY` for every later pass of
+    its layer. The expert with the lowest score is evicted; of equal scores, the one whose layer
+    comes last.
 
     Parameters
     ----------
@@ -72,9 +73,9 @@ class SlotPolicy:
         return self._slots.keys()
 
     def allocate(self, key: ExpertKey) -> int | None:
-        """Give a slot to an expert without one, evicting another if none is free.
+        """Assign a slot to an expert without one; evict another expert if no slot is free.
 
-        Returns None if all experts with slots are pinned.
+        Return None if all experts with slots are pinned.
         """
         if not self._free:
             victim = self.victim()
@@ -87,7 +88,7 @@ class SlotPolicy:
         return slot
 
     def evict(self, key: ExpertKey) -> None:
-        """Take the slot of an expert away."""
+        """Free the slot of an expert."""
         self._free.append(self._slots.pop(key))
         self._cached[key[0]].discard(key)
         self.unpin(key)

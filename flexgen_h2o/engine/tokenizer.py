@@ -45,10 +45,10 @@ _CUT_TOKENS = 128
 
 
 class Prompts:
-    """Encodes and checks prompts, and decodes outputs, of one model.
+    """Encoder of prompts and decoder of outputs of one model.
 
-    The tokenizer is loaded on first use. All methods raise `UserError` that names the prompt or
-    pair by its number.
+    The tokenizer is loaded on first use. A `UserError` of any method names the prompt or pair by
+    its number.
 
     Parameters
     ----------
@@ -56,7 +56,7 @@ class Prompts:
     name : str
         Name of the model in error messages.
     h2o : H2OConfig or None
-        Decides about positions past the trained ones.
+        Determines whether positions may exceed the trained ones.
     """
 
     def __init__(self, source: ModelSource, name: str, h2o: H2OConfig | None):
@@ -105,8 +105,8 @@ class Prompts:
         Parameters
         ----------
         continues : bool
-            The prompt continues a text: no special tokens are put in front. Otherwise a text gets
-            those of the tokenizer, but no second BOS.
+            The prompt continues a text, so no special tokens are added. Otherwise the tokenizer's
+            special tokens are added to a text, but no second BOS.
         limit : (int or None, str), optional
             Maximum number of tokens of a text, and the reason for errors. Default: the model's
             positions. Only texts far above it are refused here, without tokenizing all of them.
@@ -134,7 +134,7 @@ class Prompts:
         Parameters
         ----------
         name : str
-            Its name in errors.
+            Name of the text in error messages.
         count, length : int
             Maximum number of sequences, and of tokens per sequence.
         """
@@ -252,7 +252,8 @@ class Prompts:
         Parameters
         ----------
         params : mapping of int to SamplingParams
-            By request key. Requests that differ only in the seed are sampled together.
+            Sampling parameters by request key. Requests that differ only in the seed are sampled
+            together.
         steps : int, optional
             Maximum number of tokens to generate.
         on_token : callable, optional
@@ -313,7 +314,7 @@ class Prompts:
         prompt : str or sequence of int
             The prompt of the user.
         ids : list of int
-            Its token ids.
+            Token ids of the prompt.
         request : Request
             Its end token is not part of the text.
         """

@@ -150,8 +150,8 @@ def _consecutive(path: Path, sizes: Mapping[str, int]) -> dict[str, Extent]:
 class PersistentOffloadFile:
     """Offload file with random weights that later runs reuse.
 
-    Every tensor of the model has an extent, but only those that some run has placed on disk are
-    written. Another placement writes only what is missing.
+    Every tensor of the model has an extent, but only tensors that a run has placed on disk are
+    written. Another placement writes only the missing tensors.
 
     Parameters
     ----------
@@ -264,7 +264,7 @@ class WeightFiles:
         self._checksums = Checksums() if verify else None
 
     def extent(self, spec: TensorSpec) -> Extent | None:
-        """Return where a tensor's bytes lie in the run's format, or None if nowhere."""
+        """Return the extent of a tensor in the run's format; None if no file has it."""
         if spec.name in self._offloaded:
             return self._offloaded[spec.name]
         info = self._checkpoint.info(self._names[spec.name])

@@ -1,4 +1,4 @@
-"""Row shards: matrices on disk of which only parts are in memory at a time.
+"""Row shards: matrices on disk that are streamed through memory in parts.
 
 A row shard is some outputs (rows) of a matrix. Its bytes are contiguous in the file, and so is its
 part of a matmul's output. Shards are read in the order of their use, a few ahead of the matmul.
@@ -132,7 +132,7 @@ class ShardStream:
         return self._ring.buffers
 
     def add(self, unit: int, spec: TensorSpec, shards: Sequence[RowShard]) -> ShardedMatrix:
-        """Add a matrix that a unit uses after those added before; read its shards in memory."""
+        """Add the next matrix that a unit uses, in order of use; read its shards in memory."""
         extent = self._files.extent(spec)
         assert extent is not None  # tensors of the disk tier have been offloaded
         if len(shards) > 1:
@@ -158,7 +158,7 @@ class ShardStream:
         self._prefetch()
 
     def release(self, unit: int) -> None:
-        """Drop the next uses of a unit from the schedule: compute has left it."""
+        """Drop the next uses of a unit from the schedule, because compute has finished it."""
         while self._started and self._started[0].shard.unit == unit:
             self._ring.release(self._started.popleft().number)
         if not self._started:

@@ -1,9 +1,9 @@
-"""The weights of a model on their tiers, ready when a layer step needs them.
+"""The weights of a model on their tiers, loaded before a layer step needs them.
 
 Units are the layer steps of the schedule: unit 0 is the embedding, then come the decoder layers (or
 their halves), and the last unit is the head. The weights of a unit on one tier share one buffer:
-they travel as one copy and a few large reads. On disk they are the bytes of the checkpoint, the
-weight cache or an offload file.
+they are transferred by one copy and a few large reads. On disk they are the bytes of the
+checkpoint, the weight cache or an offload file.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class WeightStore:
     def load(self, run_folder: Callable[[], RunFolder],
              progress: Callable[[int, int], None] = lambda done, total: None, *,
              offload_file: PersistentOffloadFile | None = None) -> None:
-        """Bring every tensor to its tier.
+        """Load every tensor to its tier.
 
         Parameters
         ----------
@@ -256,7 +256,7 @@ class WeightStore:
                 for _ in range(count if largest else 0)]
 
     def fetch(self, index: int, times: int = 1) -> None:
-        """Start to bring a unit to compute memory; a no-op if it is resident.
+        """Start fetching a unit to compute memory; a no-op if it is resident.
 
         Parameters
         ----------
@@ -328,7 +328,7 @@ class WeightStore:
         return weights
 
     def host_weights(self, unit: Unit) -> dict[str, Weight]:
-        """Return the weights of a unit by local name that are in host memory beside a GPU."""
+        """Return the weights of a unit by local name that are in the host memory of a GPU."""
         return {name: weight for part in unit.fetched if part.host is not None
                 for name, weight in part.views(part.host, unit.specs, self._form).items()}
 

@@ -201,10 +201,10 @@ class BlockCache(Protocol):
         """Continue with the sequences of `begin`."""
 
     def load(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start loading what compute of (layer, batch) needs."""
+        """Start loading the data that compute of (layer, batch) needs."""
 
     def store(self, layer: int, batch: int, forward_pass: int) -> None:
-        """Start writing back what compute of (layer, batch) changed."""
+        """Start writing back the data that compute of (layer, batch) changed."""
 
     def attend_prompt(self, layer: int, batch: int, q, k, v, *, spans: Sequence[PromptChunk],
                       rope, sinks) -> torch.Tensor:
@@ -227,7 +227,7 @@ class BlockCache(Protocol):
         """Write the decode metadata that a replay reads, for new token `token` (from 1)."""
 
     def nbytes(self) -> int:
-        """Bytes of what is cached."""
+        """Bytes of the cached tokens."""
 
 
 def rotation_of(config: ModelConfig) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:

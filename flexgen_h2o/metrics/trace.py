@@ -60,14 +60,14 @@ class IntervalUnion:
 
     Parameters
     ----------
-    most : int or None
-        Number of intervals that are kept; None: all. Beyond it the earlier half is summed up, as a
-        long run has millions. An interval added there later counts twice.
+    max_intervals : int or None
+        Maximum number of intervals to keep; None: all. Beyond it the earlier half is replaced by
+        its sum, because a long run has millions. An interval added there later counts twice.
 
     Attributes
     ----------
     intervals : list of Interval
-        The intervals kept: disjoint, in order.
+        The kept intervals: disjoint and ascending.
     """
 
     def __init__(self, max_intervals: int | None = None):

@@ -207,7 +207,7 @@ class MemoryCheck:
     writes_weights : bool
         Weights on the disk tier are written to `offload_dir`.
     offload_dir : str
-    most : mapping of str to int or None
+    max_bytes : mapping of str to int or None
         Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
         Returns the free bytes of a separate device; None where compute memory is host memory.

@@ -228,13 +228,13 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, *, slots: Tensor, metadata: Te
                  places: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute attention over all cached slots or selected ones, and cache the new tokens.
 
-    Arguments beside those of `decode_attention`:
+    Arguments in addition to those of `decode_attention`:
 
     Parameters
     ----------
     eviction : EvictionArguments
         Scores, positions and ranks have equal strides (`one_layout`).
-    selected : int32 Tensor [sequences, kv_heads, most], optional
+    selected : int32 Tensor [sequences, kv_heads, top_k], optional
         Slots to attend to; the first row of `metadata` is their number.
     places : int32 Tensor [sequences], optional
         The slots of the new tokens. None: as `decode_attention` assigns them.
