@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
-from h2o.test_h2o import prompts_of, tokens
-from helpers.selection import examples, full
+from h2o.test_h2o import LOGGED, prompts_of, tokens
+from helpers.selection import examples, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -96,26 +96,23 @@ def test_a_registered_policy(tiny_model, positions):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     options = {"heavy_ratio": 0.1, "positions": positions, "score": "longest keys"}
-    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options), new=20)
+    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
     for chunk in (None, 16):
-        assert tokens(tiny, prompts, H2OConfig(**options), new=20, prefill_chunk=chunk) == expected
-    plain = tokens(tiny, prompts, H2OConfig(**options | {"score": "sum"}), new=20)
+        assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk) == expected
+    plain = tokens(tiny, prompts, H2OConfig(**options | {"score": "sum"}))
     assert plain != expected
-    assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"}), new=20) == plain
+    assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"})) == plain
 
 
-@pytest.mark.parametrize("bits", [16, *full(4, (8, 4))])
-def test_caote_on_mixed_tiers_and_in_windows(tiny_model, bits):
-    for key in ("llama", "mistral"):
-        tiny = tiny_model(key)
-        prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, score="caote")
-        expected = tokens(tiny, prompts, h2o, new=24, cache_bits=bits)
-        if bits == 16:
-            assert expected == tokens(tiny, prompts, H2OConfig(heavy_ratio=0.1, score="caote",
-                                                               simulate=True), new=24)
-        for options in ({"gpu_batch_size": 5}, {"cpu_cache_compute": True}):
-            assert expected == tokens(tiny, prompts, h2o, new=24, cache_bits=bits,
-                                      cache=Placement(30, 30, 40), **options)
+@pytest.mark.parametrize("key, bits", [
+    ("mistral", 16), *full_cases(("llama", 16), ("llama", 4), ("mistral", (8, 4)))])
+def test_caote_on_mixed_tiers(tiny_model, key, bits):
+    tiny = tiny_model(key)
+    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1, score="caote")
+    expected = tokens(tiny, prompts, h2o, new=LOGGED, cache_bits=bits)
+    for options in ({"gpu_batch_size": 5}, {"cpu_cache_compute": True}):
+        assert expected == tokens(tiny, prompts, h2o, new=LOGGED, cache_bits=bits,
+                                  cache=Placement(30, 30, 40), **options)
 
 
 def test_a_policy_without_kernels_is_logged_once(tiny_model, caplog):

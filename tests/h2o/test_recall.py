@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import LENGTHS, prompts_of, tokens
+from h2o.test_h2o import LENGTHS, LOGGED, NEW, prompts_of, tokens
 from helpers.selection import full_cases
 from llm.test_conversation import answers, open_llm, turns_of
 from llm.test_llm import PLACES, transformers_tokens
@@ -27,19 +27,19 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 def test_recall_equals_its_simulation(tiny_model, key, options):
     tiny = tiny_model(key)
     prompts, h2o = prompts_of(tiny), replace(RECALL, **options)
-    expected = tokens(tiny, prompts, replace(h2o, simulate=True), new=32)
-    assert tokens(tiny, prompts, h2o, new=32) == expected
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True))
+    assert tokens(tiny, prompts, h2o) == expected
     if key != "mistral_window":  # there all layers attend to a window
-        assert expected != transformers_tokens(tiny, prompts, 32), "all was chosen"
+        assert expected != transformers_tokens(tiny, prompts, NEW), "all was chosen"
 
 
 def test_recall_does_not_depend_on_placement_or_split(tiny_model):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, RECALL, new=32, gpu_batch_size=1, num_gpu_batches=1)
-    for place in PLACES[1:]:
-        assert tokens(tiny, prompts, RECALL, new=32, cache=place) == expected
-    assert tokens(tiny, prompts, RECALL, new=32, cache=PLACES[-1], prefill_chunk=16) == expected
+    expected = tokens(tiny, prompts, RECALL, new=LOGGED, gpu_batch_size=1, num_gpu_batches=1)
+    for place, chunk in (*zip(PLACES[1:], (None, None, 16), strict=True),):
+        assert tokens(tiny, prompts, RECALL, new=LOGGED, cache=place,
+                      prefill_chunk=chunk) == expected
 
 
 @pytest.mark.parametrize("key", ["llama", "gemma2"])  # the latter has windows
@@ -47,9 +47,9 @@ def test_a_conversation_with_recall(tiny_model, key):
     tiny, h2o = tiny_model(key), H2OConfig(heavy_tokens=5, recall=True)
     turns = turns_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
-        expected = answers(llm, turns, max_tokens=140)
+        expected = answers(llm, turns, 6, max_tokens=140)
     with open_llm(tiny, h2o, chunk=6, cache=Placement(0, 0, 100)) as llm:
-        assert answers(llm, turns, max_tokens=140) == expected
+        assert answers(llm, turns, 6, max_tokens=140) == expected
     with open_llm(tiny, RECALL) as llm, pytest.raises(UserError, match="no prompt of which ratios"):
         llm.stream(max_tokens=100)
 
@@ -66,18 +66,17 @@ def test_scoring_with_recall_in_chunks(tiny_model):
 def test_a_budget_of_everything_is_the_full_cache(tiny_model):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    everything = H2OConfig(heavy_tokens=max(LENGTHS), recent_tokens=16, recall=True)
-    assert tokens(tiny, prompts, everything, new=16) == tokens(tiny, prompts, None, new=16)
+    everything = H2OConfig(heavy_tokens=max(LENGTHS), recent_tokens=NEW, recall=True)
+    assert tokens(tiny, prompts, everything) == tokens(tiny, prompts, None)
 
 
 @pytest.mark.parametrize("bits", [8, 4, (8, 4), (4, 8)])
 def test_the_index_of_a_quantized_cache(tiny_model, bits):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [40, 23])
-    full, some = (tokens(tiny, prompts, h2o, cache_bits=bits, new=16) for h2o in (None, RECALL))
+    full, some = (tokens(tiny, prompts, h2o, cache_bits=bits) for h2o in (None, RECALL))
     assert some != full
-    disk = Placement(0, 0, 100)
-    assert tokens(tiny, prompts, RECALL, cache_bits=bits, new=16, cache=disk) == some
+    assert tokens(tiny, prompts, RECALL, cache_bits=bits, cache=Placement(0, 0, 100)) == some
 
 
 @pytest.mark.parametrize("length, bits, worst", [(64, 4, 1 / 15), (80, 4, 1 / 15), (64, 2, 1 / 3)])

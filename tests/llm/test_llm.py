@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import selection
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
@@ -58,9 +59,9 @@ FAMILIES = ["opt", "llama", "neox"]
 
 
 def in_turn(options: list[dict]) -> list[tuple[Placement, dict]]:
-    """Each placement with two of the options; each option with several placements."""
+    """Each placement with one of the options, with --all with two."""
     return [(place, options[(i + j) % len(options)]) for i, place in enumerate(PLACES)
-            for j in (0, 1)]
+            for j in range(1 + selection.every_case)]
 
 
 @pytest.mark.parametrize(("key", "overlap"), [("opt", True), ("llama", False), ("neox", True)])
