@@ -35,10 +35,15 @@ def test_a_ratio_is_read_as_typed(thousandths, prompt_len):
     ({"heavy_tokens": 3, "recent_ratio": 1}, Budget(3, 10)),
     ({"recent_tokens": 3, "sink_tokens": 4}, Budget(0, 3, 4)),
     ({"heavy_ratio": 0.01, "recent_ratio": 1 / 3}, Budget(1, 3)),
+    ({"heavy_ratio": [0.2, 1], "recent_ratio": [1, 0.5]}, Budget(10, 5)),
+    ({"heavy_ratio": [0.2, 1]}, None),
+    ({"heavy_ratio": 1, "recent_ratio": 1}, None),
+    ({"heavy_tokens": 0, "recent_ratio": 0.5}, Budget(0, 5)),
 ])
-def test_sizes_left_out(values, expected):
-    assert budget(H2OConfig(**values), 0, 10) == expected
-    assert expected.total == expected.heavy + expected.recent + expected.sinks
+def test_budget_of_a_layer(values, expected):
+    assert budget(H2OConfig(**values), 1, 10) == expected
+    assert expected is None or expected.total == sum(
+        (expected.heavy, expected.recent, expected.sinks))
 
 
 @given(st.data())

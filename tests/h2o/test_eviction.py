@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -46,28 +45,6 @@ class Definition:
             seen = {p: np.float32(query + 1 - p if h2o.score == "mean" else 1) for p in self.held}
             others.sort(key=lambda t: (t[1] / seen[t[0]], t[0]))  # the lowest, the oldest first
             self.tokens = [t for t in self.tokens if t not in others[:excess]]
-
-
-def by_hand(h2o: H2OConfig, layer: int, prompt_len: int) -> Budget | None:
-    """The budget, from what is documented of `H2OConfig`."""
-    heavy, recent = (share[layer] if isinstance(share, tuple) else share
-                     for share in (h2o.heavy_ratio, h2o.recent_ratio))
-    if heavy is None and recent is None and h2o.heavy_tokens is h2o.recent_tokens is None:
-        return None
-    if h2o.recent_tokens is None and recent is None:
-        if heavy == 1:
-            return None
-        recent, recent_tokens = heavy, h2o.heavy_tokens
-    else:
-        recent_tokens = h2o.recent_tokens
-    if heavy == recent == 1:
-        return None
-
-    def count(ratio, tokens):
-        # As it is typed, in decimals.
-        return tokens or 0 if ratio is None else max(1, int(Fraction(str(ratio)) * prompt_len))
-
-    return Budget(count(heavy, h2o.heavy_tokens), count(recent, recent_tokens), h2o.sink_tokens)
 
 
 def definition(rows: np.ndarray, prompt_len: int, size: Budget | None, h2o: H2OConfig
@@ -143,7 +120,7 @@ class Cache:
                 for heads in self.positions.tolist()]
 
 
-def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, layers: int = 1,
+def check_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, layers: int = 1,
                        heads: int = 2, levels: int | None = 3, seed: int = 0) -> None:
     """Run whole sequences; attention is one of `levels` small integers, or any float."""
     rng = np.random.default_rng(seed)
@@ -154,10 +131,10 @@ def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, laye
         cache = Cache(h2o, layer, prompts, new, torch.from_numpy(rows))
         expected = []
         for s, length in enumerate(prompts):
-            size = by_hand(h2o, layer, length)
+            size = budget(h2o, layer, length)
             expected.append([definition(rows[s, head, : length + new], length, size, h2o)
                              for head in range(heads)])
-            hold_counts(h2o, layer, length, list(map(len, expected[s][0])))
+            check_counts(h2o, layer, length, list(map(len, expected[s][0])))
         cache.prefill()
         for number in range(new + 1):
             if number > 0:
@@ -165,7 +142,7 @@ def hold_to_definition(h2o: H2OConfig, prompts: Sequence[int], new: int, *, laye
             assert cache.held() == [[history[number] for history in e] for e in expected]
 
 
-def hold_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
+def check_counts(h2o: H2OConfig, layer: int, prompt_len: int, counts: list[int]) -> None:
     """`counts` are the tokens that the definition caches, after the cut and each new token."""
     assert num_cached(h2o, layer, prompt_len, 0) == counts[0]
     assert [num_cached(h2o, layer, prompt_len, n) for n in range(len(counts))] == counts
@@ -205,7 +182,7 @@ option = st.fixed_dictionaries({
          prompts=[60, 1, 7, 33], new=40, levels=None, seed=0)
 def test_sequences_equal_the_definition(sizes, options, prompts, new, levels, seed):
     h2o = H2OConfig(**sizes, **options)
-    hold_to_definition(h2o, prompts, new, layers=LAYERS, levels=levels, seed=seed)
+    check_definition(h2o, prompts, new, layers=LAYERS, levels=levels, seed=seed)
 
 
 def test_select_by_example():
@@ -243,13 +220,6 @@ def test_victims_where_nothing_can_be_evicted():
         found = Eviction(mean=mean, sinks=4).victims(
             torch.zeros(1, 1, 3), positions, tokens=torch.tensor([2]), recent=torch.tensor([5]))
         assert 0 <= found.item() < 3
-
-
-def test_the_eviction_of_a_configuration():
-    assert eviction_of(None) == Eviction(mean=False, decay=1.0, sinks=0)
-    assert [eviction_of(H2OConfig(heavy_tokens=1, score=score, decay=0.5, sink_tokens=3))
-            for score in ("sum", "mean", "decay")] == [
-        Eviction(sinks=3), Eviction(mean=True, sinks=3), Eviction(decay=0.5, sinks=3)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

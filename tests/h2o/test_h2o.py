@@ -107,19 +107,28 @@ def test_eviction_equals_its_simulation(tiny_model, key, positions, options):
         assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
 
 
-@pytest.mark.parametrize("key, positions", [
-    ("opt", "original"), ("llama", "rolling"),
-    *full_cases(("llama", "original"), ("neox", "rolling"))])
-def test_the_same_tokens_on_every_tier(tiny_model, device, key, positions):
+H2O = H2OConfig(heavy_ratio=0.1)
+ROLLING = replace(H2O, positions="rolling")
+
+
+@pytest.mark.parametrize("case", [
+    ("opt", 16, H2O), ("llama", 16, ROLLING), ("llama", 8, None), ("llama", (8, 4), ROLLING),
+    *full(("llama", 16, H2O), ("neox", 16, ROLLING), ("llama", 4, H2O), ("llama", 8, ROLLING),
+          ("llama", 4, H2OConfig(heavy_tokens=0, recent_ratio=0.2)), ("llama", (8, 4), None),
+          ("llama", 8, replace(H2O, evict_generated=False)), ("llama", (4, 8), H2O))], ids=str)
+def test_the_same_tokens_on_every_tier(tiny_model, device, case):
+    key, bits, h2o = case
     tiny = tiny_model(key)
-    prompts = prompts_of(tiny)
-    h2o = {"heavy_ratio": 0.1, "positions": positions}
-    expected = tokens(tiny, prompts, H2OConfig(simulate=True, **h2o), new=LOGGED)
+    prompts = prompts_of(tiny, seed=1)  # no key of which lies halfway between two codes
+    expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
     for place, options in in_turn([{}, {"overlap": False}, {"prefill_chunk": 16},
                                    {"cpu_cache_compute": True}]):
-        got = tokens(tiny, prompts, H2OConfig(**h2o), new=LOGGED, cache=place,
+        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
                      activations=place, **options)
         assert got == expected, (place, options)
+    if bits != 16:
+        assert stats.kv_bytes_per_token == 3 * sum(  # layers; a key or value of two KV heads
+            2 * (each + 4) for each in (bits if isinstance(bits, tuple) else (bits, bits)))
 
 
 @settings(max_examples=examples(25))
@@ -145,16 +154,6 @@ def test_any_budget_and_batch_equal_the_simulation(tiny_model, data):
     prompts = prompts_of(tiny, lengths, seed=sum(lengths))
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
     assert tokens(tiny, prompts, H2OConfig(**options), **policy) == expected
-
-
-@pytest.mark.parametrize("key", ["llama", *full("opt", "neox")])
-def test_tokens_do_not_depend_on_the_batch(tiny_model, key):
-    tiny = tiny_model(key)
-    prompts, h2o = prompts_of(tiny), H2OConfig(heavy_ratio=0.1)
-    together = tokens(tiny, prompts, h2o, gpu_batch_size=5, num_gpu_batches=1)
-    for index, prompt in enumerate(prompts):
-        assert tokens(tiny, [prompt], h2o) == [together[index]]
-    assert tokens(tiny, prompts[::-1], h2o, gpu_batch_size=2) == together[::-1]
 
 
 @pytest.mark.parametrize(("key", "options"), [
@@ -219,27 +218,6 @@ def test_opt_stops_at_its_position_table(tiny_model):
         run(tiny, prompts, H2OConfig(heavy_tokens=16, positions="rolling"))
     with pytest.raises(UserError, match="rotary"):
         run(tiny_model("llama"), prompts, H2OConfig(heavy_tokens=16, drop_positions=True))
-
-
-# Compression
-
-
-@pytest.mark.parametrize(("bits", "h2o"), [
-    (8, None), ((8, 4), {"heavy_ratio": 0.1, "positions": "rolling"}),
-    *full_cases((4, {"heavy_ratio": 0.1}), (8, {"heavy_ratio": 0.1, "positions": "rolling"}),
-                (4, {"heavy_tokens": 0, "recent_ratio": 0.2}), ((8, 4), None),
-                (8, {"heavy_ratio": 0.1, "evict_generated": False}),
-                ((4, 8), {"heavy_ratio": 0.1}))])
-def test_a_compressed_cache_is_the_same_on_every_tier(tiny_model, device, bits, h2o):
-    tiny = tiny_model("llama")
-    prompts = prompts_of(tiny, seed=1)  # as above
-    h2o = None if h2o is None else H2OConfig(**h2o)
-    expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place, options in in_turn([{}, {"prefill_chunk": 16}, {"cpu_cache_compute": True}]):
-        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place, **options)
-        assert got == expected, (place, options)
-    keys, values = (bits, bits) if isinstance(bits, int) else bits
-    assert stats.kv_bytes_per_token == 3 * 2 * (keys + 4 + values + 4)  # layers, KV heads
 
 
 def test_eight_bits_change_little_and_four_more(tiny_model):

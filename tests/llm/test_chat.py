@@ -35,29 +35,33 @@ def folder(tiny_model, tmp_path_factory):
     return found
 
 
-def test_answers_are_those_of_the_rendered_prompts(folder):
+@pytest.fixture(scope="module")
+def llm(folder):
     with LLM(folder, dtype="float32") as llm:
-        prompts = ["w1 w3 w4 w7", "w1 w5 w7"]
-        wanted = llm.generate(prompts, max_new_tokens=6)
-        chats = [HELLO, [{"role": "user", "content": "w5"}]]
-        assert [out.token_ids for out in llm.chat(chats, max_new_tokens=6)] == [
-            out.token_ids for out in wanted]
-        one = llm.chat(HELLO, max_new_tokens=6)
-        assert [(out.prompt, out.token_ids) for out in one] == [(prompts[0], wanted[0].token_ids)]
-        assert (one[0].content, one[0].reasoning_content) == (wanted[0].text, None)
-        assert wanted[0].content is None
-        quiet, = llm.chat(HELLO, max_new_tokens=1, chat_template_kwargs={"enable_thinking": False})
-        assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
-        given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
-        assert given.prompt_token_ids == [1]
-        effort, = llm.chat(HELLO, max_new_tokens=1, chat_template=HARMONY,
-                           chat_template_kwargs={"reasoning_effort": "low"})
-        assert effort.prompt_token_ids == [3, 4, 3, 4, 1]
+        yield llm
 
 
-def test_reasoning_comes_beside_the_answer(folder, tmp_path):
-    with LLM(folder, dtype="float32") as llm:
-        (free,) = llm.chat(HELLO, max_new_tokens=8)
+def test_answers_are_those_of_the_rendered_prompts(llm):
+    prompts = ["w1 w3 w4 w7", "w1 w5 w7"]
+    wanted = llm.generate(prompts, max_new_tokens=6)
+    chats = [HELLO, [{"role": "user", "content": "w5"}]]
+    assert [out.token_ids for out in llm.chat(chats, max_new_tokens=6)] == [
+        out.token_ids for out in wanted]
+    one = llm.chat(HELLO, max_new_tokens=6)
+    assert [(out.prompt, out.token_ids) for out in one] == [(prompts[0], wanted[0].token_ids)]
+    assert (one[0].content, one[0].reasoning_content) == (wanted[0].text, None)
+    assert wanted[0].content is None
+    quiet, = llm.chat(HELLO, max_new_tokens=1, chat_template_kwargs={"enable_thinking": False})
+    assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
+    given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
+    assert given.prompt_token_ids == [1]
+    effort, = llm.chat(HELLO, max_new_tokens=1, chat_template=HARMONY,
+                       chat_template_kwargs={"reasoning_effort": "low"})
+    assert effort.prompt_token_ids == [3, 4, 3, 4, 1]
+
+
+def test_reasoning_is_apart_from_the_answer(llm, folder, tmp_path):
+    (free,) = llm.chat(HELLO, max_new_tokens=8)
     words = free.text.split()
     marks = {words[0]: "<think>", words[3]: "</think>"}
     _, *answer = [marks.get(word, word) for word in words]
@@ -68,8 +72,8 @@ def test_reasoning_comes_beside_the_answer(folder, tmp_path):
     path = marked / "tokenizer.json"
     for word, mark in marks.items():
         path.write_text(path.read_text().replace(f'"{word}":', f'"{mark}":'))
-    with LLM(str(marked), dtype="float32") as llm:
-        (out,) = llm.chat(HELLO, max_new_tokens=8)
+    with LLM(str(marked), dtype="float32") as other:
+        (out,) = other.chat(HELLO, max_new_tokens=8)
     assert out.token_ids == free.token_ids and out.text.startswith(" <think> ")
     assert out.text.split() == ["<think>", *thought, "</think>", *rest]
     assert (out.reasoning_content.split(), out.content.split()) == (thought, rest)
@@ -87,9 +91,8 @@ def test_reasoning_comes_beside_the_answer(folder, tmp_path):
     ([HELLO], {"chat_template_kwargs": {"messages": []}}, "template cannot have 'messages'"),
     ([HELLO], {"chat_template_kwargs": {"tokenize": False}}, "template cannot have 'tokenize'"),
 ])
-def test_what_is_no_chat(folder, conversations, options, words):
-    with LLM(folder, dtype="float32") as llm:
-        assert words in refused(lambda: llm.chat(conversations, max_new_tokens=1, **options))
+def test_bad_chats(llm, conversations, options, words):
+    assert words in refused(lambda: llm.chat(conversations, max_new_tokens=1, **options))
 
 
 def test_a_model_without_a_template(tiny_model, tmp_path):

@@ -1,7 +1,8 @@
-"""`LLM.stream`: a text that goes on from turn to turn, against one that comes at once."""
+"""`LLM.stream`: a text that continues from turn to turn, against the same text at once."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from h2o.test_h2o import MODES, bits_of
 from helpers.internals import buffer_bytes, cache_of, scratch_bytes
-from helpers.selection import examples
+from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, transformers_tokens
@@ -41,23 +42,20 @@ def answers(llm, turns, new=12, **options):
 # The full cache: the text so far as one prompt
 
 
-def hold_turns_to_one_text(tiny, chunk: int | None) -> list[list[int]]:
-    """Hold the answers to turns to transformers' for the text so far. Returns the turns."""
+@pytest.mark.parametrize("key, chunk", [
+    ("opt", None), ("llama", 1), ("mistral_window", 4), ("mistral_window", None),
+    *full_cases(*itertools.product(["opt", "opt_350m_style", "llama", "llama3_rope", "neox"],
+                                   [None, 1, 4]))])
+def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
+    tiny = tiny_model(key)
     turns = turns_of(tiny, [7, 1, 13, 2])
     with open_llm(tiny, chunk=chunk) as llm:
-        found = answers(llm, turns, max_tokens=100)
+        found = answers(llm, turns, 6, max_tokens=100)
     text = []
     for turn, answer in zip(turns, found, strict=True):
         text += turn
-        assert answer == transformers_tokens(tiny, [text], 12)[0]
+        assert answer == transformers_tokens(tiny, [text], 6)[0]
         text += answer
-    return turns
-
-
-@pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama3_rope", "neox"])
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
-    hold_turns_to_one_text(tiny_model(key), chunk)
 
 
 def test_log_probabilities_are_those_of_one_text(tiny_model):
@@ -79,53 +77,57 @@ def test_log_probabilities_are_those_of_one_text(tiny_model):
 # Eviction: the simulation, which masks a full cache
 
 
-@pytest.mark.parametrize("key, positions", MODES)
+@pytest.mark.parametrize("key, positions", [
+    ("opt", "original"), ("llama", "rolling"), ("neox", "original"),
+    ("mistral_window", "original"), *full_cases(*MODES)])
 def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
     tiny = tiny_model(key)
-    turns = turns_of(tiny, [30, 3, 21, 1, 9])
+    turns = turns_of(tiny, [20, 3, 13, 1])
     h2o = replace(SMALL, positions=positions)
+    if key == "mistral_window":
+        h2o = H2OConfig(heavy_tokens=3, recent_tokens=2)
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
-        expected = answers(llm, turns, max_tokens=256)
+        expected = answers(llm, turns, 6, max_tokens=256)
     with open_llm(tiny, h2o, chunk=6) as llm:
-        assert answers(llm, turns) == expected
+        assert answers(llm, turns, 6) == expected
     with open_llm(tiny, chunk=6) as llm:
-        assert answers(llm, turns, max_tokens=256) != expected, "nothing was evicted"
+        assert answers(llm, turns, 6, max_tokens=256) != expected, "nothing was evicted"
 
 
 @settings(max_examples=examples(25))
 @given(data=st.data())
-def test_any_turns_and_any_budget(tiny_model, data):
+def test_any_turns_and_budget_equal_the_simulation(tiny_model, data):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=4)))
+    turns = turns_of(tiny, data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=3)))
     h2o = H2OConfig(heavy_tokens=data.draw(st.integers(0, 8)),
                     recent_tokens=data.draw(st.integers(1, 8)),
                     sink_tokens=data.draw(st.integers(0, 3)),
                     score=data.draw(st.sampled_from(["sum", "mean", "decay"])),
                     positions=data.draw(st.sampled_from(["original", "rolling"])))
-    chunk, new = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 9))
+    chunk, new = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
     with open_llm(tiny, replace(h2o, simulate=True), chunk=chunk) as llm:
         expected = answers(llm, turns, new, max_tokens=200)
     with open_llm(tiny, h2o, chunk=chunk, cache=data.draw(st.sampled_from(PLACES))) as llm:
         assert answers(llm, turns, new) == expected
 
 
-@pytest.mark.parametrize(("h2o", "bits"), [
-    (None, 16), (None, 4), (SMALL, 4), (SMALL, (8, 4)), (replace(SMALL, positions="rolling"), 16)])
-def test_the_same_answers_on_every_tier(tiny_model, device, h2o, bits):
-    tiny = tiny_model("llama")
-    turns, most = turns_of(tiny, [30, 3, 21, 1]), 140 if h2o is None else None
+@pytest.mark.parametrize("case", [
+    (None, 16), (None, 4), (SMALL, (8, 4)), (replace(SMALL, positions="rolling"), 16),
+    *full((SMALL, 4))], ids=str)
+def test_the_same_answers_on_every_tier(tiny_model, device, case):
+    (h2o, bits), tiny = case, tiny_model("llama")
+    turns, most = turns_of(tiny, [18, 3, 13, 1]), 140 if h2o is None else None
     with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
-        expected = answers(llm, turns, 8, max_tokens=most)
+        expected = answers(llm, turns, 5, max_tokens=most)
     host, disk = Placement(0, 100, 0), Placement(0, 0, 100)
     for place, options in ((host, {}), (disk, {"overlap": False}), (disk, {}),
                            (host, {"cpu_cache_compute": True})):
         with open_llm(tiny, h2o, chunk=8, cache_bits=bits, cache=place, activations=place,
                       weights=Placement(0, 50, 50), **options) as llm:
-            assert answers(llm, turns, 8, max_tokens=most) == expected, (place, options)
+            assert answers(llm, turns, 5, max_tokens=most) == expected, (place, options)
 
 
-def test_a_token_at_a_time_is_the_same_as_decoding(tiny_model):
-    """With chunks of one token a given turn is cached as a generated one would be."""
+def test_chunks_of_one_token_are_cached_as_decoded(tiny_model):
     tiny = tiny_model("llama")
     first, second = turns_of(tiny, [25, 10])
     with open_llm(tiny, SMALL, chunk=1) as llm:
@@ -136,10 +138,7 @@ def test_a_token_at_a_time_is_the_same_as_decoding(tiny_model):
                                    eos_token_id=-1).token_ids == expected[0]
 
 
-# Without end
-
-
-def test_memory_is_the_budget_however_long_the_text(tiny_model):
+def test_a_long_stream_takes_constant_memory(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
     h2o = replace(SMALL, positions="rolling")
     with open_llm(tiny, h2o, chunk=16) as llm, llm.stream() as stream:
@@ -147,30 +146,27 @@ def test_memory_is_the_budget_however_long_the_text(tiny_model):
         token = llm.model_config.kv_bytes_per_token(4)
         assert buffer_bytes(part) <= 17 * token + 3 * 4096
         buffers = []
-        for turn in turns_of(tiny, [200] * 6):
-            stream.generate(turn, max_new_tokens=30, eos_token_id=-1)
+        for turn in turns_of(tiny, [120] * 3):
+            stream.generate(turn, max_new_tokens=5, eos_token_id=-1)
             assert stream.stats.kv_cache_bytes == 17 * token
             buffers.append(scratch_bytes(stream))
         assert len(set(buffers)) == 1
-        assert stream.tokens == 6 * 230 and stream.cached_tokens == 17
+        assert stream.tokens == 3 * 125 and stream.cached_tokens == 17
 
 
-def test_past_the_context_on_request_alone(tiny_model):
+def test_streams_exceed_the_context_on_request(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
-    turns = turns_of(tiny, [200, 40])
+    turns = turns_of(tiny, [230, 20])
     for h2o, most in ((None, 400), (SMALL, None)):
         with open_llm(tiny, h2o) as llm:
             with llm.stream(max_tokens=most) as stream:
-                stream.generate(turns[0], max_new_tokens=20, eos_token_id=-1)
+                stream.generate(turns[0], max_new_tokens=10, eos_token_id=-1)
                 with pytest.raises(UserError, match="256 positions"):
-                    stream.generate(turns[1], max_new_tokens=20)
+                    stream.generate(turns[1], max_new_tokens=10)
                 # A refused turn leaves the text as it was.
-                assert stream.tokens == 220
-                stream.generate(turns[1][:5], max_new_tokens=20, eos_token_id=-1)
-            assert len(answers(llm, turns, 30, max_tokens=most, past_context=True)[1]) == 30
-
-
-# Around it
+                assert stream.tokens == 240
+                stream.generate(turns[1][:5], max_new_tokens=10, eos_token_id=-1)
+            assert len(answers(llm, turns, 10, max_tokens=most, past_context=True)[1]) == 10
 
 
 class Recorder:
@@ -231,7 +227,7 @@ def test_streams_and_calls_take_turns(tiny_model):
         one.generate(turns[0])
 
 
-def test_what_fails_midway_ends_the_stream_and_not_the_model(tiny_model):
+def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
     tiny = tiny_model("llama")
     (turn,) = turns_of(tiny, [12])
 
@@ -263,7 +259,7 @@ def test_what_fails_midway_ends_the_stream_and_not_the_model(tiny_model):
     ("llama", SMALL, {"past_context": 1}, "true or false"),
     ("llama", None, {"max_tokens": 2**40}, "does not fit"),
 ])
-def test_streams_that_cannot_be(tiny_model, key, h2o, options, words):
+def test_unsupported_streams(tiny_model, key, h2o, options, words):
     with open_llm(tiny_model(key), h2o) as llm:
         with pytest.raises(UserError, match=words) as caught:
             llm.stream(**options)

@@ -14,7 +14,7 @@ from helpers.tiny_tokenizers import with_words
 from flexgen_h2o import LLM
 from flexgen_h2o.commands import generate
 
-NEW = 16
+NEW = 12
 PROMPTS = [[5, 6, 7, 5, 6, 9], [11, 12, 11]]
 # What each takes from the greedy text without it is asked for by these.
 PARAMETERS = ["repetition_penalty", "no_repeat_ngram_size", "suppress_tokens",
@@ -87,14 +87,14 @@ def test_defaults_give_the_greedy_tokens_of_transformers(tiny, plain, tmp_path, 
         assert [out.token_ids for out in outputs] == plain
 
 
-def test_defaults_in_config_json_count_where_there_is_no_other_file(tiny, tmp_path):
+def test_defaults_of_config_json_without_another_file(tiny, tmp_path):
     folder = folder_with(tiny, tmp_path / "model", {"repetition_penalty": 1.7}, "config.json")
     with LLM(folder, dtype="float32", device="cpu") as llm:
         outputs = llm.generate(PROMPTS, max_new_tokens=NEW, eos_token_id=-1)
     assert [out.token_ids for out in outputs] == reference(tiny, repetition_penalty=1.7)
 
 
-def test_defaults_of_sampling_count_for_sampling_alone(tiny, plain, tmp_path):
+def test_sampling_defaults_have_no_effect_on_greedy_tokens(tiny, plain, tmp_path):
     values = {"temperature": 0.0, "top_k": -1, "typical_p": 0.9, "do_sample": True}
     folder = folder_with(tiny, tmp_path / "greedy", values)
     with LLM(folder, dtype="float32", device="cpu") as llm:
@@ -109,7 +109,7 @@ def test_defaults_of_sampling_count_for_sampling_alone(tiny, plain, tmp_path):
         assert [out.token_ids for out in free] != plain
 
 
-def test_a_minimum_of_the_model_leaves_short_texts_be(tiny, tmp_path):
+def test_min_new_tokens_may_exceed_max_new_tokens(tiny, tmp_path):
     folder = folder_with(tiny, tmp_path / "model", {"min_new_tokens": 9, "eos_token_id": 3})
     with LLM(folder, dtype="float32", device="cpu") as llm:
         assert len(llm.generate([[5]], max_new_tokens=4)[0].token_ids) == 4
@@ -121,7 +121,7 @@ def test_a_minimum_of_the_model_leaves_short_texts_be(tiny, tmp_path):
     ("forced_eos_token_id", 2), ("exponential_decay_length_penalty", [5, 1.1]),
     ("watermarking_config", {"bias": 2.0}), ("cache_implementation", "quantized"),
     ("repetition_penalty", "much"), ("bad_words_ids", [[]]), ("suppress_tokens", [-1])])
-def test_what_is_not_supported_is_refused_by_name(tiny, tmp_path, name, value):
+def test_unsupported_defaults_are_errors(tiny, tmp_path, name, value):
     folder = folder_with(tiny, tmp_path / "model", {name: value})
     with LLM(folder, dtype="float32", device="cpu") as llm:
         words = refused(lambda: llm.generate([[5]], max_new_tokens=2))
@@ -168,23 +168,16 @@ TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}w7"
 CHAT = [{"role": "user", "content": "w5 w6"}]
 
 
-@pytest.fixture
-def two_ends(tiny, tmp_path):
-    """A folder whose tokenizer has an EOS that generation_config.json does not name: the third
-    token of the answer to `CHAT`."""
+def test_the_eos_of_the_tokenizer_ends_chats(tiny, tmp_path, caplog):
+    """The tokenizer has an EOS that generation_config.json does not name."""
     target = tmp_path / "model"
     folder = with_words(tiny.folder, target, chat_template=TEMPLATE)
     (target / "generation_config.json").write_text('{"eos_token_id": [119]}')
     with LLM(folder, dtype="float32", device="cpu") as llm:
         free = llm.generate([[5, 6, 7]], max_new_tokens=NEW, eos_token_id=-1)[0].token_ids
-    path = target / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": f"w{free[2]}"}))
-    return folder, free
-
-
-def test_the_eos_of_the_tokenizer_ends_chats(two_ends, caplog):
-    folder, free = two_ends
     end = free[2]
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": f"w{end}"}))
     with LLM(folder, dtype="float32", device="cpu") as llm, caplog.at_level(logging.WARNING):
         assert llm.chat_end_tokens == (119, end)
         answer, = llm.chat(CHAT, max_new_tokens=NEW)

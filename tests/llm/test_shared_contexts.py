@@ -1,19 +1,22 @@
-"""Contexts that several pairs have, and what prompts begin with: computed once, it gives what each
-alone gives."""
+"""Shared contexts and common prefixes of prompts: computed once, with unchanged results."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers.selection import full
 from hypothesis import given
 from hypothesis import strategies as st
 from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.config.limits import SHARED_PREFIX
+from flexgen_h2o.engine import decoder
 from flexgen_h2o.engine.batch import Batch, common_prefix
 
 CACHES = {
+    "windows": {},
+    "windows, h2o": {"h2o": H2OConfig(heavy_tokens=2)},
     "h2o": {"h2o": H2OConfig(heavy_ratio=0.15)},
     "window, inside prompts": {"h2o": H2OConfig(heavy_tokens=0, recent_tokens=5, prompt_chunk=6)},
     "h2o, inside prompts": {"h2o": H2OConfig(heavy_ratio=0.15, prompt_chunk=6)},
@@ -28,23 +31,32 @@ CACHES = {
 
 
 def pairs_of(vocab: int) -> list[tuple[list[int], list[int]]]:
-    """Four continuations of each of three contexts, of which two are as long; and one alone."""
+    """Three continuations of each of three contexts, of which two are as long; and one alone."""
     generator = torch.Generator().manual_seed(5)
 
     def draw(length: int) -> list[int]:
         return torch.randint(2, vocab, (length,), generator=generator).tolist()
 
-    contexts = [draw(length) for length in (30, 17, 30)]
-    return [(context, draw(3 + number)) for number in range(4) for context in contexts] + [
+    contexts = [draw(length) for length in (20, 17, 20)]
+    return [(context, draw(3 + number)) for number in range(3) for context in contexts] + [
         (draw(1), draw(9))]
 
 
-def scores(tiny, pairs, *, policy: Policy, **options) -> list:
-    with LLM(str(tiny.folder), dtype="float32", policy=policy, progress=False, **options) as llm:
-        return [(scored.log_probs, scored.likeliest) for scored in llm.score(pairs)]
+def check_scores(tiny, pairs, policies: list[Policy], **options) -> None:
+    """Check that each policy gives the scores that each pair gets alone."""
+    def open_llm(policy):
+        return LLM(str(tiny.folder), dtype="float32", policy=policy, progress=False, **options)
+
+    with open_llm(Policy(gpu_batch_size=1)) as llm:
+        alone = [llm.score([pair])[0] for pair in pairs]
+    for policy in policies:
+        with open_llm(policy) as llm:
+            for found, expected in zip(llm.score(pairs), alone, strict=True):
+                assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-4)
+                assert found.likeliest == expected.likeliest
 
 
-def test_each_token_says_whether_it_is_the_likeliest(tiny_model):
+def test_scores_say_which_tokens_are_likeliest(tiny_model):
     tiny = tiny_model("llama")
     prompt = pairs_of(tiny.config.vocab_size)[0][0]
     with LLM(str(tiny.folder), dtype="float32", progress=False) as llm:
@@ -56,43 +68,36 @@ def test_each_token_says_whether_it_is_the_likeliest(tiny_model):
     assert other.likeliest == [True, True, False] and not other.greedy
 
 
+def model_key(name: str) -> str:
+    return "mistral_window" if name.startswith("windows") else "llama"
+
+
 @pytest.mark.parametrize("name", CACHES)
-def test_as_each_pair_alone(tiny_model, name):
-    tiny = tiny_model("llama")
-    pairs = pairs_of(tiny.config.vocab_size)
-    one = Policy(gpu_batch_size=1)
-    expected = [scores(tiny, [pair], policy=one, **CACHES[name])[0] for pair in pairs]
-    for size, batches in ((13, 1), (5, 2), (3, 1)):
-        found = scores(tiny, pairs, policy=Policy(gpu_batch_size=size, num_gpu_batches=batches),
-                       **CACHES[name])
-        for (values, likeliest), (others, also) in zip(found, expected, strict=True):
-            assert values == pytest.approx(others, abs=1e-4) and likeliest == also
+def test_pairs_score_as_alone(tiny_model, name):
+    tiny = tiny_model(model_key(name))
+    check_scores(tiny, pairs_of(tiny.config.vocab_size),
+                 [Policy(gpu_batch_size=size, num_gpu_batches=batches)
+                  for size, batches in ((10, 1), (4, 2), (3, 1))], **CACHES[name])
 
 
-@pytest.mark.parametrize("key", ["opt", "neox"])
-@pytest.mark.parametrize("place", PLACES)
-def test_on_every_tier(tiny_model, tmp_path, key, place):
+@pytest.mark.parametrize("key", ["opt", *full("neox")])
+def test_pairs_score_as_alone_on_every_tier(tiny_model, tmp_path, key):
     tiny = tiny_model(key)
-    pairs = pairs_of(tiny.config.vocab_size)
-    expected = scores(tiny, pairs, policy=Policy(gpu_batch_size=1), **CACHES["h2o"])
-    policy = Policy(gpu_batch_size=6, cache=place, activations=place)
-    found = scores(tiny, pairs, policy=policy, offload_dir=str(tmp_path), **CACHES["h2o"])
-    for (values, likeliest), (others, also) in zip(found, expected, strict=True):
-        assert values == pytest.approx(others, abs=1e-4) and likeliest == also
+    check_scores(tiny, pairs_of(tiny.config.vocab_size),
+                 [Policy(gpu_batch_size=6, cache=place, activations=place) for place in PLACES],
+                 offload_dir=str(tmp_path), **CACHES["h2o"])
 
 
 def test_a_shared_context_is_computed_once(tiny_model, monkeypatch):
     tiny = tiny_model("llama")
-    pairs = pairs_of(tiny.config.vocab_size)
     fed = fed_rows(monkeypatch)
-    scores(tiny, pairs, policy=Policy(gpu_batch_size=13), **CACHES["h2o"])
-    assert sum(fed) == 30 + 17 + 30 + 1
-    # Longer than their prompt's rows: four sequences that share a prompt of one token.
-    short = [([5], [6 + number, 7]) for number in range(4)]
-    found = scores(tiny, short, policy=Policy(gpu_batch_size=4), **CACHES["h2o"])
-    alone = [scores(tiny, [pair], policy=Policy(gpu_batch_size=1), **CACHES["h2o"])[0]
-             for pair in short]
-    assert [v for v, _ in found] == [pytest.approx(v, abs=1e-4) for v, _ in alone]
+    with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=10), progress=False,
+             **CACHES["h2o"]) as llm:
+        llm.score(pairs_of(tiny.config.vocab_size))
+    assert sum(fed) == 20 + 17 + 20 + 1
+    # More sequences than rows: four share a prompt of one token.
+    check_scores(tiny, [([5], [6 + number, 7]) for number in range(4)],
+                 [Policy(gpu_batch_size=4)], **CACHES["h2o"])
 
 
 def fed_rows(monkeypatch) -> list[int]:
@@ -110,15 +115,13 @@ def fed_rows(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, monkeypatch, name):
-    """In a batch, whatever is cached of it, wherever; equal prompts as well; in any row chunks."""
-    from flexgen_h2o.engine import decoder
-
-    tiny = tiny_model("llama")
+def test_a_common_prefix_is_computed_once(tiny_model, tmp_path, device, monkeypatch, name):
+    """With every cache on mixed tiers; equal prompts as well; in chunks of rows."""
+    tiny = tiny_model(model_key(name))
     begin, other, *rests = make_prompts(96, [20, 16, 9, 4, 1, 17, 6, 30])
     prompts = [begin + rest for rest in (*rests, rests[1])] + [rests[0][:3]]
     prompts += [other + rests[0], rests[3], other + rests[1], begin[:19] + rests[1]]
-    options = {"max_new_tokens": 9, "eos_token_id": -1}
+    options = {"max_new_tokens": 5, "eos_token_id": -1}
     with LLM(str(tiny.folder), dtype="float32", policy=Policy(gpu_batch_size=1),
              **CACHES[name]) as llm:
         expected = llm.generate(prompts, **options)
@@ -134,8 +137,8 @@ def test_what_prompts_begin_with_is_computed_once(tiny_model, tmp_path, device, 
 
 
 @pytest.mark.parametrize("name", ["h2o", "8 bits"])
-def test_a_prompt_with_which_another_begins_shares_nothing_if_it_is_too_short(tiny_model, name):
-    """Between the two stands a third in the batch, whose cache is its own."""
+def test_a_prompt_that_is_a_prefix_is_not_shared(tiny_model, name):
+    """Between the two is a third in the batch, with a cache of its own."""
     tiny = tiny_model("llama")
     begin, *rests = make_prompts(96, [SHARED_PREFIX, 9, SHARED_PREFIX + 4, 3])
     prompts = [begin + rests[0], rests[1], begin, rests[2]]

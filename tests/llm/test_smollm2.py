@@ -10,7 +10,7 @@ from helpers.selection import full
 from flexgen_h2o import LLM, Placement, Policy, SamplingParams
 from flexgen_h2o.models import checkpoint_folder
 
-NAME, NEW = "smollm2-135m", 64 if selection.every_case else 24
+NAME, NEW = "smollm2-135m", 64 if selection.every_case else 10
 
 STORY = "Once upon a time, in a village by the sea, there lived"
 # Of different lengths, so that a batch of them has pads.
@@ -91,12 +91,12 @@ ALIKE = {  # by name: options of transformers' generate, and ours where they are
                   "eos_token_id": [30], "sequence_bias": [[[525], 2.0]]},
                  {"logit_bias": {525: 2.0}})}
 SOME = ALIKE if selection.every_case else {
-    name: ALIKE[name] for name in ("stop_strings", "stop_token_ids", "top_p", "together")}
+    name: ALIKE[name] for name in ("stop_strings", "together")}
 
 
-def test_each_parameter_gives_the_tokens_of_transformers(llm, generate, expected):
+def test_each_parameter_gives_the_tokens_of_transformers(llm, generate):
     """All of them in one call, so that they share blocks."""
-    plain = expected[PROMPTS.index(STORY)][:24]
+    plain = generate(STORY, max_new_tokens=24)
     params = [SamplingParams(**{"max_new_tokens": 24, "eos_token_id": -1}
                              | {name: value for name, value in (theirs | ours).items()
                                 if name != "sequence_bias"}) for theirs, ours in SOME.values()]
@@ -116,22 +116,10 @@ def test_the_same_tokens_with_everything_on_disk(expected, tmp_path, bits):
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=disk, cache=disk, activations=disk)
     with LLM(NAME, dtype="float32", device="cpu", policy=policy, progress=False,
              weight_bits=bits, offload_dir=str(tmp_path)) as llm:
-        outputs = llm.generate(PROMPTS[some], max_new_tokens=8, eos_token_id=-1)
-        assert llm.stats.links["disk->cpu"][0] > 8 * read  # all weights for each token
-    assert [out.token_ids for out in outputs] == [tokens[:8] for tokens in expected[some]]
+        outputs = llm.generate(PROMPTS[some], max_new_tokens=4, eos_token_id=-1)
+        assert llm.stats.links["disk->cpu"][0] > 4 * read  # all weights for each token
+    assert [out.token_ids for out in outputs] == [tokens[:4] for tokens in expected[some]]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_it_prefers_the_sensible_continuation(llm):
-    pairs = [
-        ("The capital of France is", " Paris", " banana"),
-        ("She opened the umbrella because it had started to", " rain", " guitar"),
-        ("Two plus two equals", " four", " purple"),
-    ]
-    flat = [(context, end) for context, right, wrong in pairs for end in (right, wrong)]
-    found = [sum(values) for values in llm.loglikelihood(flat)]
-    for (context, right, wrong), good, bad in zip(pairs, found[::2], found[1::2], strict=True):
-        assert good > bad + 2, f"{context!r}: {right!r} {good:.2f}, {wrong!r} {bad:.2f}"
 
 
 @pytest.mark.parametrize(("context", "continuation", "scored"), [
