@@ -27,6 +27,7 @@ GOOD = {
                 "{{ m.name is defined }}{% endfor %}",
     "whitespace": "{% if true %}\n  {% set ns = namespace(n=1) %}\n  {{ ns.n }}\n{% endif %}\n",
     "blocks": "{% generation %}{{ messages[0].content | trim }}{% endgeneration %}",
+    "macro": '{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(strftime_now("%Y-%m") | length) }}',
     "late": "{{ messages | pprint }}{{ 'a b c' | wordwrap(2) }}{{ dict(a=1) }}{{ tools is none }}",
 }
 BAD = {

@@ -101,8 +101,9 @@ def test_eviction_equals_its_simulation(tiny_model, key, positions, options):
     options = {**options, "positions": positions}
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
     assert tokens(tiny, prompts, H2OConfig(**options)) == expected
-    chunk = {"original": 16, "rolling": 1}[positions]
-    assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk) == expected
+    if key == "llama":
+        chunk = {"original": 16, "rolling": 5}[positions]
+        assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk) == expected
     if options.get("heavy_ratio") == 0.02:
         assert expected != transformers_tokens(tiny, prompts, NEW), "nothing was evicted"
 

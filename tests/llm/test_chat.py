@@ -15,15 +15,6 @@ from flexgen_h2o.commands import generate
 TEMPLATE = ("{% for m in messages %}{{ m.role[0] | replace('u', 'w1') }} {{ m.content }} "
             "{% endfor %}{% if enable_thinking is defined and not enable_thinking %}w9 {% endif %}"
             "{% if add_generation_prompt %}w7{% endif %}")
-# What gpt-oss's template does beside that of others: macros, a date, loops that count.
-HARMONY = """{%- macro said(role, text) %}{{ "w" ~ role|length ~ " " ~ text ~ " " }}{% endmacro -%}
-{%- set now = strftime_now("%Y-%m-%d") %}{% set seen = namespace(count=0) -%}
-{%- if now | length != 10 %}{{ raise_exception("no date") }}{% endif -%}
-{%- if reasoning_effort is not defined %}{% set reasoning_effort = "medium" %}{% endif -%}
-{{- "w" ~ reasoning_effort | length ~ " " -}}
-{%- for message in messages recursive %}{% set seen.count = seen.count + 1 -%}
-{{- said(message.role, message.content) -}}{%- endfor -%}
-{{- "w" ~ seen.count -}}"""
 HELLO = [{"role": "user", "content": "w3 w4"}]
 
 
@@ -55,9 +46,6 @@ def test_answers_are_those_of_the_rendered_prompts(llm):
     assert quiet.prompt == "w1 w3 w4 w9 w7" and quiet.prompt_token_ids == [1, 3, 4, 9, 7]
     given, = llm.chat(HELLO, max_new_tokens=1, chat_template="w{{ messages | length }}")
     assert given.prompt_token_ids == [1]
-    effort, = llm.chat(HELLO, max_new_tokens=1, chat_template=HARMONY,
-                       chat_template_kwargs={"reasoning_effort": "low"})
-    assert effort.prompt_token_ids == [3, 4, 3, 4, 1]
 
 
 def test_reasoning_is_apart_from_the_answer(llm, folder, tmp_path):
