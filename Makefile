@@ -80,8 +80,8 @@ test-asan: $(VENV)/.have-test
 	    $(BIN)/python -m pytest -q --all tests/kernels/test_ops.py tests/kernels/test_native.py \
 	    tests/kernels/test_skinny_matmul.py tests/kernels/test_tiled_matmul.py \
 	    tests/kernels/test_quantization.py \
-	    tests/kernels/test_matrices.py tests/kernels/test_mxfp4_matrices.py \
-	    tests/kernels/test_float12_matrices.py \
+	    tests/kernels/test_matrices.py tests/kernels/test_quantized_products.py \
+	    tests/kernels/test_mxfp4_matrices.py tests/kernels/test_float12_matrices.py \
 	    tests/kernels/test_rounded_activations.py tests/kernels/test_expert_products.py \
 	    tests/kernels/test_recall_kernels.py tests/kernels/test_assign_slots.py \
 	    tests/kernels/test_fetch_tokens.py tests/kernels/test_attention_forms.py \

@@ -6,20 +6,16 @@ import pytest
 import torch
 from helpers.kernel_cases import (
     BUILT,
-    EPSILON,
     SETS,
-    TILED,
-    check_quantized_linear,
     poisoned_memory,
     using,
 )
-from helpers.selection import examples, full
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.config.limits import TILED_OUTPUTS, TILED_ROWS
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
-from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
@@ -109,57 +105,6 @@ def test_bytes_equal_the_layout(way, dtype, seed):
     largest = torch.nn.functional.pad(whole.abs(), (0, 21)).view(19, 3, 32).amax(-1)
     bound = (largest * 2.0**-16 * 129 / 128 + 2.0**-126).repeat_interleave(32, 1)[:, :75]
     assert ((values - whole).abs().double() <= bound.double()).all()
-
-
-def check_product(layout, rows, *, dtype, add, seed=0):
-    """No weight is rounded, in tiles neither."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(layout.outputs, layout.inputs, generator=generator) * 0.3
-    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
-    values = reference_matrix.unpack_rows(matrix.data, layout, torch.arange(layout.outputs),
-                                          torch.float32)
-    check_quantized_linear(ops.linear_quantized, matrix, values, rows, dtype=dtype, add=add)
-
-
-@given(st.sampled_from(SETS or [None]), st.integers(1, 140), st.integers(1, 70),
-       st.integers(1, 200), st.sampled_from([8, 32, 64]), st.sampled_from([*EPSILON]),
-       st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=examples(100))
-def test_products_of_any_size(name, rows, outputs, inputs, group, dtype, add, seed):
-    with using(name), poisoned_memory():
-        if dispatch.choice("linear_quantized", rows, dtype, 12) == "codes":
-            check_product(MatrixLayout(outputs, inputs, 12, group), rows, dtype=dtype, add=add,
-                          seed=seed)
-
-
-@BUILT
-@pytest.mark.parametrize("name", SETS)
-def test_products_of_few_and_many_rows(name):
-    layout = MatrixLayout(161, 1100, 12)
-    with using(name), dispatch.use_autotune_table({"linear_quantized": {12: {1: "codes"}}}):
-        for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 64, 65, 300):
-            check_product(layout, rows, dtype=torch.bfloat16, add=rows % 2 == 1)
-        for dtype in (torch.float32, torch.float16):
-            check_product(layout, 70, dtype=dtype, add=False)
-
-
-@pytest.mark.parametrize("rows", [65, *full(5, 33, 64, TILED_ROWS + 21)])
-@pytest.mark.parametrize("name", TILED)
-def test_products_in_tiles(name, rows):
-    with using(name):
-        check_product(MatrixLayout(2 * TILED_OUTPUTS + 40, 40, 12, 32), rows,
-                      dtype=torch.bfloat16, add=rows % 2 == 0)
-
-
-@BUILT
-def test_products_of_unpacked_slices():
-    layout = MatrixLayout(300, 70, 12)
-    weight = torch.randn(300, 70).bfloat16()
-    matrix = QuantizedMatrix(ops.quantize_matrix(weight, layout), layout)
-    x, out = torch.randn(40, 70).bfloat16(), torch.zeros(40, 300).bfloat16()
-    with dispatch.use_autotune_table({"linear_quantized": {12: {1: "unpacked"}}}):
-        ops.linear_quantized(x, matrix, None, out)
-    torch.testing.assert_close(out.float(), x.float() @ weight.float().T, rtol=0.02, atol=0.05)
 
 
 @BUILT

@@ -1,31 +1,19 @@
 """Quantized matrices: their bytes, how far off they are, and products with them."""
 
-import os
 import struct
-from functools import cache
-from itertools import product
 
 import pytest
 import torch
 from helpers.kernel_cases import (
-    BUILT,
     EPSILON,
     SETS,
-    TILED,
-    check_quantized_linear,
     poisoned_memory,
-    threads,
-    using,
 )
-from helpers.selection import examples, full_cases
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flexgen_h2o.config.limits import MATRIX_TILE, TILED_OUTPUTS, TILED_ROWS
+from flexgen_h2o.config.limits import MATRIX_TILE
 from flexgen_h2o.config.weight_layout import MatrixLayout
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, ops
-from flexgen_h2o.kernels.cpu import library as cpu_library
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.models import checkpoint_folder, layers
@@ -62,19 +50,6 @@ def backend(request, monkeypatch):
     else:
         monkeypatch.setenv("FLEXGEN_H2O_ISA", request.param)
     return request.param
-
-
-def unpacks(x, layout):
-    """Whether the product of x is PyTorch's, with weights that were rounded to x's dtype."""
-    return (cpu_library.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
-            and dispatch.choice("linear_quantized", len(x), x.dtype, layout.bits) == "unpacked")
-
-
-def rounds(x, layout):
-    """Whether weights are rounded to x's dtype: on PyTorch's way, and for many rows in tiles."""
-    tiles = (cpu_library.missing() is None and os.environ.get("FLEXGEN_H2O_KERNELS") != "reference"
-             and cpu_library.instruction_set().startswith("amx"))
-    return unpacks(x, layout) or tiles and x.dtype == torch.bfloat16 and len(x) > 64
 
 
 def weights(outputs, inputs, *, dtype=torch.float32, size=0.3):
@@ -293,122 +268,6 @@ def test_unpacked_rows(backend, shape, bits):
             exact = values[rows].float()  # by hand nothing is rounded between product and sum
             torch.testing.assert_close(got.float(), exact.to(dtype).float(), atol=1e-7,
                                        rtol=EPSILON[dtype])
-
-
-@cache
-def some_matrix(layout):
-    """One of that layout, and its values by hand, which take long."""
-    data = ops.quantize_matrix(weights(layout.outputs, layout.inputs), layout)
-    return data, by_hand(data, layout)[0]
-
-
-def check_product(layout, rows, *, dtype, bias, add, data=None):
-    data, values = some_matrix(layout) if data is None else (data, by_hand(data, layout)[0])
-    check_quantized_linear(
-        ops.linear_quantized, QuantizedMatrix(data, layout), values, rows, dtype=dtype, bias=bias,
-        add=add, offset=2, unpacked=rounds(torch.empty(rows, 1, dtype=dtype), layout))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bits", [4, COMPACT, 6, 8])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products(backend, shape, bits, dtype):
-    *size, group = shape
-    for rows, bias, add in ((1, True, False), (3, False, True), (8, True, True),
-                            (17, False, False)):
-        check_product(layout_of(size, bits, group), rows, dtype=dtype, bias=bias, add=add)
-
-
-@pytest.mark.parametrize("name", TILED)
-@pytest.mark.parametrize(("rows", "shape"), [
-    (25, (33, 200, 64, 4)), (TILED_ROWS + 21, (70, 700, 16, 6)), (65, (161, 1100, 32, COMPACT)),
-    *full_cases(*product((2, 5, 16, 25, 33, 64, 65, 80, 97, TILED_ROWS + 21), (
-        (33, 200, 64, 4), (161, 1100, 64, 4), (70, 2100, 24, 8), (20, 70, 32, 8), (70, 700, 16, 6),
-        (161, 1100, 64, 6), (161, 1100, 32, COMPACT), (2 * TILED_OUTPUTS, 2000, 64, 4),
-        (96, 40, 1000, 4), (1100, 200, 32, 4), (2 * TILED_OUTPUTS + 40, 40, 32, 4))))])
-def test_products_in_tiles(name, rows, shape):
-    """Rows, outputs and inputs that fill up no tiles or slabs, and that need several."""
-    *size, group, bits = shape
-    with using(name):
-        check_product(layout_of(size, bits, group), rows, dtype=torch.bfloat16,
-                      bias=rows % 2 == 1, add=rows % 3 == 0)
-
-
-@given(st.integers(1, 140), st.integers(1, 70), st.integers(1, 150),
-       st.sampled_from([4, COMPACT, 6, 8]),
-       st.sampled_from(DTYPES), st.booleans(), st.sampled_from([8, 32, 64]),
-       st.sampled_from(SETS or [None]))
-@settings(max_examples=examples(120))
-def test_products_of_any_size(rows, outputs, inputs, bits, dtype, add, group, name):
-    with using(name):
-        check_product(layout_of((outputs, inputs), bits, group), rows, dtype=dtype, bias=not add,
-                      add=add)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_padding_has_no_effect(backend, bits):
-    layout = MatrixLayout(17, 70, bits)
-    data = ops.quantize_matrix(weights(17, 70), layout)
-    halves = data.view(2, 2, -1)[1, :, :64].view(torch.int16).view(2, 2, MATRIX_TILE)
-    halves[..., 1:] = 0x7E00  # NaN, in the scales and zero points of outputs that are not there
-    words = data.view(2, 2, -1)[1, :, 64:].view(torch.int32).view(2, -1, MATRIX_TILE)
-    words[..., 1:] = -1
-    for rows in (1, 20):
-        check_product(layout, rows, dtype=torch.float32, bias=True, add=False, data=data)
-
-
-def multiplied(x, matrix):
-    out = torch.full((len(x), len(matrix)), float("nan")).to(x.dtype)
-    ops.linear_quantized(x, matrix, None, out)
-    return out
-
-
-@BUILT
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [7, 150])
-def test_results_do_not_depend_on_threads(backend, dtype, rows):
-    """Except where PyTorch multiplies, which promises nothing: see `ops.linear_quantized`."""
-    layout, results = MatrixLayout(130, 200, 4), []
-    x = weights(rows, 200, dtype=dtype, size=1.0)
-    for count in (1, 2, 3):
-        with threads(count):
-            data = ops.quantize_matrix(weights(130, 200), layout, search=True)
-            results.append((data, multiplied(x, QuantizedMatrix(data, layout))))
-    for data, out in results[1:]:
-        assert torch.equal(data, results[0][0])
-        if backend != "reference" and not unpacks(x, layout):
-            assert torch.equal(out, results[0][1])
-
-
-@BUILT
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_results_do_not_depend_on_the_row_split(backend, dtype):
-    layout = MatrixLayout(40, 200, 4)
-    matrix = QuantizedMatrix(ops.quantize_matrix(weights(40, 200), layout), layout)
-    x = weights(70, 200, dtype=dtype, size=1.0)
-    whole, values = multiplied(x, matrix).double(), by_hand(matrix.data, layout)[0]
-    # Sums in another order, and a rounding of each; of weights too where either is PyTorch's.
-    bound = 2.02 * EPSILON[dtype] * whole.abs() + 1e-5
-    if rounds(x, layout):
-        bound += 1.01 * EPSILON[dtype] * (x.double().abs() @ values.abs().T)
-    for size in (5, 8, 13, 64):
-        parts = torch.cat([multiplied(part, matrix) for part in x.split(size)])
-        assert ((parts.double() - whole).abs() <= bound).all()
-
-
-@BUILT
-def test_weights_are_unpacked_in_slices(monkeypatch):
-    """Where PyTorch multiplies many rows faster: never more of a matrix than stays in cache."""
-    unpacked = []
-    unpack = ops.unpack_rows
-    monkeypatch.setattr(ops, "UNPACKED_OUTPUTS", 32)
-    monkeypatch.setattr(ops, "unpack_rows", lambda *a: unpacked.append(len(a[1])) or unpack(*a))
-    for add in (False, True):
-        with dispatch.use_autotune_table({"linear_quantized": {4: {1: "codes", 40: "unpacked"}}}):
-            for rows in (1, 2, 70):
-                check_product(MatrixLayout(70, 130, 4), rows, dtype=torch.bfloat16, bias=True,
-                              add=add)
-    assert unpacked == [32, 32, 6] * 4  # of 2 and of 70 rows
 
 
 def test_layers_accept_quantized_matrices(backend):

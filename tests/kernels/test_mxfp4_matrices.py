@@ -4,9 +4,7 @@ import pytest
 import torch
 from helpers.kernel_cases import (
     BUILT,
-    EPSILON,
     SETS,
-    check_quantized_linear,
     poisoned_memory,
     using,
 )
@@ -16,16 +14,13 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.kernels import dispatch, ops
+from flexgen_h2o.kernels import ops
 from flexgen_h2o.kernels.cpu import native
 from flexgen_h2o.kernels.matrix import QuantizedMatrix
 from flexgen_h2o.kernels.reference import matrix as reference_matrix
 from flexgen_h2o.kernels.reference.matrix import pack_mxfp4
 
 NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-EVERY = st.sampled_from(SETS or [None])
-
-
 def layout_of(outputs, inputs):
     return MatrixLayout(outputs, inputs, 4, 32, mxfp4=True)
 
@@ -68,40 +63,6 @@ def test_rows_are_exact(way, outputs, inputs, seed):
         with using(way), poisoned_memory():
             found = ops.unpack_rows(matrix, rows, torch.float32)
     assert torch.equal(found.double(), values[rows])
-
-
-def check_product(rows, outputs, inputs, *, dtype, add, seed=0):
-    """No weight is rounded."""
-    matrix, values = case(outputs, inputs, low=120, high=127, seed=seed)
-    check_quantized_linear(ops.linear_quantized, matrix, values, rows, dtype=dtype, add=add)
-
-
-@given(EVERY, st.integers(1, 140), st.integers(1, 70), st.integers(1, 200),
-       st.sampled_from([*EPSILON]), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=examples(80))
-def test_products_of_any_size(name, rows, outputs, inputs, dtype, add, seed):
-    with using(name), poisoned_memory():
-        if dispatch.choice("linear_quantized", rows, dtype, 4) == "codes":
-            check_product(rows, outputs, inputs, dtype=dtype, add=add, seed=seed)
-
-
-@BUILT
-@pytest.mark.parametrize("name", SETS)
-def test_products_of_few_and_many_rows(name):
-    with using(name), dispatch.use_autotune_table({"linear_quantized": {4: {1: "codes"}}}):
-        for rows in (1, 2, 3, 4, 5, 16, 33, 64, 65, 300):
-            check_product(rows, 161, 1100, dtype=torch.bfloat16, add=rows % 2 == 1)
-        for dtype in (torch.float32, torch.float16):
-            check_product(70, 161, 1100, dtype=dtype, add=False)
-
-
-@BUILT
-def test_products_of_unpacked_slices():
-    matrix, values = case(300, 70, low=120, high=127)
-    x, out = torch.randn(40, 70).bfloat16(), torch.zeros(40, 300).bfloat16()
-    with dispatch.use_autotune_table({"linear_quantized": {4: {1: "unpacked"}}}):
-        ops.linear_quantized(x, matrix, None, out)
-    torch.testing.assert_close(out.double(), x.double() @ values.T, rtol=0.02, atol=0.02)
 
 
 @BUILT
