@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import selection
 from helpers.gguf_cases import make
 from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
 from helpers.selection import examples, full
@@ -150,6 +151,8 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
 @given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
        st.sampled_from([1.05, 1.5, 4]))
 def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor):
+    if not selection.every_case:
+        request |= {"gpu_batch_size": 8}  # a search over all batch sizes takes seconds
     try:
         before = find(hardware, **request)
     except UserError:
@@ -168,8 +171,9 @@ def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor)
 
 def brute_force(hardware: Hardware, request: PlanRequest) -> float:
     """Most tokens/s over a coarse grid of placements and the batch sizes of the request."""
-    quarters = [(g, c, 100 - g - c) for g in range(0, 101, 25) for c in range(0, 101 - g, 25)
-                if hardware.has_gpu or c == 0]
+    step = 25 if selection.every_case else 50
+    shares = [(g, c, 100 - g - c) for g in range(0, 101, step) for c in range(0, 101 - g, step)
+              if hardware.has_gpu or c == 0]
     most = 0.0
     hosts = (False, True) if hardware.has_gpu else (False,)
     for size, host in itertools.product(request.sizes(), hosts):
@@ -177,7 +181,7 @@ def brute_force(hardware: Hardware, request: PlanRequest) -> float:
             run = planned(batch=(size, count), lengths=(request.prompt_len, request.gen_len),
                           gpu=hardware.has_gpu, model=request.model, cpu_cache_compute=host,
                           overlap=request.policy.overlap, h2o=request.caches[0].h2o)
-            for places in itertools.product(quarters, quarters, [(100, 0, 0), (0, 100, 0)]):
+            for places in itertools.product(shares, shares, [(100, 0, 0), (0, 100, 0)]):
                 policy = replace(run.policy, **{
                     kind: Placement(*place) for kind, place in zip(PLACED, places, strict=True)})
                 one = replace(run, policy=policy)
@@ -253,11 +257,12 @@ def test_two_that_attend_are_faster_than_one():
     """But where it hardly matters, attention is where all else is computed."""
     even = replace(GPU, host_attention=replace(GPU.host_attention, head_seconds=1e-7,
                                                decode_attention=dict.fromkeys(BITS, 2e11)))
-    both = find(even, prompt_len=1000, gen_len=1000)[0]
+    long = {"prompt_len": 1000, "gen_len": 1000, "gpu_batch_size": 64, "num_gpu_batches": 2}
+    both = find(even, **long)[0]
     assert both.run.policy.cpu_cache_compute and 20 <= both.run.policy.cache.cpu <= 80
-    alone = find(replace(even, host_attention=None), prompt_len=1000, gen_len=1000)[0]
+    alone = find(replace(even, host_attention=None), **long)[0]
     assert both.tokens_per_second > 1.2 * alone.tokens_per_second
-    choices = find(even, prompt_len=1000, gen_len=2)
+    choices = find(even, **long | {"gen_len": 2})
     assert not choices[0].run.policy.cpu_cache_compute
     assert said_why(even, choices) == {"attends where all else is computed"}
 
@@ -315,14 +320,15 @@ def test_the_goal_latency_is_a_single_sequence():
 
 def test_compression_is_chosen_where_it_gains_and_only_there():
     tight = replace(GPU, gpu_bytes=3 * GB, links={link: GB for link in GPU.links})
-    options = {"model": published("opt-6.7b"), "prompt_len": 300, "gpu_batch_size": 16}
+    options = {"model": published("opt-6.7b"), "prompt_len": 300, "gpu_batch_size": 16,
+               "num_gpu_batches": 2}
     plain, packed = find(tight, **options)[0], find(tight, **options, **ANYTHING)[0]
     assert packed.run.weights.bits == 4
     assert packed.tokens_per_second > 2 * plain.tokens_per_second
     same = roofline(1, 100)
     same = replace(same, linear=dict.fromkeys(BITS, same.linear[16]),
                    decode_attention=dict.fromkeys(BITS, same.decode_attention[16] * 100))
-    choices = find(replace(CPU, compute=same), gpu_batch_size=4, **ANYTHING)
+    choices = find(replace(CPU, compute=same), gpu_batch_size=4, num_gpu_batches=1, **ANYTHING)
     assert (choices[0].run.weights.bits, choices[0].run.cache.bits) == (16, 16)
     assert said_why(CPU, choices) == {"keeps more bits"}
 
@@ -361,7 +367,7 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
 
 
 def test_the_plan_says_what_binds_and_what_is_next_best():
-    choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32)
+    choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32, gpu_batch_size=16)
     lines = plan_text(GPU, choices, limits_of(GPU)).splitlines()
     assert "opt-30b on a GPU, 512 + 32 tokens" in lines[0]
     assert lines[1].endswith(policy_flags(choices[0].run))
@@ -655,41 +661,38 @@ def test_a_fixed_policy_is_predicted(here, capsys):
     assert "would fit" in capsys.readouterr().err
 
 
-ELSEWHERE = """
-import sys
+WITHOUT_TORCH = """
+import json, sys
 for name in ("torch", "transformers", "safetensors", "huggingface_hub", "gguf"):
     sys.modules[name] = None  # importing it fails
 from flexgen_h2o import flex_opt
-sys.exit(flex_opt.main(sys.argv[1:]))
+for argv in json.loads(sys.argv[1]):
+    print("exit status", flex_opt.main(argv))
 """
 
 
-def elsewhere(*argv: str, machine: Hardware = GPU) -> subprocess.CompletedProcess:
-    """A command in a process without torch, where `machine` is in the file x.yaml."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_hardware(machine, Path(folder) / "x.yaml")
-        return subprocess.run([sys.executable, "-c", ELSEWHERE, *argv], text=True, cwd=folder,
-                              capture_output=True, env=environment())
-
-
 def test_another_machine_is_planned_for_without_torch(tmp_path):
-    plan = ["--plan-only", "--hardware", "x.yaml", *AUTO]
-    done = elsewhere(*plan, "--model", "opt-30b", "--hh-ratio", "0.1")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "opt-30b on a GPU, 512 + 32 tokens" in done.stdout and "bound by" in done.stdout
-    sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
-                      done.stdout)
-    assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
+    save_hardware(GPU, tmp_path / "x.yaml")
     (tmp_path / "config.json").write_text('{"model_type": "opt", "hidden_size": 64, '
                                           '"num_attention_heads": 4, "ffn_dim": 128}')
-    done = elsewhere(*plan[:3], "--model", str(tmp_path), "--prompt-len", "9")
-    assert f"{tmp_path} on a GPU, 9 + 32 tokens" in " ".join(done.stdout.split())
     _, source = make("llama", tmp_path, random={"attn_q": "Q8_0", "ffn_up": "Q4_1"})
-    done = elsewhere(*plan[:3], "--model", str(source), "--prompt-len", "9")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert f"{source} on a GPU, 9 + 32 tokens" in " ".join(done.stdout.split())
-    done = elsewhere(*plan, "--model", "someone/unknown")
-    assert done.returncode == 2 and done.stdout == ""
+    plan = ["--plan-only", "--hardware", "x.yaml", "--model"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, json.dumps([
+        [*plan, "opt-30b", *AUTO, "--hh-ratio", "0.1", "--gpu-batch-size", "8",
+         "--num-gpu-batches", "2"],
+        [*plan, str(tmp_path), "--prompt-len", "9"],
+        [*plan, str(source), "--prompt-len", "9"],
+        [*plan, "someone/unknown"]])], text=True, cwd=tmp_path, capture_output=True,
+        env=environment())
+    named, folder, gguf, unknown, rest = re.split(r"exit status \d\n", done.stdout)
+    assert re.findall(r"exit status (\d)", done.stdout) == ["0", "0", "0", "2"], done.stderr
+    assert "opt-30b on a GPU, 512 + 32 tokens" in named and "bound by" in named
+    sizes = re.search(r"device memory ([\d.]+) of 16.0 GB, host memory ([\d.]+) of 64.0 GB",
+                      named)
+    assert 8 < float(sizes[1]) <= 16 and 8 < float(sizes[2]) <= 64
+    assert f"{tmp_path} on a GPU, 9 + 32 tokens" in " ".join(folder.split())
+    assert f"{source} on a GPU, 9 + 32 tokens" in " ".join(gguf.split())
+    assert (unknown, rest) == ("", "")
     assert "'someone/unknown' is none of them" in done.stderr and done.stderr.count("\n") == 1
 
 

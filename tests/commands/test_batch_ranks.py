@@ -1,10 +1,12 @@
-"""Batch jobs over two pipeline ranks: ranks that die, stop or hang, and resumption."""
+"""Batch jobs on several ranks: pipelines and replicas, ranks that die or hang, and resumption."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import pytest
 from helpers import selection
@@ -16,65 +18,110 @@ from helpers.tiny_tokenizers import with_words
 from flexgen_h2o.commands import batch
 from flexgen_h2o.config.parallel import TorchrunEnv, check_world_size, torchrun_env
 
-# Forks the ranks of one job after the other, with torch imported once. Each job is a rank that is
-# disturbed (or none), how, and the flags; its line tells the exit codes of all ranks.
+# Runs job after job and imports torch once: the ranks are forked. A rank may be disturbed in a
+# forward pass, or when it writes results. Prints the exit codes and the seconds of each job.
 DRIVER = """
 import json, os, signal, socket, sys, threading, time, torch
 import torch.distributed
 import flexgen_h2o.llm  # what is imported here, the ranks need not import
+from transformers import AutoTokenizer
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.commands import batch
+from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.distributed import replicas
+
+replicas.TIMEOUT = 2.0
+CALLS = {"forward": (DecoderLayers, "set_positions", 30), "results": (ResultsFile, "add", 2)}
 
 def disturb(how):
     if how == "hang":
         threading.Event().wait()
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
 
-def rank(number, disturbed, how, argv, told):
+def rank(number, job):
     torch.set_num_threads(1)
-    os.dup2(os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    said = os.open(job["said"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
-    if number == disturbed:
-        left = [60]
-        begin = DecoderLayers.set_positions  # with each batch's forward pass
-        def disturbed(self, step, positions):
-            left[0] -= 1
-            if left[0] == 0:
-                disturb(how)
-            begin(self, step, positions)
-        DecoderLayers.set_positions = disturbed
-    sys.argv[1:] = argv  # as a process of its own is started
+    if number == job["disturbed"]:
+        owner, name, left = CALLS[job["where"]]
+        call = getattr(owner, name)
+        def disturbed(*arguments):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                disturb(job["how"])
+            return call(*arguments)
+        setattr(owner, name, disturbed)
+    sys.argv[1:] = job["argv"]  # as a process of its own is started
     sys.exit(batch.main())
 
-for disturbed, how, argv, told in json.loads(sys.argv[1]):
+jobs = json.loads(sys.argv[1])
+AutoTokenizer.from_pretrained(jobs[0]["argv"][jobs[0]["argv"].index("--model") + 1])
+for job in jobs:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
-    began, children = time.monotonic(), {}
-    for number in range(2):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      WORLD_SIZE=str(job["ranks"]))
+    began, children, codes = time.monotonic(), {}, {}
+    for number in range(job["ranks"]):
         child = os.fork()
         if child == 0:
-            rank(number, disturbed, how, argv, told)
+            rank(number, job)
         children[child] = number
-    codes = {}
-    while len(codes) < 2:
-        if how == "stop" and len(codes) == 1:  # torchrun ends what is left so
+    while len(codes) < job["ranks"]:
+        if job["how"] == "stop" and len(codes) == job["ranks"] - 1:  # torchrun ends the rest so
             for child, number in children.items():
                 if number not in codes:
                     os.kill(child, signal.SIGKILL)
         child, status = os.wait()
         codes[children[child]] = os.waitstatus_to_exitcode(status)
-    print(json.dumps([codes[0], codes[1], time.monotonic() - began]), flush=True)
+    print(json.dumps([[codes[number] for number in sorted(codes)], time.monotonic() - began]))
 """
-LIMIT = 4  # seconds
-JOBS = [(None, "", 0), (1, "kill", -9)]
-if selection.every_case:
-    JOBS += [(1, "stop", -9), (1, "hang", 2), (0, "kill", -9)]
+PIPELINE = ("--pipeline-parallel", "2", "--num-gpu-batches", "3", "--rank-timeout", "4")
+REPLICAS = ("--data-parallel", "--window", "1", "--memory-limit", "200MB")
+GONE = "replica 0, which keeps the queue and the results"
+
+
+@dataclass
+class Job:
+    """A job on ranks, and what becomes of it.
+
+    Attributes
+    ----------
+    flags: Flags beside those of the job on one process.
+    codes: The exit status of each rank.
+    error: What the one error line says; None for a job that finishes.
+    disturbed, how, where: The rank that is disturbed, by what, and in which call.
+    """
+
+    flags: tuple[str, ...]
+    codes: list[int]
+    error: str | None = None
+    disturbed: int | None = None
+    how: str = ""
+    where: str = "forward"
+
+
+JOBS = {
+    "rank 1 killed": Job(PIPELINE, [2, -9], "has gone", 1, "kill"),
+    "replica 1 killed": Job(REPLICAS, [0, -9], None, 1, "kill", "results"),
+}
+RARE = {
+    "pipeline": Job(PIPELINE, [0, 0]),
+    "rank 1 stopped": Job(PIPELINE, [2, -9], "has not answered for 4 s", 1, "stop"),
+    "rank 1 hangs": Job(PIPELINE, [2, 2], "has made no progress for 4 s", 1, "hang"),
+    "rank 0 killed": Job(PIPELINE, [-9, 2], "has gone", 0, "kill"),
+    "replica 0 killed": Job(REPLICAS, [-9, 2], GONE, 0, "kill", "results"),
+    "replica 0 stopped": Job(REPLICAS, [-9, 2], GONE, 0, "stop", "results"),
+    "replicas are pipelines": Job(("--data-parallel", "--pipeline-parallel", "2"), [0] * 4),
+}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
@@ -84,69 +131,65 @@ def words(tiny_model, folder) -> str:
     return with_words(tiny_model("llama").folder, folder / "words")
 
 
-def argv(folder, words, name, *flags):
+def argv(folder: Path, words: str, name: str) -> list[str]:
     return ["-i", str(folder / "in.jsonl"), "-o", str(folder / f"{name}.jsonl"), "--model", words,
-            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2", *flags]
+            "--dtype", "float32", "--device", "cpu", "--gpu-batch-size", "2"]
 
 
-def on_ranks(folder, words, name):
-    return argv(folder, words, name, "--pipeline-parallel", "2", "--num-gpu-batches", "3",
-                "--rank-timeout", str(LIMIT))
-
-
-def texts(path):
-    found = {line["custom_id"]: line["response"]["body"]["choices"] for line in read_jsonl(path)}
-    assert len(found) == len(read_jsonl(path))
+def answers(path: Path) -> dict[str, object]:
+    """Return the errors or choices by the id of their request; no id is there twice."""
+    lines = read_jsonl(path)
+    found = {line["id"]: line["error"] or line["response"]["body"]["choices"] for line in lines}
+    assert len(found) == len(lines)
     return found
 
 
-def run(jobs):
-    """Exit codes and seconds of each job."""
-    done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(jobs)], text=True,
+@pytest.fixture(scope="module")
+def whole(folder, words) -> dict[str, object]:
+    """The answers of one process to 21 requests, one of which fails."""
+    lines = [json.dumps({
+        "id": f"r{number}", "max_tokens": 3 + number % 5, "temperature": (0, 1, 0.7)[number % 3],
+        "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}" for i in range(2 + number * 5 % 11))})
+        for number in range(20)]
+    (folder / "in.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
+    assert batch.main(argv(folder, words, "one")) == 0
+    return answers(folder / "one.jsonl")
+
+
+@pytest.fixture(scope="module")
+def ran(folder, words, whole) -> dict[str, list]:
+    """Exit codes and seconds of all jobs that are tried."""
+    jobs = JOBS | (RARE if selection.every_case else {})
+    given = [asdict(job) | {"argv": [*argv(folder, words, name), *job.flags],
+                            "ranks": len(job.codes), "said": str(folder / f"{name}.txt")}
+             for name, job in jobs.items()]
+    done = subprocess.run([sys.executable, "-c", DRIVER, json.dumps(given)], text=True,
                           capture_output=True, timeout=300,
                           env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR"))
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return dict(zip(jobs, map(json.loads, done.stdout.splitlines()), strict=True))
 
 
-def test_a_rank_that_dies_or_hangs_ends_all_and_the_job_goes_on(folder, words, capsys):
-    requests = [{"id": f"r{number}", "prompt": " ".join(f"w{3 + (number * 7 + i) % 90}"
-                                                        for i in range(2 + number * 5 % 11)),
-                 "max_tokens": 5 + number % 9, "temperature": (0, 1)[number % 2]}
-                for number in range(30)]
-    (folder / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in requests))
-    assert batch.main(argv(folder, words, "one")) == 0
-    whole = texts(folder / "one.jsonl")
-    assert len(whole) == 30
-
-    names = [f"{how}{rank}" for rank, how, _ in JOBS]
-    jobs = [(rank, how, on_ranks(folder, words, name), str(folder / f"{name}.txt"))
-            for name, (rank, how, _) in zip(names, JOBS, strict=True)]
-    found = run(jobs)
-    for name, (rank, how, status), (*codes, seconds) in zip(names, JOBS, found, strict=True):
-        told = (folder / f"{name}.txt").read_text()
-        if rank is None:
-            assert codes == [0, 0] and texts(folder / f"{name}.jsonl") == whole
-            continue
-        assert codes[rank] == status and codes[1 - rank] == 2, told
-        line = error_line(told[told.index("error: "):], f"rank {rank} (")
-        assert {"kill": "has gone", "stop": "has not answered for 4 s",
-                "hang": "has made no progress for 4 s"}[how] in line
-        assert seconds < 60
-        answered = texts(folder / f"{name}.jsonl")
-        assert 0 < len(answered) < 30
-
-    # Two ranks go on with it, or one process alone.
-    rest = [(None, "", *job[2:]) for job in jobs[2:4]]
-    assert not rest or [codes for *codes, _ in run(rest)] == [[0, 0]] * 2
-    assert batch.main(argv(folder, words, names[1])) == 0
-    for name in names[1:4]:
-        assert texts(folder / f"{name}.jsonl") == whole
-    assert "going on: " in capsys.readouterr().out
+@pytest.mark.parametrize("name", [*JOBS, *selection.full(*RARE)])
+def test_a_job_survives_its_ranks(folder, words, whole, ran, capsys, name):
+    job, said = (JOBS | RARE)[name], (folder / f"{name}.txt").read_text()
+    codes, seconds = ran[name]
+    assert codes == job.codes and seconds < 60, said
+    found = answers(folder / f"{name}.jsonl")
+    if job.error is None:
+        assert said.count("finished; 21 of 21 requests answered, 1 of them failed") == 1
+    else:
+        line = error_line(said[said.index("error: "):], job.error)
+        assert job.error == GONE or f"rank {job.disturbed} (" in line
+        assert 0 < len(found) < 21
+        assert batch.main(argv(folder, words, name)) == 0
+        assert "going on: " in capsys.readouterr().out
+    assert answers(folder / f"{name}.jsonl") == whole
+    assert not list(folder.glob(f"{name}.jsonl.rank*"))
 
 
 def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, capsys):
-    (folder / "in.jsonl").write_text('{"prompt": "w3"}\n')
+    (folder / "a.jsonl").write_text('{"prompt": "w3"}\n')
     for started, flags, message in (
             (None, ["--pipeline-parallel", "2"],
              "--pipeline-parallel 2 is of 2 processes, and 1 has been started: torchrun "
@@ -160,7 +203,8 @@ def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, 
                 monkeypatch.setenv(name, str(value))
         else:
             monkeypatch.delenv("WORLD_SIZE", raising=False)
-        assert batch.main(argv(folder, words, "none", *flags)) == 2
+        command = [*argv(folder, words, "none"), "-i", str(folder / "a.jsonl"), *flags]
+        assert batch.main(command) == 2
         assert message in error_line(capsys.readouterr().err)
     assert not (folder / "none.jsonl").exists()
 

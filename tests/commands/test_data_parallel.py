@@ -1,20 +1,14 @@
-"""Data-parallel batch jobs: the queue, killed processes, leftover files, resumption."""
+"""Data-parallel batch jobs: the queue and leftover files; whole jobs are in test_batch_ranks."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.error_cases import command_refused, error_line, refused
-from helpers.programs import ROOT
+from helpers.error_cases import command_refused, refused
 from helpers.read_back import read_jsonl
 from helpers.tiny_tokenizers import with_words
 from hypothesis import given
@@ -22,7 +16,7 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch.results import ResultsFile
-from flexgen_h2o.config.parallel import TorchrunEnv, torchrun_env
+from flexgen_h2o.config.parallel import torchrun_env
 from flexgen_h2o.distributed.replicas import QueueLost, ReplicaRank, WindowQueue
 
 # --- the queue
@@ -149,18 +143,14 @@ def test_replica_0_is_waited_for_while_it_sends_heartbeats():
 # --- the launcher's variables
 
 
-def test_a_launcher_s_variables_say_which_rank_this_is():
+def test_the_replica_of_a_rank():
     found = {"RANK": "3", "WORLD_SIZE": "6", "MASTER_ADDR": "h", "MASTER_PORT": "1",
              "LOCAL_RANK": "1"}
-    assert torchrun_env(found) == TorchrunEnv(3, 6, 1, 2)
-    assert torchrun_env({}) == TorchrunEnv()
     assert ReplicaRank.from_env(torchrun_env(found)) == ReplicaRank(3, 6, 1)
     assert ReplicaRank.from_env(torchrun_env(found), 2) == ReplicaRank(1, 3, 1, leads=False)
     assert ReplicaRank.from_env(torchrun_env(found | {"RANK": "4"}), 2) == ReplicaRank(2, 3, 1)
     refused(lambda: ReplicaRank.from_env(torchrun_env(found), 4),
             "no whole replicas", "start a multiple of 4")
-    for name, value in (("RANK", "6"), ("RANK", "x"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")):
-        refused(lambda name=name, value=value: torchrun_env(found | {name: value}), "torchrun")
 
 
 def test_without_a_launcher_a_line_says_how_to_start_it(refuses_flags, monkeypatch):
@@ -182,11 +172,11 @@ def words(tiny_model, tmp_path_factory) -> str:
 
 @pytest.fixture
 def job(tmp_path, words) -> list[str]:
-    """The flags of a job of 41 requests, one of which fails."""
+    """The flags of a job of 21 requests, one of which fails."""
     lines = [json.dumps({"id": f"r{number}", "max_tokens": 3 + number % 4,
                          "temperature": (0, 1, 0.7)[number % 3], "prompt": " ".join(
                              f"w{3 + (number * 7 + i) % 90}" for i in range(2 + number * 5 % 11))})
-             for number in range(40)]
+             for number in range(20)]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{broken"]) + "\n")
     return ["-i", str(tmp_path / "in.jsonl"), "--model", words, "--dtype", "float32", "--device",
             "cpu", "--gpu-batch-size", "2", "--memory-limit", "200MB"]
@@ -200,78 +190,6 @@ def answers(path: Path) -> dict[str, object]:
     return found
 
 
-def started(argv: list[str], ranks: int) -> list[subprocess.Popen]:
-    """The processes of a job, with a short timeout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    code = ("import sys; from flexgen_h2o.commands import batch; "
-            "from flexgen_h2o.distributed import replicas; "
-            "replicas.TIMEOUT = 2.0; sys.exit(batch.main(sys.argv[1:]))")
-    variables = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                 "OMP_NUM_THREADS": "1"}
-    return [subprocess.Popen(
-        [sys.executable, "-c", code, *argv, "--data-parallel"], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | variables | {"RANK": str(rank)}) for rank in range(ranks)]
-
-
-def kill_once_there(process: subprocess.Popen, path: Path, by: int = signal.SIGKILL) -> None:
-    """Kill a process, or send it another signal, when a file has something in it."""
-    until = time.monotonic() + 90
-    while not (path.exists() and path.stat().st_size):
-        assert process.poll() is None and time.monotonic() < until, process.communicate()
-        time.sleep(0.005)
-    process.send_signal(by)
-
-
-def test_a_job_completes_when_replica_1_is_killed(job, tmp_path):
-    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
-    assert batch.main([*job, "-o", str(one)]) == 0
-    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
-    kill_once_there(second, tmp_path / "out.jsonl.rank1")
-    told, err = first.communicate(timeout=120)
-    second.communicate(timeout=30)
-    assert (first.returncode, second.returncode) == (0, -signal.SIGKILL), err
-    assert "finished; 41 of 41 requests answered, 1 of them failed" in told and err == ""
-    assert answers(out) == answers(one)
-    assert not list(tmp_path.glob("out*rank*"))
-
-
-@pytest.mark.full
-def test_a_job_whose_replica_0_is_killed_is_gone_on_with(job, tmp_path, capsys):
-    """Replica 0 keeps the queue: the other one ends with an error."""
-    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
-    assert batch.main([*job, "-o", str(one)]) == 0
-    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
-    kill_once_there(first, out)
-    first.communicate(timeout=30)
-    told, err = second.communicate(timeout=60)
-    assert (second.returncode, told) == (2, "")
-    error_line(err, "replica 0, which keeps the queue and the results")
-    assert 0 < len(read_jsonl(out)) < 41
-    capsys.readouterr()
-    assert batch.main([*job, "-o", str(out)]) == 0
-    assert "finished; 41 of 41 requests answered, 1 of them failed" in capsys.readouterr().out
-    assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))
-
-
-@pytest.mark.full
-def test_a_replica_0_that_stands_still_ends_the_others_in_a_line(job, tmp_path):
-    """As one whose host does not answer: calls of its store would wait without end."""
-    out = tmp_path / "out.jsonl"
-    first, second = started([*job, "-o", str(out), "--window", "1"], 2)
-    try:
-        kill_once_there(first, out, signal.SIGSTOP)
-        told, err = second.communicate(timeout=60)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate(timeout=30)
-    assert (second.returncode, told) == (2, "")
-    error_line(err, "replica 0, which keeps the queue and the results, has stopped or can't be")
-
-
 def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     out, bad = tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
     flags = [*job, "-o", str(out), "--errors", str(bad)]
@@ -279,10 +197,10 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     whole, failed = answers(out), bad.read_text()
     lines = out.read_text().splitlines(keepends=True)
     # Some requests have been answered by two, and a line is torn.
-    (tmp_path / "out.jsonl.rank1").write_text("".join(lines[5:20]) + failed + lines[30][:50])
-    (tmp_path / "out.jsonl.rank12").write_text("".join(lines[15:33]))
+    (tmp_path / "out.jsonl.rank1").write_text("".join(lines[3:10]) + failed + lines[18][:50])
+    (tmp_path / "out.jsonl.rank12").write_text("".join(lines[8:17]))
     (tmp_path / "out.jsonl.rankle").write_text("of somebody else")
-    out.write_text("".join(lines[:8]))
+    out.write_text("".join(lines[:4]))
     bad.unlink()
     with ResultsFile("--output", str(tmp_path / "out.jsonl.rank12")):
         command_refused(batch.main, capsys, flags, "rank12 is being written by another job")
@@ -290,7 +208,7 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     capsys.readouterr()
     assert batch.main(flags) == 0
     told = capsys.readouterr()
-    assert "going on: 34 of 41 requests are answered" in told.out + told.err
+    assert "going on: 18 of 21 requests are answered" in told.out + told.err
     assert answers(out) == whole and bad.read_text() == failed
     assert [path.name for path in tmp_path.glob("out*rank*")] == ["out.jsonl.rankle"]
     # A file of another job is refused as it is; with --overwrite it goes.
@@ -298,16 +216,3 @@ def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
     command_refused(batch.main, capsys, flags, "rank1 line 1")
     assert batch.main([*flags, "--overwrite"]) == 0
     assert answers(out) == whole and not (tmp_path / "out.jsonl.rank1").exists()
-
-
-@pytest.mark.full
-def test_replicas_may_be_pipelines(job, tmp_path):
-    """Two replicas of two ranks each; with another one this would be no integer of them."""
-    one, out = tmp_path / "one.jsonl", tmp_path / "out.jsonl"
-    assert batch.main([*job, "-o", str(one)]) == 0
-    ranks = started([*job, "-o", str(out), "--pipeline-parallel", "2"], 4)
-    told = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 4, told
-    assert "finished; 41 of 41 requests answered, 1 of them failed" in told[0][0]
-    assert [err for _, err in told] == [""] * 4 and [out for out, _ in told[1:]] == [""] * 3
-    assert answers(out) == answers(one) and not list(tmp_path.glob("out*rank*"))
