@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import fields
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ import flexgen_h2o
 from flexgen_h2o.cli import commands, parser
 from flexgen_h2o.commands.batch import requests as request_fields
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.models import convert
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKING = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").rglob("README.md"))]
@@ -152,13 +150,6 @@ def documented() -> dict[str, object]:
     return found
 
 
-def test_the_variable_that_an_error_names_is_explained(monkeypatch, tmp_path):
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
-    assert convert.converted().root == tmp_path / "converted"
-    assert "FLEXGEN_H2O_CACHE" in convert.converted().advice
-    assert "`FLEXGEN_H2O_CACHE`" in read(ROOT / "docs" / "quickstart.md")
-
-
 def test_the_page_of_names_has_all_that_the_package_exports():
     exported = {getattr(flexgen_h2o, each) for each in flexgen_h2o.__all__} - {
         flexgen_h2o.__version__}
@@ -166,17 +157,6 @@ def test_the_page_of_names_has_all_that_the_package_exports():
     for path, each in documented().items():
         assert each.__doc__, path
         assert path == f"{each.__module__}.{each.__qualname__}"  # where its source is
-
-
-def test_each_module_that_a_user_imports_from_is_checked_by_mypy():
-    settings = read(ROOT / "pyproject.toml").partition("[tool.mypy]")[2]
-    assert 'files = ["flexgen_h2o"]' in settings
-    annotated = settings.partition("disallow_untyped_defs")[0].rpartition("[[tool.mypy")[2]
-    patterns = re.findall(r'"(flexgen_h2o[^"]*)"', annotated)
-    public = {each.__module__ for each in documented().values()}
-    assert public and not [module for module in public
-                           if not any(fnmatch(module, pattern) for pattern in patterns)]
-    assert (ROOT / "flexgen_h2o" / "py.typed").is_file()
 
 
 def test_the_site_lists_every_page_once():

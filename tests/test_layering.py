@@ -78,9 +78,16 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-def imports(source: str, known: set[str]) -> Iterator[str]:
-    """Names of the package's modules that a source text imports, at any depth."""
-    for node in ast.walk(ast.parse(source)):
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """The imports and the calls in a source file, at any depth."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, (ast.Import, ast.ImportFrom, ast.Call))]
+
+
+def imports(path: Path, known: set[str]) -> Iterator[str]:
+    """Names of the package's modules that a source file imports, at any depth."""
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (short(alias.name) for alias in node.names if ours(alias.name))
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +106,7 @@ def ours(module: str | None) -> bool:
 def edges() -> dict[str, set[str]]:
     """Module to the modules that it imports; __init__ imports nothing when it is imported."""
     found = modules()
-    return {name: set(imports(path.read_text(encoding="utf-8"), set(found))) - {name, PACKAGE}
+    return {name: set(imports(path, set(found))) - {name, PACKAGE}
             for name, path in found.items() if name != PACKAGE}
 
 
@@ -122,7 +129,7 @@ def test_packages_that_never_import_each_other():
     met = {(package(name), package(other)) for name, others in edges().items() for other in others}
     assert not met & set(never)
     for path in BENCHMARKS.rglob("*.py"):
-        used = set(imports(path.read_text(encoding="utf-8"), set(modules())))
+        used = set(imports(path, set(modules())))
         assert not [name for name in used
                     if name.startswith("commands.") and name != "commands.generate"], path
 
@@ -132,7 +139,7 @@ def test_imports_have_no_cycle():
     names = modules(BENCHMARKS)
     between = {name: set() for name in names}
     for name, path in names.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom):
                 between[name] |= {found for alias in node.names for found in (
                     f"{node.module}.{alias.name}", node.module) if found in names} - {name}
@@ -142,9 +149,10 @@ def test_imports_have_no_cycle():
 def test_modules_that_import_by_a_computed_name_are_listed():
     found = set()
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            if called.split(".")[-1] in ("import_module", "__import__"):
+        for node in nodes(path):
+            called = node.func if isinstance(node, ast.Call) else None
+            function = getattr(called, "attr", getattr(called, "id", ""))
+            if function in ("import_module", "__import__"):
                 found.add(name)
     assert found == set(DYNAMIC)
     assert all(DYNAMIC.values())

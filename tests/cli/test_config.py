@@ -12,7 +12,6 @@ from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexgen_h2o.cli.flags import GROUPS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.config.h2o import H2OConfig
@@ -20,18 +19,6 @@ from flexgen_h2o.config.placement import Placement, parse_percent
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.errors import UserError
-
-
-def test_public_names():
-    import flexgen_h2o
-
-    assert {"LLM", "Output", "Policy", "__version__"} <= set(flexgen_h2o.__all__)
-    assert set(flexgen_h2o.__all__) <= set(dir(flexgen_h2o))
-    assert all(getattr(flexgen_h2o, name) for name in flexgen_h2o.__all__)
-    assert flexgen_h2o.H2OConfig is H2OConfig and flexgen_h2o.SamplingParams is SamplingParams
-    with pytest.raises(AttributeError, match="Nonsense"):
-        _ = flexgen_h2o.Nonsense
-
 
 # Placement and --percent
 
@@ -45,14 +32,9 @@ def test_placement_takes_what_sums_to_100(gpu, part):
     assert all(0 <= fraction <= 1 for fraction in placement.fractions())
 
 
-@given(st.tuples(*[st.floats(-50, 150)] * 3).filter(lambda p: abs(sum(p) - 100) > 1e-3))
-def test_placement_refuses_other_sums(shares):
-    refused(lambda: Placement(*shares))
-
-
 @pytest.mark.parametrize("shares", [
-    (-1, 101, 0), (math.nan, 0, 100), (math.inf, 0, 0), ("100", 0, 0), (True, 99, 0),
-    (None, 0, 100),
+    (50, 40, 0), (50, 50, 1), (-1, 101, 0), (math.nan, 0, 100), (math.inf, 0, 0), ("100", 0, 0),
+    (True, 99, 0), (None, 0, 100),
 ])
 def test_placement_refuses_odd_shares(shares):
     refused(lambda: Placement(*shares))
@@ -85,14 +67,10 @@ def test_percent_takes_or_refuses_anything_in_one_line(values):
 
 @pytest.mark.parametrize(("values", "match"), [
     ([100, 0, 100], "4 or 6 numbers"),
-    ([100, 0, 100, 0, 100], "4 or 6 numbers"),
-    ([], "4 or 6 numbers"),
     (["half", 0, 100, 0], "half"),
     (["nan", 0, 100, 0], "finite"),
     ([-1, 0, 100, 0], "at least 0"),
-    ([101, 0, 100, 0], "at most 100"),
     ([60, 50, 100, 0], "weights 60 \\+ 50"),
-    ([100, 0, 60, 50], "cache 60 \\+ 50"),
     ([100, 0, 100, 0, 99, 2], "activations 99 \\+ 2"),
     ([True, 0, 100, 0], "finite number"),
 ])
@@ -107,28 +85,17 @@ def test_percent_refusals(values, match):
     ({"gpu_batch_size": 0}, "gpu_batch_size must be at least 1"),
     ({"num_gpu_batches": 1.5}, "integer"),
     ({"overlap": 1}, "true or false"),
-    ({"weights": (100, 0, 0)}, "Placement"),
-    ({"pin_weight": "yes"}, "true or false"),
     ({"prefill_chunk": 0}, "prefill_chunk must be at least 1"),
 ])
 def test_policy_refusals(values, match):
     refused(lambda: Policy(**values), match=match)
 
 
-def test_prefill_chunk_is_off_by_default():
-    assert Policy().prefill_chunk is None
-    assert Policy(prefill_chunk=1).prefill_chunk == 1
-
-
 @pytest.mark.parametrize(("values", "match"), [
     ({"heavy_ratio": 0}, "greater than 0"),
     ({"recent_ratio": 1.01}, "at most 1"),
-    ({"heavy_ratio": math.nan}, "finite"),
     ({"heavy_ratio": 0.1, "heavy_tokens": 4}, "not both"),
-    ({"recent_ratio": 0.1, "recent_tokens": 4}, "not both"),
     ({"heavy_tokens": -1}, "at least 0"),
-    ({"recent_tokens": 0}, "at least 1"),
-    ({"sink_tokens": -1}, "at least 0"),
     ({"sink_tokens": 4}, "no effect on the full cache: give heavy_ratio"),
     ({"heavy_ratio": 0.1, "budget_of": "words"}, "budget_of must be one of prompt, text"),
     ({"heavy_tokens": 4, "budget_of": "text"}, "no effect without a ratio"),
@@ -139,15 +106,10 @@ def test_prefill_chunk_is_off_by_default():
     ({"heavy_ratio": "0.1"}, "heavy_ratio must be a finite number"),
     ({"heavy_ratio": []}, "one per decoder layer"),
     ({"heavy_ratio": [0.1, 0]}, "heavy_ratio of layer 1 must be greater than 0"),
-    ({"recent_ratio": (2, 0.1)}, "recent_ratio of layer 0 must be at most 1"),
-    ({"heavy_ratio": (0.1, None)}, "layer 1 must be a finite number"),
     ({"heavy_ratio": [0.1] * 3, "recent_ratio": [0.1] * 2}, "3 numbers and recent_ratio 2"),
-    ({"heavy_ratio": [0.1], "heavy_tokens": 4}, "not both"),
     ({"score": "max"}, "sum, mean, decay"),
     ({"decay": 0}, "greater than 0"),
     ({"positions": "absolute"}, "original, rolling"),
-    ({"simulate": "no"}, "true or false"),
-    ({"evict_generated": 0}, "true or false"),
     ({"drop_positions": 1}, "true or false"),
 ])
 def test_h2o_refusals(values, match):
@@ -159,8 +121,6 @@ def test_h2o_refusals(values, match):
     ({"simulate": True}, True, False),
     ({"heavy_ratio": 1}, True, False),
     ({"heavy_ratio": 1, "sink_tokens": 4}, True, False),
-    ({"heavy_ratio": 1.0, "recent_ratio": 1.0}, True, False),
-    ({"heavy_ratio": [1, 1.0]}, True, False),
     ({"heavy_ratio": [1, 1], "recent_ratio": 1}, True, False),
     ({"heavy_ratio": [1, 0.5]}, False, True),
     ({"heavy_ratio": 1, "recent_ratio": [1, 0.5]}, False, True),
@@ -169,7 +129,6 @@ def test_h2o_refusals(values, match):
     ({"recent_tokens": 4, "sink_tokens": 2}, False, False),
     ({"heavy_ratio": 1, "recent_tokens": 4}, False, True),
     ({"heavy_tokens": 3}, False, True),
-    ({"heavy_tokens": 3, "recent_ratio": 1}, False, True),
     ({"heavy_tokens": 0, "recent_tokens": 8}, False, False),
 ])
 def test_h2o_is_full_and_scored(values, full, scored):
@@ -192,13 +151,10 @@ def test_h2o_ratios_per_layer():
 
 
 def test_h2o_layers_of_the_model():
-    H2OConfig().check_layers(3)
     H2OConfig(heavy_ratio=0.1, recent_ratio=0.2).check_layers(3)
     H2OConfig(heavy_ratio=[0.1] * 3).check_layers(3)
-    for part in ("heavy_ratio", "recent_ratio"):
-        h2o = H2OConfig(**{part: [0.1] * 3})
-        refused(lambda h2o=h2o: h2o.check_layers(12),
-                f"{part} has 3 numbers but the model has 12 decoder")
+    refused(lambda: H2OConfig(recent_ratio=[0.1] * 3).check_layers(12),
+            "recent_ratio has 3 numbers but the model has 12 decoder")
 
 
 @pytest.mark.parametrize(("values", "match"), [
@@ -207,13 +163,9 @@ def test_h2o_layers_of_the_model():
     ({"temperature": 0}, "greater than 0"),
     ({"temperature": 0.8}, "no effect on greedy decoding: give do_sample=True"),
     ({"top_k": -1}, "at least 0"),
-    ({"min_p": -0.1}, "at least 0"),
-    ({"no_repeat_ngram_size": -1}, "at least 0"),
     ({"eos_token_id": [1, -1]}, "at least 0"),
     ({"eos_token_id": []}, "integer"),
-    ({"eos_token_id": "2"}, "integer"),
     ({"seed": -1}, "at least 0"),
-    ({"seed": 1.0}, "integer"),
 ])
 def test_sampling_refusals(values, match):
     refused(lambda: SamplingParams(**values), match=match)
@@ -228,23 +180,11 @@ def test_sampling_takes_several_ends():
 # RunConfig
 
 
-def test_every_flag_is_described():
-    for spec in dataclasses.fields(RunConfig):
-        assert spec.metadata["group"] in GROUPS
-        assert spec.metadata["help"] and "\n" not in spec.metadata["help"]
-
-
 @pytest.mark.parametrize(("values", "match"), [
     ({"gen_len": 0}, "--gen-len must be at least 1"),
-    ({"num_gpu_batches": -1}, "--num-gpu-batches must be at least 1"),
     ({"cut_gen_len": 33}, "at most --gen-len 32"),
     ({"cut_gen_len": 1}, "no decode step"),
-    ({"gen_len": None}, "integer"),
-    ({"temperature": math.inf}, "finite"),
-    ({"overlap": "on"}, "true or false"),
     ({"model": ""}, "--model must be text"),
-    ({"prompt": 5}, "--prompt must be text"),
-    ({"device": "tpu"}, "auto, cpu, cuda"),
     ({"device": "cuda:x"}, "auto, cpu, cuda"),
     ({"dtype": "int8"}, "float16, bfloat16, float32"),
     ({"percent": [50, 60, 0, 0]}, "weights 50 \\+ 60"),
@@ -258,12 +198,9 @@ def test_every_flag_is_described():
     ({"temperature": 0.5}, "--temperature has no effect: add --do-sample"),
     ({"do_sample": True, "top_p": 2.0}, "--top-p must be at most 1"),
     ({"min_new_tokens": 64}, "--min-new-tokens"),
-    ({"verbose": -1}, "--verbose"),
-    ({"attn_sparsity": 1.5}, "--attn-sparsity must be at most 1"),
     ({"attn_sparsity": 0.5, "hh_ratio": 0.1}, "leave it or --hh-ratio out"),
     ({"attn_sparsity": 0.5, "num_window_length": 9, "eviction": "sink-window"},
      "--attn-sparsity chooses among all .* leave it or --num-window-length out"),
-    ({"debug_mode": "fewer_batch"}, "--debug-mode must be one of breakdown, got 'fewer_batch'"),
 ])
 def test_run_config_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match=match)
@@ -273,10 +210,8 @@ def test_run_config_refusals(values, match):
 
 
 @pytest.mark.parametrize(("values", "bits"), [
-    ({}, 16), ({"compress_weight": True}, 4), ({"weight_bits": 8}, 8), ({"weight_bits": 4}, 4),
-    ({"compress_weight": True, "weight_bits": 8}, 8), ({"weight_bits": 16}, 16),
-    ({"compress_weight": True, "weight_bits": 4}, 4), ({"compress_weight": False}, 16),
-    ({"compress_cache": True}, 16), ({"cache_bits": 4}, 16), ({"weight_bits": "auto"}, 16),
+    ({}, 16), ({"compress_weight": True}, 4), ({"compress_weight": True, "weight_bits": 8}, 8),
+    ({"compress_cache": True}, 16), ({"weight_bits": "auto"}, 16),
     ({"model": "a/b-Q4_K_M.GGUF"}, "auto"), ({"model": "opt-125m", "path": "m.gguf"}, "auto"),
     ({"model": "m.gguf", "path": "folder"}, 16), ({"model": "m.gguf", "weight_bits": 16}, 16),
     ({"model": "smollm2-135m", "weight_bits": "auto", "activation_bits": 8}, "auto"),
@@ -286,16 +221,13 @@ def test_weight_bits(values, bits):
     assert RunConfig(**values).resolved_weight_bits == bits
 
 
-@pytest.mark.parametrize("quantized", [{"compress_weight": True}, {"weight_bits": 8}])
 @pytest.mark.parametrize(("values", "folder"), [
-    ({}, "auto"), ({"weight_cache": "auto"}, "auto"), ({"no_weight_cache": False}, "auto"),
-    ({"weight_cache": "some/folder"}, "some/folder"),
-    ({"weight_cache": "~/folder", "no_weight_cache": False}, "/somewhere/folder"),
-    ({"no_weight_cache": True}, None), ({"weight_cache": "auto", "no_weight_cache": True}, None),
+    ({}, "auto"), ({"weight_cache": "~/folder"}, "/somewhere/folder"),
+    ({"weight_cache": "auto", "no_weight_cache": True}, None),
 ])
-def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
+def test_weight_cache(monkeypatch, tmp_path, values, folder):
     monkeypatch.setenv("HOME", "/somewhere")
-    config = RunConfig(**quantized, **values)
+    config = RunConfig(weight_bits=8, **values)
     assert config.resolved_weight_cache == folder
     config.save(tmp_path / "c.yaml")
     assert RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml")) == config
@@ -303,14 +235,9 @@ def test_weight_cache(monkeypatch, tmp_path, quantized, values, folder):
 
 @pytest.mark.parametrize(("values", "match"), [
     ({"weight_bits": 5}, "--weight-bits must be one of auto, 16, 12, 8, 4, got 5"),
-    ({"weight_bits": "4"}, "--weight-bits must be one of auto, 16, 12, 8, 4, got"),
-    ({"weight_bits": True}, "--weight-bits must be an integer"),
-    ({"compress_weight": "yes"}, "--compress-weight must be true or false"),
     ({"compress_weight": True, "weight_bits": 16},
      "--compress-weight and --weight-bits 16 contradict: leave one out"),
     ({"weight_bits": 4, "weight_cache": ""}, "--weight-cache must be text"),
-    ({"weight_bits": 4, "weight_cache": None}, "--weight-cache must be text"),
-    ({"weight_bits": 4, "no_weight_cache": "dir"}, "--no-weight-cache must be true or false"),
     ({"weight_bits": 4, "weight_cache": "dir", "no_weight_cache": True},
      "give --weight-cache or --no-weight-cache, not both"),
     ({"weight_bits": 12, "calibration": "text.txt"},
@@ -324,48 +251,34 @@ def test_weight_refusals(values, match):
     refused(lambda: RunConfig.from_mapping(values), match=match)
 
 
-@pytest.mark.parametrize("plain", [{}, {"weight_bits": 16}, {"compress_cache": True}])
 @pytest.mark.parametrize("values", [{"weight_cache": "dir"}, {"no_weight_cache": True},
                                     {"activation_bits": 8}, {"calibration": "text.txt"}])
-def test_quantization_flags_need_quantized_weights(plain, values):
+def test_quantization_flags_need_quantized_weights(values):
     flag = "--" + next(iter(values)).replace("_", "-")
-    refused(lambda: RunConfig(**plain, **values),
+    refused(lambda: RunConfig(**values),
             match=f"^{flag} has no effect on weights of 16 bits: add --weight-bits 4$")
 
 
 # RunConfig: what stays cached
 
 
-@pytest.mark.parametrize("values", [
-    {},
-    {"hh_ratio": [1, 1.0]},
-    {"eviction": "full"},
-    {"hh_all": True},
-    {"score": "sum"},
-    {"key_bits": 8, "value_bits": 4},
-])
-def test_the_cache_is_full_unless_asked_for_less(values):
-    assert RunConfig(**values).h2o() is None
-
-
 SIZES = [
+    # The full cache
+    ({}, None), ({"hh_ratio": [1, 1.0]}, None), ({"eviction": "full"}, None),
+    ({"key_bits": 8, "value_bits": 4}, None),
     # Ratios
     ({"hh_ratio": 0.1}, H2OConfig(heavy_ratio=0.1)),
     ({"hh_ratio": 0.1, "recent_ratio": 0.3}, H2OConfig(heavy_ratio=0.1, recent_ratio=0.3)),
     ({"hh_ratio": [0.1, 1]}, H2OConfig(heavy_ratio=(0.1, 1.0))),
     ({"hh_ratio": "0.1 0.2", "recent_ratio": 1},
      H2OConfig(heavy_ratio=(0.1, 0.2), recent_ratio=1.0)),
-    ({"hh_ratio": 0.1, "sink_tokens": 2}, H2OConfig(heavy_ratio=0.1, sink_tokens=2)),
     ({"hh_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
     ({"hh_ratio": 0.7, "recent_ratio": 0.1, "eviction": "window"}, H2OConfig(recent_ratio=0.8)),
-    ({"hh_ratio": 0.6, "eviction": "window"}, H2OConfig(recent_ratio=1.0)),
     ({"hh_ratio": [0.1, 0.3], "recent_ratio": 0.2, "eviction": "window"},
      H2OConfig(recent_ratio=(0.3, 0.5))),
-    ({"recent_ratio": 0.2, "eviction": "window"}, H2OConfig(recent_ratio=0.2)),
     ({"hh_ratio": 0.1, "eviction": "sink-window"}, H2OConfig(recent_ratio=0.2, sink_tokens=4)),
     ({"hh_ratio": 0.1, "eviction": "sink-window", "sink_tokens": 1},
      H2OConfig(recent_ratio=0.2, sink_tokens=1)),
-    ({"hh_ratio": 0.1, "budget_of": "text"}, H2OConfig(heavy_ratio=0.1, budget_of="text")),
     ({"hh_ratio": 0.1, "budget_of": "text", "eviction": "window"},
      H2OConfig(recent_ratio=0.2, budget_of="text")),
     ({"hh_ratio": 0.1, "recall": True, "index_bits": 2},
@@ -379,29 +292,22 @@ SIZES = [
      H2OConfig(heavy_tokens=4, recent_tokens=3, sink_tokens=2)),
     ({"num_window_length": 9, "num_heavy_hitter_tokens": 6},
      H2OConfig(heavy_tokens=6, recent_tokens=3)),
-    ({"num_window_length": 9, "num_heavy_hitter_tokens": 0, "sink_tokens": 3},
-     H2OConfig(heavy_tokens=0, recent_tokens=6, sink_tokens=3)),
     ({"num_heavy_hitter_tokens": 6}, H2OConfig(heavy_tokens=6, recent_tokens=6)),
     ({"num_heavy_hitter_tokens": 6, "sink_tokens": 3},
      H2OConfig(heavy_tokens=6, recent_tokens=6, sink_tokens=3)),
     ({"num_window_length": 9, "eviction": "window"}, H2OConfig(heavy_tokens=0, recent_tokens=9)),
-    ({"num_heavy_hitter_tokens": 6, "eviction": "window"},
-     H2OConfig(heavy_tokens=0, recent_tokens=12)),
     ({"num_window_length": 9, "eviction": "sink-window"},
      H2OConfig(heavy_tokens=0, recent_tokens=5, sink_tokens=4)),
     ({"num_heavy_hitter_tokens": 6, "eviction": "sink-window", "sink_tokens": 2},
      H2OConfig(heavy_tokens=0, recent_tokens=10, sink_tokens=2)),
     # The rest
     ({"hh_ratio": 0.1, "hh_all": False}, H2OConfig(heavy_ratio=0.1, evict_generated=False)),
-    ({"hh_ratio": 0.1, "prefill_chunk": 64}, H2OConfig(heavy_ratio=0.1)),
     ({"hh_ratio": 0.1, "prefill_chunk": 64, "evict_while_prefilling": True},
      H2OConfig(heavy_ratio=0.1, prompt_chunk=64)),
     ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0.5},
      H2OConfig(heavy_ratio=0.1, score="decay", decay=0.5)),
-    ({"hh_ratio": 0.1, "score": "mean"}, H2OConfig(heavy_ratio=0.1, score="mean")),
     ({"hh_ratio": 0.1, "enable_position_rolling": True},
      H2OConfig(heavy_ratio=0.1, positions="rolling")),
-    ({"hh_ratio": 0.1, "hh_long_seq": True}, H2OConfig(heavy_ratio=0.1, drop_positions=True)),
     ({"hh_long_seq": True}, H2OConfig(drop_positions=True)),
 ]
 
@@ -412,18 +318,13 @@ def test_what_stays_cached(values, expected):
 
 
 @pytest.mark.parametrize(("values", "match"), [
-    ({"hh_ratio": 0}, "--hh-ratio must be greater than 0"),
     ({"hh_ratio": [0.1, math.nan]}, "--hh-ratio must be a finite number"),
-    ({"hh_ratio": None}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": []}, "--hh-ratio is empty"),
-    ({"hh_ratio": [[0.1, 0.2]]}, "--hh-ratio must be a finite number"),
     ({"hh_ratio": "a tenth"}, "--hh-ratio takes numbers .* got 'a'"),
     ({"recent_ratio": ["0.1", "x.yaml"]}, "--recent-ratio takes numbers .* got 'x.yaml'"),
     ({"hh_ratio": [0.1, 0.2], "recent_ratio": [0.1] * 3}, "different counts .* decoder layer"),
     ({"recent_ratio": 0.2}, "give --hh-ratio below 1 too, or --eviction window"),
     ({"hh_ratio": 0.1, "num_window_length": 8}, "--hh-ratio or --num-window-length, not both"),
-    ({"num_window_length": 0}, "--num-window-length must be at least 1"),
-    ({"num_heavy_hitter_tokens": -1}, "--num-heavy-hitter-tokens must be at least 0"),
     ({"num_heavy_hitter_tokens": 0}, "--num-heavy-hitter-tokens 0 leaves no recent tokens"),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 8},
      "--num-window-length 8 leaves no recent tokens beside 8 heavy hitters and 0 sinks: raise it"),
@@ -442,20 +343,15 @@ def test_what_stays_cached(values, expected):
     ({"hh_ratio": 0.1, "fetch_chosen": True}, "--fetch-chosen has no effect: add --recall"),
     ({"hh_ratio": 0.1, "recall": True, "fetch_chosen": True},
      "--fetch-chosen has no effect on a cache in memory: let --percent leave some on disk"),
-    ({"hh_ratio": 0.1, "index_bits": 8}, "--index-bits must be one of 4, 2"),
     ({"hh_ratio": 0.1, "recall": True, "score": "mean"}, "leave --score out"),
     ({"hh_ratio": 0.1, "recall": True, "eviction": "window"}, "leave --eviction window out"),
     ({"hh_ratio": 0.1, "recall": True, "prefill_chunk": 8, "evict_while_prefilling": True},
      "leave --evict-while-prefilling out"),
-    ({"eviction": "lru"}, "--eviction must be one of h2o, window, sink-window, full, got 'lru'"),
     ({"hh_ratio": 0.1, "score_decay": 0.5}, "--score-decay has no effect: add --score decay"),
-    ({"hh_ratio": 0.1, "score": "decay", "score_decay": 0}, "decay must be greater than 0"),
     ({"hh_ratio": 0.1, "eviction": "window", "score": "mean"}, "--score has no effect without"),
     ({"num_window_length": 8, "num_heavy_hitter_tokens": 0, "score": "mean"},
      "--score has no effect without heavy hitters"),
-    ({"cache_bits": 5}, "--cache-bits must be one of 16, 8, 4, got 5"),
     ({"compress_cache": True, "cache_bits": 16}, "--compress-cache and --cache-bits 16"),
-    ({"prefill_chunk": 0}, "--prefill-chunk must be at least 1"),
     ({"hh_ratio": 0.1, "evict_while_prefilling": True}, "such as --prefill-chunk 256"),
 ])
 def test_cache_refusals(values, match):
@@ -463,9 +359,7 @@ def test_cache_refusals(values, match):
 
 
 @pytest.mark.parametrize(("values", "flag"), [
-    ({"eviction": "window"}, "--eviction window"),
     ({"eviction": "sink-window"}, "--eviction sink-window"),
-    ({"score": "mean"}, "--score"),
     ({"score": "decay", "score_decay": 0.5}, "--score"),
     ({"sink_tokens": 4}, "--sink-tokens"),
     ({"enable_position_rolling": True}, "--enable-position-rolling"),
@@ -515,10 +409,6 @@ def test_counts_keep_the_total_or_are_refused_in_one_line(total, heavy, sinks, e
     (None, "No such file"),
     (b"0.2\n", "must hold a list of numbers"),
     (b"- 0.1\n- [\n", "not valid YAML at line 3"),
-    (b"- 2020-13-45\n", "not valid YAML"),
-    (b"[" * 10_000, "not valid YAML"),
-    (b"- \xff\n", "not UTF-8"),
-    (b"[]", "is empty"),
     (b"- 0.1\n- many\n", "got 'many'"),
     (b"- 0.1\n- 7\n", "at most 1"),
 ])
@@ -547,18 +437,10 @@ def test_a_result_does_not_replace_the_ratio_file(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "bits"), [
-    ({}, 16), ({"compress_cache": True}, 4), ({"cache_bits": 8}, 8),
-    ({"compress_cache": True, "cache_bits": 8}, 8), ({"cache_bits": 16}, 16),
-])
-def test_cache_bits(values, bits):
-    config = RunConfig(**values)
-    assert config.resolved_cache_bits == bits and config.cache().kind_bits == (bits, bits)
-
-
-@pytest.mark.parametrize(("values", "bits"), [
+    ({}, (16, 16)), ({"compress_cache": True}, (4, 4)), ({"compress_cache": True, "cache_bits": 8},
+                                                         (8, 8)),
     ({"key_bits": 8, "value_bits": 4}, (8, 4)), ({"compress_cache": True, "key_bits": 8}, (8, 4)),
-    ({"cache_bits": 8, "value_bits": 4}, (8, 4)), ({"cache_bits": 8, "key_bits": 4}, (4, 8)),
-    ({"key_bits": 8, "value_bits": 8}, (8, 8))])
+    ({"cache_bits": 8, "key_bits": 4}, (4, 8))])
 def test_bits_of_keys_and_values(values, bits):
     assert RunConfig(**values).cache().kind_bits == bits
 
@@ -570,15 +452,8 @@ def test_unknown_keys_get_a_suggestion():
     refused(lambda: RunConfig.from_mapping({7: 3}), "unknown key 7")
 
 
-def test_defaults_are_flexgens():
-    config = RunConfig()
-    assert (config.model, config.prompt_len, config.gen_len) == ("facebook/opt-6.7b", 512, 32)
-    assert (config.resolved_gpu_batch_size, config.resolved_num_gpu_batches) == (4, 1)
-    assert config.policy() == Policy()
-    assert config.synthetic and config.sampling().eos_token_id == -1
-
-
 def test_real_prompts_stop_at_the_models_end():
+    assert RunConfig().synthetic and RunConfig().sampling().eos_token_id == -1
     assert RunConfig(prompt=("a",)).sampling().eos_token_id is None
     assert RunConfig(prompt=("a",), ignore_eos=True).sampling().eos_token_id == -1
 
@@ -624,8 +499,3 @@ def test_yaml_refusals(tmp_path, content, match):
 def test_missing_yaml(tmp_path):
     refused(lambda: load_yaml(tmp_path / "none.yaml"), "No such file")
     refused(lambda: load_yaml(tmp_path), "cannot read")
-
-
-def test_home_is_expanded(monkeypatch):
-    monkeypatch.setenv("HOME", "/somewhere")
-    assert RunConfig(offload_dir="~/x").offload_dir == "/somewhere/x"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import selection
+from helpers import fake_llm, selection
 from helpers.gguf_cases import make
 from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
 from helpers.selection import examples, full
@@ -452,16 +452,16 @@ def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("6GB", 6 * GB), ("500MB", 500 * 10**6), ("1.5GiB", 3 << 29), ("7", 7), (7, 7), ("2 kb", 2000),
-    ("1TB", 10**12), ("3KiB", 3072), ("9b", 9), (2.5e9, 2_500_000_000), (" 4 GiB ", 4 << 30),
+    ("6GB", 6 * GB), ("1.5GiB", 3 << 29), ("7", 7), (7, 7), ("2 kb", 2000), ("9b", 9),
+    (2.5e9, 2_500_000_000), (" 4 GiB ", 4 << 30),
 ])
 def test_sizes(text, expected):
     assert parse_size("--memory-limit", text) == expected
     assert RunConfig(memory_limit=text).memory_limit == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "6G", "-6GB", "6 XB", "6,5GB", "0", 0, -1, True, None,
-                                  [6], "1e9", "nan", float("inf"), "0.0001KB"])
+@pytest.mark.parametrize("text", ["", "GB", "6G", "-6GB", "0", -1, True, None, [6], "1e9",
+                                  float("inf"), "0.0001KB"])
 def test_bad_sizes(text):
     with pytest.raises(UserError, match="--device-memory-limit") as caught:
         parse_size("--device-memory-limit", text)
@@ -474,7 +474,6 @@ AUTO = ["--percent", "auto"]
 @pytest.mark.parametrize(("argv", "match"), [
     (["--goal", "speed", *AUTO], "--goal must be one of throughput, latency"),
     (["--goal", "latency"], "--goal has no effect .* add --percent auto"),
-    (["--goal", "latency", "--plan-only"], "--goal has no effect"),
     (["--allow-compression"], "--allow-compression has no effect .* add --percent auto"),
     (["--allow-compression", *AUTO, "--weight-bits", "8", "--compress-cache"], "leave one of them"),
     (["--recalibrate"], "--recalibrate has no effect .* --plan-only"),
@@ -482,10 +481,7 @@ AUTO = ["--percent", "auto"]
     (["--hardware", "x.yaml", *AUTO], "add --plan-only"),
     (["--hardware", "x.yaml", "--plan-only", "--device", "cuda"], "--device has no effect"),
     (["--device", "cpu", "--device-memory-limit", "6GB"], "give --memory-limit"),
-    (["--memory-limit", "six"], "--memory-limit takes bytes, or a size such as 6GB"),
     (["--plan-only", "--csv", "r.csv"], "--csv has no effect with --plan-only"),
-    (["--plan-only", "--output", "o.jsonl"], "--output has no effect"),
-    (["--plan-only", "--debug-mode", "breakdown"], "--debug-mode has no effect with --plan-only"),
     (["--percent", "auto", "100"], "4 or 6 numbers"),
 ])
 def test_bad_flags(capsys, argv, match):
@@ -507,21 +503,14 @@ def test_auto_is_a_value_in_yaml_too(tmp_path, value):
 # From end to end
 
 
-class FakeLLM:
-    """Remembers what it was told; generates nothing."""
+class FakeLLM(fake_llm.FakeLLM):
+    """Remembers its options and prompts; generates nothing."""
 
-    made: list[FakeLLM] = []
     vocab_size = 50
 
     def __init__(self, model, **options):
         self.options = options
-        FakeLLM.made.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
+        FakeLLM.opened.append(self)
 
     def generate(self, prompts, **options):
         self.prompts = prompts
@@ -537,8 +526,7 @@ class FakeLLM:
 def here(monkeypatch, tmp_path):
     """An empty folder, a pretend engine, and this machine as a `Hardware` made by hand."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(FakeLLM, "made", [])
-    monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", types.SimpleNamespace(LLM=FakeLLM))
+    FakeLLM.replace(monkeypatch)
     asked = []
 
     def measured(device, offload_dir, *, recalibrate=False, progress):
@@ -563,7 +551,7 @@ def shown_flags(out: str) -> str:
 
 def test_what_was_predicted_stands_in_the_results(here, capsys):
     assert generate.main([*RUN, "--csv", "c.csv", "--no-log", "--num-prompts", "5"]) == 0
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.opened
     load = llm.options["workload"]
     assert len(llm.prompts) == 5 and load.gpu_batch_size * load.num_gpu_batches <= 6
     with open("c.csv", newline="") as file:
@@ -582,7 +570,7 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     captured = capsys.readouterr()
     assert captured.err == "measuring disk\n" and here == [("there", True)]
     line = shown_flags(captured.out)
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.opened
     assert llm.options["policy"] == parser.parse_args(line.split()).policy()
     policy, load = llm.options["policy"], llm.options["workload"]
     assert policy.weights.disk > 0, "2 GB are too little for 2.6 GB of weights"
@@ -601,7 +589,7 @@ def test_planned_expert_slots_reach_the_run(here, capsys):
     argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
     assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
     line = shown_flags(capsys.readouterr().out)
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.opened
     policy = llm.options["policy"]
     shown = parser.parse_args(line.split()).policy()
     assert shown.experts.gpu == pytest.approx(policy.experts.gpu, rel=1e-4)
@@ -612,30 +600,25 @@ def test_planned_expert_slots_reach_the_run(here, capsys):
 def test_prompts_bound_the_block(here, capsys):
     (Path() / "p.txt").write_text("a prompt\n" * 5 + "the longest prompt of them\n")
     assert generate.main([*OF_TEXTS, "--prompts", "p.txt", "--no-log", "--verbose", "0"]) == 0
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.opened
     load = llm.options["workload"]
     assert load.prompt_len == 26 // 3 + 1
     assert load.gpu_batch_size * load.num_gpu_batches == 6 and len(llm.prompts) == 6
     assert capsys.readouterr() == ("", "")
 
 
-def test_given_bits_of_keys_and_values_are_kept(here):
-    argv = ["--key-bits", "8", "--value-bits", "4", "--no-log", "--allow-compression",
-            "--memory-limit", "2GB", "--gpu-batch-size", "4", "--num-gpu-batches", "2"]
-    assert generate.main([*RUN, *argv]) == 0
-    (llm,) = FakeLLM.made
-    assert (llm.options["key_bits"], llm.options["value_bits"]) == (8, 4)
-
-
-def test_given_batch_sizes_and_bits_are_kept(here):
-    argv = ["--gpu-batch-size", "5", "--num-gpu-batches", "3", "--no-log", "--cache-bits", "8",
+@pytest.mark.parametrize(("bits", "expected"), [
+    (("--key-bits", "8", "--value-bits", "4"), {"key_bits": 8, "value_bits": 4}),
+    (("--cache-bits", "8"), {"cache_bits": 8})])
+def test_given_batch_sizes_and_bits_are_kept(here, bits, expected):
+    argv = ["--gpu-batch-size", "5", "--num-gpu-batches", "3", "--no-log", *bits,
             "--allow-compression", "--memory-limit", "2GB"]
     assert generate.main([*RUN, *argv]) == 0
-    (llm,) = FakeLLM.made
+    (llm,) = FakeLLM.opened
     policy = llm.options["policy"]
     assert (policy.gpu_batch_size, policy.num_gpu_batches) == (5, 3)
-    assert llm.options["cache_bits"] == 8 and llm.options["weight_bits"] in BITS
-    assert len(llm.prompts) == 15
+    assert {name: llm.options[name] for name in expected} == expected
+    assert llm.options["weight_bits"] in BITS and len(llm.prompts) == 15
 
 
 def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
@@ -645,7 +628,7 @@ def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
         assert generate.main([*OF_TEXTS, *argv]) == 2
         captured = capsys.readouterr()
         assert (here, captured.out) == ([], "") and captured.err.count("\n") == 1, argv
-    assert not FakeLLM.made
+    assert not FakeLLM.opened
 
 
 def test_a_fixed_policy_is_predicted(here, capsys):
@@ -656,7 +639,7 @@ def test_a_fixed_policy_is_predicted(here, capsys):
     run = planned(weights=(0, 100), batch=(7, 1), lengths=(64, 16), gpu=False,
                   model=published("opt-1.3b"))
     assert f"{predict(CPU, run).tokens_per_second:.4g} tokens/s" in out and "\nor " not in out
-    assert list(Path().iterdir()) == [] and not FakeLLM.made
+    assert list(Path().iterdir()) == [] and not FakeLLM.opened
     assert generate.main([*argv, "--plan-only", "--memory-limit", "1GB"]) == 2
     assert "would fit" in capsys.readouterr().err
 

@@ -27,7 +27,7 @@ from flexgen_h2o.cli.command import ALL_FAILED, Ending
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch import job, progress, results
 from flexgen_h2o.commands.batch.input import JobInput
-from flexgen_h2o.commands.batch.progress import JobProgress, JobSample
+from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.requests import derive_seed
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
@@ -259,8 +259,8 @@ def test_a_strict_job_runs_all_or_nothing(runs):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--gpu-batch-size", "3", "--num-gpu-batches", "2"], ["--window", "1"],
-    ["--percent", "0", "50", "0", "50", "--window", "5"]])
+    ["--percent", "0", "50", "0", "50", "--window", "5", "--gpu-batch-size", "3",
+     "--num-gpu-batches", "2"], *selection.full(["--window", "1"])])
 def test_texts_do_not_depend_on_policy_grouping_or_order(runs, flags, tmp_path):
     runs()
     first = runs.texts()
@@ -292,25 +292,33 @@ class InstantLLM:
             yield {key: Output(None, prompts[key], [1], None, "length")}
 
 
+def run_job(llm: InstantLLM, path: str, *flags: str) -> tuple[job.Job, JobProgress]:
+    """Run a job on a fake engine; results go into the file `out` beside its input."""
+    output = str(Path(path).with_name("out"))
+    options = batch.parse_args(["-i", path, "-o", output, *flags])
+    with JobInput(path) as found, ResultsFile("--output", output) as file:
+        progress = JobProgress(len(found), 0, 0, None)
+        work = job.Job(llm, found, options, results=file, errors=file, progress=progress,
+                       should_end=lambda: False)
+        work.run(range(len(found)))
+    progress.end()
+    return work, progress
+
+
 def test_memory_does_not_grow_with_the_number_of_requests(tmp_path, monkeypatch):
     monkeypatch.setattr(results.os, "fsync", lambda descriptor: None)
     most = {}
-    for count in (300, 900):
+    for count in (200, 600):
         path = write(tmp_path / "in.jsonl", [{"prompt": [7] * 300, "n": 1 + number % 2}
                                              for number in range(count)])
-        options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out"), "--window", "128"])
-        llm, progress = InstantLLM(), JobProgress(count, 0, 0, None)
-        with JobInput(path) as found, ResultsFile("--output", options.output) as file:
-            work = job.Job(llm, found, options, results=file, errors=file, progress=progress,
-                           should_end=lambda: False)
-            tracemalloc.start()
-            work.run(range(count))
-            most[count] = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-            file.clear()
-        progress.end()
+        llm = InstantLLM()
+        tracemalloc.start()
+        _, progress = run_job(llm, path, "--window", "128")
+        most[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        (tmp_path / "out").unlink()
         assert progress.answered == count and max(llm.calls) <= 129 < sum(llm.calls)
-    assert most[900] < 1.5 * most[300]
+    assert most[600] < 1.5 * most[200]
 
 
 class SmallLLM(InstantLLM):
@@ -338,14 +346,8 @@ def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
     lengths = [3, 9, 30, 1, 12, 2, 21, 5, 4, 1]
     path = write(tmp_path / "in.jsonl", [{"prompt": [7] * length, "id": number, "n": 1 + number % 2}
                                          for number, length in enumerate(lengths)])
-    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
-    llm, progress = SmallLLM(room), JobProgress(len(lengths), 0, 0, None)
-    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
-        work = job.Job(llm, found, options, results=file, errors=file, progress=progress,
-                       should_end=lambda: False)
-        work.run(range(len(lengths)))
-    progress.end()
-    lines = {line["custom_id"]: line["response"] for line in read_jsonl(options.output)}
+    work, progress = run_job(SmallLLM(room), path)
+    lines = {line["custom_id"]: line["response"] for line in read_jsonl(tmp_path / "out")}
     fitting = {str(number) for number, length in enumerate(lengths) if length <= room}
     assert {name for name, line in lines.items() if line["status_code"] == 200} == fitting
     assert {line["body"]["error"]["code"] for name, line in lines.items() if name not in fitting
@@ -353,11 +355,9 @@ def test_requests_that_do_not_fit_together_run_apart(tmp_path, caplog, room):
     assert len(lines) == progress.answered == 10 and progress.failed == 10 - len(fitting)
     assert work.stats is not None and ("in smaller groups" in caplog.text) == (room < 1000)
     # Where none fits, it is the job that does not.
-    with JobInput(path) as found, ResultsFile("--output", str(tmp_path / "none")) as file:
-        work = job.Job(SmallLLM(0), found, options, results=file, errors=file,
-                       progress=JobProgress(10, 0, 0, None), should_end=lambda: False)
-        refused(lambda: work.run(range(10)), "does not fit")
-        assert file.empty
+    (tmp_path / "out").unlink()
+    refused(lambda: run_job(SmallLLM(0), path), "does not fit")
+    assert not (tmp_path / "out").exists()
 
 
 class DamagedLLM(InstantLLM):
@@ -376,16 +376,8 @@ def test_requests_whose_logits_are_not_finite_fail_alone(tmp_path, damaged):
     path = write(tmp_path / "in.jsonl", [
         {"prompt": [9 if number in damaged else 7], "id": number, "n": 1 + number % 2}
         for number in range(5)])
-    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
-    progress = JobProgress(5, 0, 0, None)
-
-    def work(file):
-        return job.Job(DamagedLLM(), found, options, results=file, errors=file, progress=progress,
-                       should_end=lambda: False)
-
-    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
-        work(file).run(range(5))
-    lines = {int(line["custom_id"]): line["response"] for line in read_jsonl(options.output)}
+    _, progress = run_job(DamagedLLM(), path)
+    lines = {int(line["custom_id"]): line["response"] for line in read_jsonl(tmp_path / "out")}
     assert {number for number, line in lines.items() if line["status_code"] != 200} == damaged
     assert {lines[number]["body"]["error"]["code"] for number in damaged} == {"logits_not_finite"}
     assert (len(lines), progress.answered, progress.failed) == (5, 5, len(damaged))
@@ -393,12 +385,8 @@ def test_requests_whose_logits_are_not_finite_fail_alone(tmp_path, damaged):
 
 def test_a_model_whose_logits_are_not_finite_ends_the_job(tmp_path):
     path = write(tmp_path / "in.jsonl", [{"prompt": [9], "id": number} for number in range(9)])
-    options = batch.parse_args(["-i", path, "-o", str(tmp_path / "out")])
-    with JobInput(path) as found, ResultsFile("--output", options.output) as file:
-        work = job.Job(DamagedLLM(), found, options, results=file, errors=file,
-                       progress=JobProgress(9, 0, 0, None), should_end=lambda: False)
-        refused(lambda: work.run(range(9)), "logits of prompt 0 are not finite")
-    assert len(read_jsonl(options.output)) == 1
+    refused(lambda: run_job(DamagedLLM(), path), "logits of prompt 0 are not finite")
+    assert len(read_jsonl(tmp_path / "out")) == 1
 
 
 def test_what_a_job_tells(runs, tmp_path):
@@ -420,16 +408,6 @@ def test_what_a_job_tells(runs, tmp_path):
     assert row["generated_tokens"] == str(generated) and row["num_prompts"] == "13"
     assert files["p.png"].read_bytes().startswith(b"\x89PNG")
     assert "total throughput" in told and f"{generated} tokens in" in told
-
-
-@pytest.mark.parametrize("samples", [
-    [JobSample(0, 0, 10**8, 0)],
-    [JobSample(second, second * 7 % 50, 10**8, 10**6 * second) for second in range(300)],
-])
-def test_a_picture_of_any_job_is_drawn(tmp_path, samples):
-    progress.draw(samples, str(tmp_path / "p.svg"), title="a job")
-    drawn = (tmp_path / "p.svg").read_text()
-    assert "<svg" in drawn and len(list(tmp_path.iterdir())) == 1
 
 
 def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
@@ -647,8 +625,9 @@ print("ended", *codes)
 """
 
 
+@pytest.mark.full
 def test_a_killed_job_answers_as_an_undisturbed_one(runs):
-    moments = 20 if selection.every_case else 3
+    moments = 20
     runs.input(["{broken\n", *some(90)])
     done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"),
                            str(moments)],
@@ -716,6 +695,6 @@ def test_a_config_file_gives_flags_that_have_an_effect(tmp_path, capsys):
                     "--prompt-len has no effect on batch")
 
 
-def test_seeds_come_of_the_job_s_and_the_id():
+def test_seeds_depend_on_the_job_and_the_id():
     assert derive_seed(0, "a") == derive_seed(0, "a") != derive_seed(1, "a")
     assert derive_seed(1, "2") != derive_seed(12, "")

@@ -9,8 +9,6 @@ import pytest
 import torch
 from helpers.kernel_internals import load_library
 from helpers.planning_cases import CPU
-from hypothesis import given
-from hypothesis import strategies as st
 
 from flexgen_h2o.commands import doctor
 from flexgen_h2o.commands.doctor import facts
@@ -124,18 +122,6 @@ def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
                         lambda operation, rows, dtype: ("codes", "unpacked"))
     assert facts.measured_choices("here") == {
         "linear_quantized, 4 bits": "codes up to 16, then unpacked"}
-
-
-@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
-def test_choices_are_told_by_rows(names):
-    rows = [2 * place + 1 for place in range(len(names))]
-    text = facts.by_rows(lambda row: names[row // 2], rows)
-    told, below = [], 0
-    for part in text.removeprefix("then ").replace("then ", "").split(", "):
-        name, _, last = part.partition(" up to ")
-        told += [name for row in rows if below < row <= int(last or rows[-1])]
-        below = int(last or rows[-1])
-    assert told == names
 
 
 def test_a_gpu_is_told_by_its_memory(monkeypatch):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 
 import pytest
@@ -64,9 +63,9 @@ EVICT = ("--enable-h2o-generation", "--enable-position-rolling", "--num-window-l
 
 
 @pytest.mark.parametrize("flags", [
-    (), ("--eviction", "sink-window"), ("--percent", 0, 0, 0, 0, 0, 0),
-    *full(("--eviction", "window"), ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
-          ("--score", "mean"), ("--percent", 0, 100, 0, 100))])
+    (), *full(("--eviction", "sink-window"), ("--percent", 0, 0, 0, 0, 0, 0),
+              ("--eviction", "window"), ("--num-heavy-hitter-tokens", 6), ("--cache-bits", 4),
+              ("--score", "mean"), ("--percent", 0, 100, 0, 100))])
 def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags):
     out = tmp_path / "out.jsonl"
     assert talk(model("llama"), questions, out, *EVICT, *flags) == 0
@@ -91,7 +90,8 @@ def test_a_chunk_decides_and_its_text_is_the_same_again(model, questions, tmp_pa
     folder, out = model("llama"), tmp_path / "out.jsonl"
     texts = []
     for chunk in (8, 8, 3):
-        assert talk(folder, questions, out, *EVICT, "--prefill-chunk", chunk, "--verbose", 0) == 0
+        assert talk(folder, questions, out, *EVICT, "--prefill-chunk", chunk, "--sample-num", 2,
+                    "--verbose", 0) == 0
         texts.append([each["text"] for each in read_jsonl(out)])
     assert texts[0] == texts[1] != texts[2]
 
@@ -116,7 +116,8 @@ def test_the_full_cache_stops_where_the_positions_end(model, questions, tmp_path
 
 def test_a_chat_template(model, questions, tmp_path):
     out = tmp_path / "out.jsonl"
-    assert talk(model("llama"), questions, out, *EVICT, "--chat-template", "--verbose", 0) == 0
+    assert talk(model("llama"), questions, out, *EVICT, "--chat-template", "--sample-num", 1,
+                "--verbose", 0) == 0
     assert read_jsonl(out)[0]["prompt_tokens"] == len("<user>Say a word.<assistant>")
 
 
@@ -140,50 +141,24 @@ def test_a_real_model_answers_by_its_template(questions, tmp_path):
     assert all(any(letter.isalpha() for letter in each["text"]) for each in found)
 
 
-@pytest.mark.parametrize("key", ["opt", "neox"])
-def test_other_families(model, questions, tmp_path, capsys, key):
-    """Learned positions have no end but their table's, and do not roll."""
+def test_learned_positions_do_not_roll(model, questions, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    rolls = key != "opt"
-    assert talk(model(key), questions, out, *EVICT, "--verbose", 0) == (0 if rolls else 2)
-    if not rolls:
-        assert "they can't roll" in capsys.readouterr().err
-        assert talk(model(key), questions, out, "--enable-h2o-generation", "--num-window-length",
-                    24, "--sample-num", 2, "--verbose", 0) == 0
-        assert len(read_jsonl(out)) == 4
-
-
-# --- by position
-
-
-@pytest.fixture
-def articles(tmp_path) -> str:
-    path = tmp_path / "articles.jsonl"
-    words = " ".join(f"word {number} is next." for number in range(20))
-    path.write_text("".join(json.dumps({"article": f"{number}. {words}"}) + "\n"
-                            for number in range(2)))
-    return str(path)
+    assert talk(model("opt"), questions, out, *EVICT, "--verbose", 0) == 2
+    assert "they can't roll" in capsys.readouterr().err
+    assert talk(model("opt"), questions, out, "--enable-h2o-generation", "--num-window-length",
+                24, "--sample-num", 2, "--verbose", 0) == 0
+    assert len(read_jsonl(out)) == 4
 
 
 @pytest.mark.full
-def test_perplexity_by_position(model, articles, tmp_path, capsys):
-    out, plot = tmp_path / "out.csv", tmp_path / "out.png"
+def test_perplexity_by_position(model, tmp_path):
+    path, out = tmp_path / "articles.jsonl", tmp_path / "out.csv"
+    words = " ".join(f"word {number} is next." for number in range(20))
+    path.write_text(json.dumps({"article": words}) + "\n")
     assert stream_quality.main([
-        "--model-name", model("llama"), "--input-path", articles, "--device", "cpu", "--tokens",
+        "--model-name", model("llama"), "--input-path", str(path), "--device", "cpu", "--tokens",
         "300", "--piece", "50", "--num-window-length", "24", "--blow-up", "1e9",
-        "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out),
-        "--plot", str(plot)]) == 0
+        "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out)]) == 0
     its = segments.by_policy(segments.read_rows(str(out)))
     assert list(its) == ["h2o", "sink-window", "window", "full"]
-    for policy, rows in its.items():
-        assert [row["position"] for row in rows] == [50, 100, 150, 200, 250, 300]
-        assert [row["tokens"] for row in rows] == [49] + [50] * 5
-        assert all(math.isfinite(row["perplexity"]) and row["ms_per_token_p95"] > 0
-                   and row["trained_positions"] == 256 and row["reason"] == "" for row in rows)
-        full = policy == "full"
-        assert [row["cached_tokens"] for row in rows] == [
-            row["position"] - 1 if full else 24 for row in rows]
-    firsts = {policy: rows[0]["perplexity"] for policy, rows in its.items()}
-    assert len(set(firsts.values())) == 4  # each cache predicts in its own way
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len({rows[0]["perplexity"] for rows in its.values()}) == 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import random
 import types
 
@@ -19,10 +18,9 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.launch import llm_arguments
-from flexgen_h2o.cli.parser import flag_fields
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands import summarize
-from flexgen_h2o.commands.summarize import SummarizeOptions, parse_args, summaries
+from flexgen_h2o.commands.summarize import parse_args, summaries
 from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
 from flexgen_h2o.config.placement import Placement
@@ -173,25 +171,20 @@ def lines(tmp_path, **options) -> ResumableJsonl:
                     {"model": "m", "batch": 1} | options, ["model"])
 
 
-def test_lines_are_gone_on_with_and_a_torn_one_is_cut(tmp_path):
-    path = tmp_path / "o.jsonl"
-    file = lines(tmp_path)
+def test_lines_are_added_only_when_something_is_written(tmp_path):
+    path, file = tmp_path / "o.jsonl", lines(tmp_path)
     assert file.read() == [] and list(tmp_path.iterdir()) == []
-    file.add([{"i": 0}, {"i": 1}])
+    file.add([{"i": "é\n"}])
     with open(path, "a", encoding="utf-8") as torn:
         torn.write('{"i": 2, "te')
-    again = lines(tmp_path, batch=7)  # the batch decides nothing
-    assert again.read() == [{"i": 0}, {"i": 1}] and again.count == 2
+    assert lines(tmp_path, batch=7).read() == [{"i": "é\n"}]  # the batch size decides nothing
     assert path.read_text().endswith('"te'), "nothing is cut before there is something to write"
-    again.add([{"i": "é\n"}])
-    assert path.read_text() == '{"i": 0}\n{"i": 1}\n{"i": "\\u00e9\\n"}\n'
-    assert lines(tmp_path).read()[2] == {"i": "é\n"}
     saved = yaml.safe_load((tmp_path / "o.jsonl.config.yaml").read_text())
     assert saved == {"model": "m", "batch": 1}
 
 
 @given(cut=st.integers(0, 200))
-def test_whatever_is_left_of_a_file_it_comes_out_the_same(cut, tmp_path_factory):
+def test_a_file_cut_anywhere_is_continued(cut, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lines")
     rows = [{"i": i, "text": "é" * i} for i in range(6)]
     lines(folder).add(rows)
@@ -352,27 +345,17 @@ def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, fail
     assert "articles: 4; too long" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", [
-    ["--enable-h2o-generation"],
-    ["--gen-len", "4"],
-    ["--cache-bits", "8"],
-    ["--chat-template"],
-])
+@pytest.mark.parametrize("more", [["--enable-h2o-generation"], ["--gen-len", "4"]])
 def test_other_options_are_refused_and_nothing_is_lost(fake, articles, tmp_path, more, capsys):
     out = tmp_path / "o.jsonl"
     assert run(articles, out, "--sample-num", 3) == 0
     before, opened = out.read_bytes(), len(fake.opened)
     assert run(articles, out, *more) == 2
     assert "was made with" in capsys.readouterr().err
-    assert out.read_bytes() == before and len(fake.opened) == opened
-
-
-def test_another_input_is_refused(fake, articles, tmp_path, capsys):
-    out = tmp_path / "o.jsonl"
-    assert run(articles, out) == 0
     other = write(tmp_path / "other.jsonl", [article(i) for i in (0, 7)])
     assert run(other, out) == 2
     assert "line 2 is not of the article of that line" in capsys.readouterr().err
+    assert out.read_bytes() == before and len(fake.opened) == opened
 
 
 def test_nothing_fits(fake, tmp_path, capsys):
@@ -425,30 +408,10 @@ def test_a_sweep(fake, articles, tmp_path, capsys):
     assert capsys.readouterr().out == text and plot.exists()
 
 
-def test_every_flag_has_both_spellings_and_its_help(capsys):
-    with pytest.raises(SystemExit) as done:
-        summarize.main(["--help"])
-    assert done.value.code == 0
-    words = capsys.readouterr().out.replace(",", " ").split()
-    for spec in flag_fields(SummarizeOptions):
-        assert {f"--{spec.name}", f"--{spec.name.replace('_', '-')}"} <= set(words)
+def test_flags_have_both_spellings():
     one, other = (parse_args([*GIVEN, f"--sample{mark}num", "3", f"--gen{mark}len", "5"])
                   for mark in "-_")
     assert one == other and (one.sample_num, one.gen_len) == (3, 5)
-
-
-@pytest.mark.parametrize(("flags", "sizes"), [
-    ([], None),
-    (["--enable_h2o_generation", "--num_window_length", "100"], (50, 50, 0)),
-    (["--enable-h2o-generation", "--num-heavy-hitter-tokens", "10"], (10, 10, 0)),
-    (["--enable-h2o-generation", "--eviction", "window"], (0, 256, 0)),
-    (["--enable-h2o-generation", "--eviction", "sink-window", "--num-window-length", "64"],
-     (0, 60, 4)),
-])
-def test_what_the_flags_keep(fake, articles, tmp_path, flags, sizes):
-    assert run(articles, tmp_path / "o.jsonl", "--sample-num", 1, *flags) == 0
-    h2o = fake.opened[0]["h2o"]
-    assert sizes == (h2o and (h2o.heavy_tokens, h2o.recent_tokens, h2o.sink_tokens))
 
 
 def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
@@ -473,16 +436,10 @@ GIVEN = ["--input-path", "a", "--output-path", "b"]
     ([*GIVEN[:3], "./a"], "name the same file"),
     ([*GIVEN, "--csv", "b.config.yaml"], "name the same file"),
     ([*GIVEN, "--sweep", "8", "--csv", "b.h2o-8"], "name the same file"),
-    ([*GIVEN, "--percent", "60", "60", "100", "0"], "sum"),
     ([*GIVEN, "--num-window-length", "8"],
      "--num-window-length has no effect on the full cache: add --enable-h2o-generation"),
-    ([*GIVEN, "--enable-position-rolling"], "--enable-position-rolling has no effect"),
-    ([*GIVEN, "--enable-h2o-generation", "--evict-while-prefilling"], "such as --prefill-chunk"),
     ([*GIVEN, "--policies", "h2o"], "--policies has no effect without --sweep"),
     ([*GIVEN, "--plot", "p.png"], "--plot draws several budgets: add --sweep"),
-    ([*GIVEN, "--enable-h2o-generation", "--eviction", "full"], "leave --eviction full out"),
-    ([*GIVEN, "--enable-h2o-generation", "--eviction", "window", "--num-window-length", "8",
-      "--num-heavy-hitter-tokens", "4"], "--num-heavy-hitter-tokens has no effect with --eviction"),
     ([*GIVEN, "--sweep", "8", "--num-window-length", "8"],
      "--num-window-length has no effect with --sweep"),
     ([*GIVEN, "--sweep", "full", "--enable-position-rolling"],
@@ -514,7 +471,7 @@ def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message
 CHAT = "{% for m in messages %}w1 w2 {{ m.content }} w3{% endfor %}"
 
 
-def word_articles(path, count: int = 9) -> str:
+def word_articles(path, count: int = 5) -> str:
     """Articles of words that the tiny model's tokenizer has."""
     draw = random.Random(0)
     return write(path, [
@@ -528,13 +485,13 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
     path = tmp_path / "in.jsonl"
     word_articles(path)
     command = ["--model-name", folder, "--device", "cpu", "--dtype", "float32", "--sweep", 16,
-               "full", "--policies", "h2o", "window", "sink-window"]
+               "full", "--policies", "h2o", "sink-window"]
     assert run(path, tmp_path / "o.jsonl", *command, "--batch-size", 1) == 0
     assert run(path, tmp_path / "p.jsonl", *command, "--batch-size", 3,
                "--num-gpu-batches", 2) == 0
     capsys.readouterr()
     texts = {}
-    for name in ("h2o-16", "window-16", "sink-window-16", "full"):
+    for name in ("h2o-16", "sink-window-16", "full"):
         rows, others = ([{**row, "seconds": None}
                          for row in read_jsonl(tmp_path / f"{one}.{name}.jsonl")] for one in "op")
         assert rows == others
@@ -544,7 +501,7 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
                 row["finish_reason"] == "stop")
             if name != "full":  # 3 layers, 2 KV heads of 8, keys and values, float32
                 assert row["kv_cache_bytes"] == 16 * 3 * 2 * 2 * 8 * 4
-    assert len(set(map(tuple, texts.values()))) == 4, "the policy must show"
+    assert len(set(map(tuple, texts.values()))) == 3, "the policy must show"
 
     assert run(path, tmp_path / "chat.jsonl", "--model-name", folder, "--device", "cpu", "--dtype",
                "float32", "--chat-template", "--sample-num", 2) == 0
@@ -558,24 +515,11 @@ def test_the_real_engine_whatever_the_batches(tiny_model, tmp_path, capsys):
     assert chat[0]["summary"] == until(out.text, [STOP]).strip()
 
 
-def test_past_the_context_with_rolling_positions_only(tiny_model, tmp_path):
-    """256 positions: a prompt of 255 leaves no room for its 6 new tokens, unless they roll."""
-    folder = with_words(tiny_model("llama").folder, tmp_path / "m")
-    path = write(tmp_path / "in.jsonl", [
-        {"article": "w5 " * length, "summary_gt": "w5", "max_tokens": 6} for length in (20, 255)])
-    base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
-            "--enable-h2o-generation", "--num-window-length", 16]
-    assert run(path, tmp_path / "o.jsonl", *base) == 0
-    assert run(path, tmp_path / "r.jsonl", *base, "--enable-position-rolling") == 0
-    for name, ends in (("o", ["length", "too_long"]), ("r", ["length", "length"])):
-        assert [row["finish_reason"] for row in read_jsonl(tmp_path / f"{name}.jsonl")] == ends
-
-
 def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_path, capsys):
     folder = with_words(tiny_model("llama").folder, tmp_path / "m")
     path = write(tmp_path / "in.jsonl", [
         {"article": "w5 w6 w7 w9 " * (length // 4), "summary_gt": "w5", "max_tokens": 6}
-        for length in (120, 600)])
+        for length in (120, 252, 600)])
     base = ["--model-name", folder, "--device", "cpu", "--dtype", "float32",
             "--enable-h2o-generation", "--num-window-length", 16, "--enable-position-rolling",
             "--prefill-chunk", 8]
@@ -583,28 +527,12 @@ def test_eviction_inside_prompts_takes_prompts_past_the_context(tiny_model, tmp_
     csv = tmp_path / "r.csv"
     assert run(path, within, *base, "--evict-while-prefilling", "--csv", csv) == 0
     assert run(path, usual, *base) == 0
-    assert [row["finish_reason"] for row in read_jsonl(usual)] == ["length", "too_long"]
-    assert [row["finish_reason"] for row in read_jsonl(within)] == ["length", "length"]
+    assert [row["finish_reason"] for row in read_jsonl(usual)] == [
+        "length", "length", "too_long"]
+    assert [row["finish_reason"] for row in read_jsonl(within)] == ["length"] * 3
     assert read_jsonl(within)[0]["summary"] != read_jsonl(usual)[0]["summary"]
     assert summary_table.read_rows(str(csv))[0]["prompt_chunk"] == 8
     # It decides what is made: the other's file is not gone on with.
     capsys.readouterr()
     assert run(path, usual, *base, "--evict-while-prefilling") == 2
     assert "prompt_chunk" in capsys.readouterr().err
-
-
-@pytest.mark.full
-def test_smollm2_in_its_chat_template(tmp_path, capsys):
-    record = {"article": "The old bridge over the river Wye was closed on Monday after an engineer "
-                         "found cracks in it. It will open again in spring, the council said.\n\n"
-                         "Summarize the above article in 1 sentence.\n",
-              "summary_gt": "The bridge over the Wye is closed until spring because of cracks",
-              "stop": ["."], "max_tokens": 40}
-    path = write(tmp_path / "in.jsonl", [record])
-    assert run(path, tmp_path / "o.jsonl", "--chat-template", "--device", "cpu", "--dtype",
-               "float32") == 0
-    [row] = read_jsonl(tmp_path / "o.jsonl")
-    assert "bridge" in row["summary"] and "." not in row["summary"]
-    assert row["finish_reason"] == "stop" and row["rouge1"] > 0.2
-    assert math.isclose(row["kv_cache_bytes"],
-                        (row["prompt_tokens"] + row["generated_tokens"] - 1) * 30 * 2 * 3 * 64 * 4)

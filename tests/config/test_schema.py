@@ -51,27 +51,19 @@ def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
 
 @pytest.mark.parametrize("kind, value, said", [
     (int, True, "here must be an integer, got True"),
-    (int, "1", "here must be an integer, got '1'"),
     (Count, 0, "here must be at least 1, got 0"),
-    (Count | None, 0, "here must be at least 1, got 0"),
     (float, float("nan"), "here must be a finite number, got nan"),
-    (Positive, float("inf"), "here must be a finite number, got inf"),
     (Positive, 1e300, "here must be at most 1e+18, got 1e+300"),
-    (Share, -0.5, "here must be at least 0, got -0.5"),
     (bool, 1, "here must be true or false, got 1"),
-    (str, 1, "here must be text, got 1"),
     (Text, " ", "here must be text that is not empty, got ' '"),
     (Literal["a", 4], "b", "here must be one of a, 4, got 'b'"),
-    (Outer, 3, "here: Expected `object`, got `int`"),
     (Outer, {"nam": "x"}, "here: Object contains unknown field `nam`"),
-    (Outer, {}, "here: Object missing required field `name`"),
     (Outer, {"name": "x", "inner": {"rates": {16: 1}}},
      "here: Expected `object` of length >= 2 - at `$.inner.rates`"),
     (Outer, {"name": "x", "inner": {"rates": {16: 1, 8: 0}}},
      "here: Expected `float` > 0.0 - at `$.inner.rates[...]`"),
     (Outer, {"name": "x", "places": {0: 1}}, "here: Expected `int` >= 1 - at `key` in `$.places`"),
     (Outer, {"name": "x", "names": ["a", "c"]}, "here: Invalid enum value 'c' - at `$.names[1]`"),
-    (Outer, {"name": "x", "names": "a"}, "here: Expected `array`, got `str` - at `$.names`"),
     (Outer, {"name": "a", "names": ["a"]}, "here: its own name is among the names"),
 ])
 def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):

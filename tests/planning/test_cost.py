@@ -395,13 +395,13 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [LazyDevice, PoisonedDevice])
 @pytest.mark.parametrize(("placed", "options"), [
-    ((ON_HOST, ALL_HERE, ALL_HERE), {}),
-    ((ON_DISK, ALL_HERE, ALL_HERE), {"overlap": False}),
-    ((ALL_HERE, ON_DISK, ON_HOST), {}),
-    ((ALL_HERE, ON_DISK, ALL_HERE), {"bits": (16, 4), "prefill_chunk": 16}),
+    ((ON_DISK, ON_DISK, ON_HOST), {}),
     ((ALL_HERE, (25, 25), ALL_HERE), {"h2o": HEAVY, "prefill_chunk": 16}),
-    ((ALL_HERE, (0, 50), ALL_HERE), {"h2o": HEAVY, "cpu_cache_compute": True}),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ((ON_HOST, ALL_HERE, ALL_HERE), {}),
+        ((ON_DISK, ALL_HERE, ALL_HERE), {"overlap": False}),
+        ((ALL_HERE, ON_DISK, ALL_HERE), {"bits": (16, 4), "prefill_chunk": 16}),
+        ((ALL_HERE, (0, 50), ALL_HERE), {"h2o": HEAVY, "cpu_cache_compute": True}),
         ((ON_DISK, ALL_HERE, ALL_HERE), {"prefill_chunk": 16}),
         # A new token's rows are less than a page.
         ((ALL_HERE, ON_HOST, ON_DISK), {"lengths": (64, 2)}),

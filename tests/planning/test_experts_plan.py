@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.planning_cases import CPU, FREE, GPU, machine, planned
+from helpers.selection import full, full_cases
 
 from flexgen_h2o.cli.plan_text import policy_flags
 from flexgen_h2o.config.layers import (
@@ -244,7 +245,7 @@ def test_slots_keep_what_is_not_on_its_way():
 
 
 @pytest.mark.parametrize(("hardware", "gpu", "cpu"), [
-    (GPU, 10, 70), (GPU, 16, 60), (CPU, 0, 30), (CPU, 0, 20)])
+    (GPU, 10, 70), (CPU, 0, 20), *full_cases((GPU, 16, 60), (CPU, 0, 30))])
 def test_few_sequences_get_slots_for_half_of_the_experts(
         hardware, gpu, cpu):
     tight = MemoryLimits(gpu * 10**9 or None, cpu * 10**9, 10**12)
@@ -268,7 +269,7 @@ def test_few_sequences_get_slots_for_half_of_the_experts(
     assert best(4, ample).policy.expert_slots is None, "all stay"
 
 
-@pytest.mark.parametrize("hardware", [GPU, CPU])
+@pytest.mark.parametrize("hardware", [CPU, *full(GPU)])
 def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     """So that an expert comes once for all sequences, and not once for each small block."""
     memory = MemoryLimits(3 * 10**9 if hardware.has_gpu else None, 3 * 10**9, 10**12)

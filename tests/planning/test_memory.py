@@ -219,19 +219,19 @@ with LLM(folder, policy=policy, h2o=H2OConfig(heavy_ratio=0.1), device="cpu", dt
     llm.generate([[5] * 40], max_new_tokens=3)
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")  # forgets the peak so far
-    llm.generate([[(7 * i) % 3999 for i in range(6000)]], max_new_tokens=3, eos_token_id=-1)
+    llm.generate([[(7 * i) % 3999 for i in range(4000)]], max_new_tokens=3, eos_token_id=-1)
     print(json.dumps({"above": status("VmHWM") - before, "cache": llm.stats.kv_cache_bytes}))
 """
 
 
 @pytest.mark.parametrize("chunk", [0, *full(500)])
 def test_a_long_prompt_takes_linear_memory(tmp_path, chunk):
-    """6,000 tokens, whose caches are far less than one matrix of scores."""
+    """4,000 tokens, whose caches are far less than one matrix of scores."""
     write_model(tmp_path / "long", TINY | {"max_position_embeddings": 8192})
     found = measure(LONG, tmp_path / "long", chunk)
-    whole = 6000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
+    whole = 4000 * 3 * 2 * 2 * 32 * 2  # layers, keys and values, KV heads, head_dim, bfloat16
     assert found["cache"] == whole // 5
-    scores = 4 * 6000 * 6000 * 4  # of the four heads of one layer, in float32
+    scores = 4 * 4000 * 4000 * 4  # of the four heads of one layer, in float32
     # The keys and values twice and activations as large as they; a tenth of the matrix for threads'
     # buffers and the allocator.
     assert found["above"] < 3 * whole + scores // 10, found
