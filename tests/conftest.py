@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -47,6 +48,11 @@ def pytest_collection_modifyitems(config, items):
         kept = selection.selected(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
+
+
+def pytest_collection_finish():
+    """Keep what was imported out of garbage collections, which take half a second with torch."""
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):

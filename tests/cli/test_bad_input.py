@@ -34,16 +34,13 @@ from flexgen_h2o import LLM
 from flexgen_h2o.cli import launch, parser
 from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.commands import generate
-from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.placement import parse_percent
 from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.engine import runner, source
+from flexgen_h2o.engine import source
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles
-from flexgen_h2o.models.checkpoint import Checkpoint
-from flexgen_h2o.models.registry import from_transformers, published
+from flexgen_h2o.metrics.trace import Trace
+from flexgen_h2o.models.registry import from_transformers
 from flexgen_h2o.planning import memory_plan as memory_check
-from flexgen_h2o.planning import memory_rows
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import kv_entry_bytes
 from flexgen_h2o.storage.free_memory import MemoryLimits
@@ -220,9 +217,6 @@ def test_a_tied_model_with_an_output_matrix(model, here, capfd, monkeypatch):
     message = refused(capfd, here, "--model", "model")
     assert "tensor lm_head.weight differs from model.embed_tokens.weight" in message
     assert "tie_word_embeddings" in message
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].contiguous()
-    save_file(tensors, model / "model.safetensors")
-    assert "tensor lm_head.weight differs from" in refused(capfd, here, "--model", "model")
 
 
 @pytest.mark.parametrize("name", [
@@ -270,19 +264,14 @@ def time_limit(seconds: float):
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize("argv", [
-    (), ("--hh-ratio", "0.5", *DISK), ("--prompt-len", "40", "--num-window-length", "8")])
-@pytest.mark.parametrize(("value", "name"), [
-    (float("nan"), "model.layers.0.mlp.gate_proj.weight"), (3e38, "lm_head.weight")])
-def test_weights_that_are_not_finite(model, here, capfd, value, name, argv):
+@pytest.mark.parametrize(("value", "argv"), [
+    (float("nan"), ()), (3e38, ("--prompt-len", "40", "--num-window-length", "8", *DISK))])
+def test_weights_that_are_not_finite(model, here, capfd, value, argv):
     tensors = load_file(model / "model.safetensors")
-    tensors[name].fill_(value)
+    tensors["lm_head.weight"].fill_(value)
     save_file(tensors, model / "model.safetensors")
     message = refused(capfd, here, "--model", "model", *argv)
     assert "logits of prompt" in message and "not finite" in message
-    with LLM("model", dtype="float32", device="cpu") as llm, \
-            pytest.raises(UserError, match="not finite"):
-        llm.loglikelihood([([3, 4], [5, 6])])
 
 
 # The model
@@ -297,14 +286,6 @@ def test_weights_that_are_not_finite(model, here, capfd, value, name, argv):
 def test_unsupported_architecture_is_named(model, here, capfd, values, words):
     change_config(model, **values)
     assert words in refused(capfd, here, "--model", "model")
-
-
-def test_sliding_window_shorter_than_the_run(model, here, capfd):
-    change_config(model, model_type="mistral", sliding_window=4, attention_bias=False)
-    ran = ["--model", "model", *SHORT, "--no-log"]
-    assert generate.main([*ran, "--gen-len", "9"]) == 0
-    message = refused(capfd, here, "--model", "model", "--attn-sparsity", "0.5")
-    assert "layers of this model attend to a window" in message
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -477,60 +458,6 @@ def test_disk_too_small_by_the_plan(model, here, capfd, monkeypatch):
     assert "disk space: needs" in message and "--percent 100 0 100 0 100 0 would fit" in message
 
 
-# The memory
-
-
-def test_opt_30b_on_24_gb_stops_with_a_percent_that_fits(here, capfd, monkeypatch):
-    def read(*_, **__):
-        raise AssertionError("a weight was built")
-
-    limits = MemoryLimits(None, 24 * 10**9, 500 * 10**9)
-    monkeypatch.setattr(Checkpoint, "read", read)
-    monkeypatch.setattr(runner.Runner, "load", read)
-    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
-    command = ("--model", "facebook/opt-30b", "--path", "_DUMMY_", "--prompt-len", "512",
-               "--gen-len", "32", "--gpu-batch-size", "4", "--dtype", "auto")
-    message = refused(capfd, here, *command, "--percent", "0", "100", "100", "0")
-    found = re.search(r"host memory: needs (\S+) GB \(weights (\S+) GB, .*\), 24\.0 GB free\. "
-                      r"--percent ([\d. ]+) would fit", message)
-    assert found, message
-    needs, weights = map(float, found.groups()[:2])
-    assert 59 < weights < needs < 70, "29.97e9 parameters of two bytes, and the rest"
-    # What it proposes fits in what is free, and is no other run than the one that was asked for.
-    numbers = found[3].split()
-    config = parser.parse_args([*command, "--percent", *numbers])
-    plan = memory_plan(published("facebook/opt-30b"), config.policy(), Workload(512, 32, 4, 1),
-                       itemsize=2, writes_weights=True)
-    assert plan.shortfalls(limits) == ()
-    weights_at, cache_at, _ = parse_percent(numbers)
-    assert weights_at.disk < 80 and cache_at.gpu == 100, "and no more is moved than has to be"
-    with pytest.raises(AssertionError, match="a weight was built"):
-        generate.main([*command, "--percent", *numbers, "--no-log"])
-
-
-def test_less_cache_fits_where_the_full_one_does_not(model, here, capfd, monkeypatch):
-    """The plan knows of eviction and compression, and never proposes them: they change results."""
-    monkeypatch.setattr(memory_rows, "RESERVE", 0)
-    argv = ("--model", "model", "--prompt-len", "240", "--gpu-batch-size", "8",
-            "--num-gpu-batches", "8", "--gen-len", "2", "--prefill-chunk", "240")
-    config = parser.parse_args([*SHORT, *argv, "--hh-ratio", "0.05"])
-    sizes = from_transformers(json.loads((model / "config.json").read_text()), "model")
-    small, full = (
-        memory_plan(sizes, config.policy(), Workload(240, 2, 8, 8), itemsize=4,
-                    cache=CacheOptions(h2o)).total("cpu") for h2o in (config.h2o(), None))
-    assert small < full
-    limits = MemoryLimits(None, (small + full) // 2, 0)
-    monkeypatch.setattr(memory_check, "free_memory", lambda *_: limits)
-    message = refused(capfd, here, *argv)
-    assert "host memory: needs" in message and "hh-ratio" not in message
-    assert generate.main([*SHORT, *argv, "--no-log", "--hh-ratio", "0.05"]) == 0
-
-
-def test_the_plan_counts_the_cgroup_limit(model, here, capfd, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_free", lambda: 3_000_000)
-    assert "3.0 MB free" in refused(capfd, here, "--model", "model")
-
-
 # A process of its own
 
 
@@ -601,6 +528,8 @@ def test_a_good_run_writes_all_results(model, here, capfd):
                  "kv_cache_bytes", "peak_process_bytes"):
         assert float(row[name]) > 0, name
 
+    trace = Trace.read_chrome("t.json")
+    assert trace.about["decode_steps"] == 4 and set(CSV_COLUMNS) < set(trace.about)
     events = json.loads((here / "t.json").read_text())["traceEvents"]
     lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"compute", "disk->cpu", "cpu->disk"} <= lanes
@@ -621,10 +550,10 @@ def test_the_saved_config_repeats_the_run(model, here, capfd):
 
 
 @pytest.mark.parametrize("argv", [
-    (), ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
-    ("--num-window-length", "16", "--eviction", "sink-window", "--compress-cache"),
+    ("--hh-ratio", "0.1", "0.2", "1", "--prefill-chunk", "16"),
     ("--hh-ratio", "0.1", "--hh-all", "false", "--score", "mean", "--cache-bits", "8"),
-    ("--hh-ratio", "0.1", "--key-bits", "8", "--value-bits", "4"),
+    ("--num-window-length", "16", "--eviction", "sink-window", "--key-bits", "8",
+     "--value-bits", "4"),
 ])
 def test_the_plan_counts_what_is_cached(model, here, argv):
     argv = [*SHORT, "--model", "model", "--prompt-len", "40", "--gen-len", "9", "--csv", "r.csv",

@@ -16,7 +16,6 @@ from helpers.error_cases import command_refused
 from helpers.programs import ROOT
 
 import flexgen_h2o
-from flexgen_h2o import flex_opt
 from flexgen_h2o.cli import commands, parser
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.commands import COMMANDS
@@ -86,13 +85,6 @@ def test_a_name_that_is_no_command_is_told_in_a_line(capsys):
     command_refused(commands.main, capsys, ["--modle", "a"], "did you mean --model?")
     command_refused(commands.main, capsys, ["--print-completion", "fish"], "bash, zsh, tcsh")
     command_refused(commands.main, capsys, ["--print-completion"], "expected one argument")
-
-
-def test_flex_opt_is_generate(capsys, monkeypatch):
-    assert flex_opt.main is generate.main
-    monkeypatch.setattr(sys, "argv", ["/src/flexgen_h2o/flex_opt.py"])
-    text = printed(capsys, flex_opt.main, ["--help"])
-    assert text.startswith("usage: python -m flexgen_h2o.flex_opt [")
 
 
 def test_plan_prints_what_plan_only_prints(capsys, tmp_path):

@@ -95,17 +95,12 @@ def made(**values) -> str:
 @pytest.mark.parametrize(("text", "words"), [
     ("", "is empty: count a run again"),
     ("{", "c.json is not JSON"),
-    ("[]", "object"),
     ('{"model": "m", "per_token": 1}', "texts"),
-    (made(per_token=0), ">= 1 - at `$.per_token`"),
-    (made(counts=[[-1]]), ">= 0"),
     (made(per_token=3), "a token selects"),
     (made(counts=[[0, 0], [1, 2]]), "layers differ"),
     (made(counts=[[0, 0]]), "no token"),
     (made(texts=7), "contradict each other"),
-    (made(text_experts=1), "contradict each other"),
     (made(text_experts=5), "contradict each other"),
-    (made(more=1), "more"),
 ])
 def test_files_that_hold_no_counts(text, words):
     Path("c.json").write_text(text)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from helpers import fake_llm, selection
 from helpers.gguf_cases import make
 from helpers.planning_cases import BITS, CPU, FREE, GPU, OPT, machine, planned, roofline
@@ -38,7 +37,6 @@ from flexgen_h2o.config.placement import PLACED, Placement
 from flexgen_h2o.config.policy import Policy
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.models.registry import published
 from flexgen_h2o.outputs import Output
 from flexgen_h2o.planning.hardware import Hardware, save_hardware
@@ -333,13 +331,6 @@ def test_compression_is_chosen_where_it_gains_and_only_there():
     assert said_why(CPU, choices) == {"keeps more bits"}
 
 
-def test_nothing_fits_and_says_what_is_missing():
-    tiny = replace(GPU, gpu_bytes=GB // 10, cpu_bytes=GB // 10)
-    with pytest.raises(UserError, match=r"device memory: needs .* 100.0 MB free") as caught:
-        find(tiny)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_little_disk_is_not_used_for_next_to_nothing():
     """A disk so slow that it could take a thousandth of the load."""
     slow = replace(GPU, links=GPU.links | {"disk->cpu": GB // 100})
@@ -491,15 +482,6 @@ def test_bad_flags(capsys, argv, match):
     assert re.search(match, captured.err)
 
 
-@pytest.mark.parametrize("value", ["auto", ["auto"]])
-def test_auto_is_a_value_in_yaml_too(tmp_path, value):
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump({"percent": value, "memory_limit": "6GB"}))
-    config = RunConfig.from_mapping(load_yaml(tmp_path / "c.yaml"))
-    assert config.percent == "auto" and config.policy() == Policy()
-    config.save(tmp_path / "again.yaml")
-    assert RunConfig.from_mapping(load_yaml(tmp_path / "again.yaml")) == config
-
-
 # From end to end
 
 
@@ -516,10 +498,7 @@ class FakeLLM(fake_llm.FakeLLM):
         self.prompts = prompts
         return [Output(None, [1], [2], None, "length") for _ in prompts]
 
-    @property
-    def stats(self):
-        return RunStats(model="m", num_parameters=1, dtype="float32", device="cpu", num_prompts=1,
-                        prompt_tokens=1, generated_tokens=1, gpu_batch_size=1, num_gpu_batches=1)
+    stats = property(lambda self: fake_llm.run_stats())
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import planning_cases, selection
 from helpers.error_cases import command_refused, refused
+from helpers.fake_llm import run_stats
 from helpers.read_back import read_csv, read_jsonl
 from helpers.subprocesses import environment
 from helpers.tiny_tokenizers import with_words
@@ -31,7 +32,6 @@ from flexgen_h2o.commands.batch.progress import JobProgress
 from flexgen_h2o.commands.batch.requests import derive_seed
 from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
-from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Output
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
@@ -333,9 +333,7 @@ class SmallLLM(InstantLLM):
         if largest > self.room:
             raise InsufficientMemory("the run does not fit")
         for place, outputs in enumerate(super().generate_in_blocks(prompts, params)):
-            self.stats = RunStats(model="m", num_parameters=1, dtype="", device="cpu",
-                                  num_prompts=1, prompt_tokens=1, generated_tokens=1,
-                                  gpu_batch_size=1, num_gpu_batches=1)
+            self.stats = run_stats()
             if place and largest * len(prompts) > 2 * self.room:
                 raise InsufficientMemory("there is too little memory")
             yield outputs
@@ -538,14 +536,6 @@ def test_a_job_ends_when_its_hours_are_over(runs):
     assert "12 of 12" in runs("--max-hours", "1")
 
 
-def fail(number: int) -> Callable:
-    """A function that raises the OSError of this number, whatever it is called with."""
-    def call(*_):
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
 def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     def full(*_):
         raise UserError("the offload disk is full")
@@ -553,22 +543,15 @@ def engine_fails(runs: Runs, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LLM, "generate_in_blocks", full)
 
 
-def results_cannot_be_written(number: int) -> Callable[[Runs, pytest.MonkeyPatch], None]:
-    return lambda runs, patch: patch.setattr(results.os, "write", fail(number))
-
-
-def results_are_removed(runs: Runs, patch: pytest.MonkeyPatch) -> None:
-    os.unlink(runs.output)
-
-
 def progress_cannot_be_written(runs: Runs, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(progress, "open_atomic", fail(errno.ENOSPC))
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(progress, "open_atomic", full)
 
 
 @pytest.mark.parametrize(("fault", "message"), [
     (engine_fails, "the offload disk is full"),
-    (results_cannot_be_written(errno.ENOSPC), "cannot write --output"),
-    (results_are_removed, "removed while the job runs"),
     (progress_cannot_be_written, "cannot write --progress-file"),
 ])
 def test_a_fault_is_one_line_and_the_job_resumes(
@@ -661,13 +644,6 @@ def test_results_of_another_job_are_refused(runs, words, tmp_path, tiny_model):
     assert "finished; 5 of 5" in runs()
     os.unlink(f"{runs.output}.config.yaml")
     assert "cannot be continued" in runs(status=2)
-
-
-def test_two_jobs_on_one_file_are_refused(runs):
-    with ResultsFile("--output", str(runs.output)):
-        assert "is being written by another job" in runs(status=2)
-        assert "is being written by another job" in runs("-o", str(runs.folder / "b"), "--errors",
-                                                         str(runs.output), status=2)
 
 
 @pytest.mark.parametrize(("flags", "words"), [

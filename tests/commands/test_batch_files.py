@@ -88,7 +88,7 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path, monkeypatch):
 
 
 def test_an_index_takes_few_bytes_a_line(tmp_path):
-    lines = 200_000 if selection.every_case else 50_000
+    lines = 200_000 if selection.every_case else 20_000
     with open(tmp_path / "a", "w") as file:
         file.writelines(f'{{"prompt": "text", "id": "request-{number}"}}\n'
                         for number in range(lines))
@@ -118,7 +118,7 @@ def test_results_cut_at_any_byte_are_gone_on_with(tmp_path, monkeypatch):
         lines = [line_of(found, place) for place in (2, 0, 3, 1)]
         whole = b"".join(line + b"\n" for line in lines)
         ends = np.cumsum([len(line) + 1 for line in lines])
-        for end in range(len(whole) + 1):
+        for end in range(0, len(whole) + 1, 1 if selection.every_case else 5):
             write(tmp_path / "out.jsonl", whole[:end])
             kept = int((ends <= end).sum())
             with ResultsFile("--output", path) as file:
@@ -131,15 +131,11 @@ def test_results_cut_at_any_byte_are_gone_on_with(tmp_path, monkeypatch):
                 assert file.read() == whole
 
 
-def test_a_long_torn_line_is_cut_off(tmp_path):
-    write(tmp_path / "out", b"a\n" + b'{"id":"batch_req_' + b"b" * (3 << 20))
-    with ResultsFile("--output", str(tmp_path / "out")):
-        assert os.path.getsize(tmp_path / "out") == 2
-
-
 def test_a_file_that_is_no_results_stays_as_it_is(tmp_path):
-    """What stands in a file that was named by mistake is not taken for a torn line."""
-    for text in (b"notes without an end", b"a line\nand one without an end", b'{"id": 7}'):
+    """A file that was named by mistake is not taken for a torn line."""
+    for text in (b"notes without an end", b"a line\nand one without an end", b'{"id": 7}', b"[]\n",
+                 b'{"id": "batch_req_zz", "response": null}\n',
+                 b'{"id": "batch_req_11111111111111111", "response": null}\n'):
         path = write(tmp_path / "out", text)
         with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
             refused(lambda file=file: file.answered(found), "line 1 is not a line of results")
@@ -161,15 +157,6 @@ def test_other_results_are_refused_but_not_fixed_failures(tmp_path):
         with JobInput(str(tmp_path / "less.jsonl")) as other:
             places, failed = file.answered(other)
             assert (places.tolist(), failed.tolist()) == ([0], [])
-
-
-@pytest.mark.parametrize("line", [b"x", b"[]", b'{"id": "batch_req_zz", "response": null}',
-                                  b'{"id": "7", "response": null}', b"[" * 10**5, b"\xff",
-                                  b'{"id": "batch_req_11111111111111111", "response": null}'])
-def test_a_file_of_other_lines_is_refused(tmp_path, line):
-    path = write(tmp_path / "out", line + b"\n")
-    with JobInput(requests(tmp_path)) as found, ResultsFile("--output", path) as file:
-        refused(lambda: file.answered(found), f"{path} line 1 is not a line of results")
 
 
 def test_one_job_writes_a_file_at_a_time(tmp_path):
@@ -210,18 +197,3 @@ def test_results_that_are_removed_under_the_job_are_told(tmp_path):
         file.add([b"{}"])
         os.unlink(path)
         refused(lambda: file.add([b"{}"]), "removed while the job runs")
-
-
-def test_a_job_leaves_the_results_of_another_alone(tmp_path):
-    path = str(tmp_path / "out")
-    with ResultsFile("--output", path):
-        os.unlink(path)
-        with ResultsFile("--output", path) as other:
-            other.add([b"{}"])
-    assert os.path.exists(path)
-
-
-def test_results_where_nothing_can_be_written_are_refused(tmp_path):
-    (tmp_path / "folder").mkdir()
-    refused(lambda: ResultsFile("--output", str(tmp_path / "folder")), "not a regular file")
-    refused(lambda: ResultsFile("--output", str(tmp_path / "no" / "out")), "No such file")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
 
 import pytest
 from helpers.error_cases import command_refused
+from helpers.fake_llm import run_stats
 from helpers.planning_cases import CPU
+from helpers.read_back import read_csv
 
 from flexgen_h2o.cli import parser, planner
 from flexgen_h2o.cli.results import CSV_COLUMNS
@@ -20,12 +21,9 @@ from flexgen_h2o.planning import calibrate
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 
-def stats(prefill: float, decode: float, **others) -> RunStats:
-    return RunStats(**{
-        "model": "m", "num_parameters": 1, "dtype": "bfloat16", "device": "cpu", "num_prompts": 4,
-        "prompt_tokens": 40, "generated_tokens": 20, "gpu_batch_size": 4, "num_gpu_batches": 1,
-        "prefill_seconds": prefill, "decode_seconds": decode, "step_seconds": [decode / 4] * 4,
-        **others})
+def stats(prefill: float, decode: float) -> RunStats:
+    return run_stats(num_prompts=4, prompt_tokens=40, generated_tokens=20, prefill_seconds=prefill,
+                     decode_seconds=decode, step_seconds=[decode / 4] * 4)
 
 
 @pytest.fixture
@@ -36,11 +34,6 @@ def flags(tiny_model, tmp_path, monkeypatch) -> list[str]:
     return ["--model", str(tiny_model("opt").folder), "--device", "cpu", "--prompt-len", "12",
             "--gen-len", "5", "--gpu-batch-size", "2", "--num-gpu-batches", "2",
             "--hh-ratio", "0.2", "--repeats", "3", "--csv", "b.csv"]
-
-
-def rows_of(path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def figures(out: str, name: str) -> list[float | None]:
@@ -55,7 +48,7 @@ def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: CPU)
     assert bench.main(flags) == 0
     out = capsys.readouterr().out
-    rows = rows_of("b.csv")
+    rows = read_csv("b.csv")
     assert len(rows) == 3 and tuple(rows[0]) == CSV_COLUMNS
     names = ("prefill_seconds", "prefill_tokens_per_second", "decode_seconds",
              "decode_tokens_per_second", "total_tokens_per_second", "latency_p50_seconds",
@@ -75,7 +68,7 @@ def test_each_repeat_is_a_row_and_a_line(flags, capsys, tmp_path, monkeypatch):
     assert saved == bench.parse_args(flags).run and saved.warm_up
     assert bench.main(["--config", "b.csv.config.yaml", "--repeats", "1", "--gen-len", "1",
                        "--warm-up", "false"]) == 0
-    assert len(rows_of("b.csv")) == 4
+    assert len(read_csv("b.csv")) == 4
     assert figures(capsys.readouterr().out, "1")[2:4] == [0, None]
 
 
@@ -89,7 +82,7 @@ def test_a_planned_policy_is_measured_with_its_prediction(flags, capsys, monkeyp
     out = capsys.readouterr().out
     assert out.startswith("plan ") and "repeat (projected)" in out
     assert "roofline: not known: flexgen-h2o plan, with the same --offload-dir, measures" in out
-    (row,) = rows_of("b.csv")
+    (row,) = read_csv("b.csv")
     assert row["predicted_decode_seconds"] and row["projected"] == "true"
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from helpers.error_cases import command_refused
+from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +70,7 @@ def test_an_empty_cache(root, capsys):
 AGES = st.sampled_from([0, 1, 10, 40])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), AGES, st.booleans()), max_size=5), AGES,
        st.sampled_from(["a", "b", "*", None]))
 def test_prune_removes_what_the_flags_choose(copies, age, model):

@@ -124,26 +124,6 @@ def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
         "linear_quantized, 4 bits": "codes up to 16, then unpacked"}
 
 
-def test_a_gpu_is_told_by_its_memory(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "T4")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (15 * GB, 16 * GB))
-    found = facts.gpus()
-    assert found.gpus == (Gpu("T4", 16 * GB, 15 * GB),)
-    assert ("cuda:0", "T4, 15.0 of 16.0 GB free") in doctor.gpus(found).rows
-
-
-def test_a_folder_has_the_file_system_of_the_nearest_mount(tmp_path, monkeypatch):
-    mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (
-        ("/", "ext4"), (tmp_path, "tmpfs"), (tmp_path / "far", "nfs"))]
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
-    assert [facts.file_system(place) for place in (
-        tmp_path.parent, tmp_path / "a" / "b", tmp_path / "far")] == ["ext4", "tmpfs", "nfs"]
-    mounts.clear()
-    assert facts.file_system(tmp_path) == ""
-
-
 def test_the_time_that_a_cgroup_allows(tmp_path):
     path = tmp_path / "cpu.max"
     for text, quota in (("max 100000\n", None), ("250000 100000\n", 2.5), ("odd", None)):
@@ -167,7 +147,6 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
      ("Triton is not installed",)),
     (doctor.gpus(GpuFacts((), None, True, True)),
      ("the CPU computes: this PyTorch is built without CUDA, although there is an NVIDIA driver",)),
-    (doctor.memory(MemoryFacts(64 * GB, 60 * GB, None, None)), ()),
     (doctor.memory(MemoryFacts(64 * GB, 60 * GB, 8 * GB, 3 * GB)),
      ("3.0 GB of host memory are free",)),
     (doctor.disk(DiskFacts("/d", "ext4", 9 * GB, 5 * GB, 0.1e9, 1e9)),

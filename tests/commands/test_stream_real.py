@@ -7,8 +7,6 @@ import json
 import shutil
 
 import pytest
-import stream_quality
-import stream_segments as segments
 from helpers.read_back import read_jsonl
 from helpers.selection import full
 
@@ -121,15 +119,6 @@ def test_a_chat_template(model, questions, tmp_path):
     assert read_jsonl(out)[0]["prompt_tokens"] == len("<user>Say a word.<assistant>")
 
 
-def test_sampled_turns_differ_and_repeat_with_their_seed(model, questions, tmp_path):
-    folder, out, found = model("llama"), tmp_path / "out.jsonl", []
-    for seed in (1, 1, 2):
-        assert talk(folder, questions, out, *EVICT, "--do-sample", "--seed", seed, "--sample-num",
-                    2, "--verbose", 0) == 0
-        found.append([each["text"] for each in read_jsonl(out)])
-    assert found[0] == found[1] != found[2] and len(set(found[0])) == 4
-
-
 @pytest.mark.full
 def test_a_real_model_answers_by_its_template(questions, tmp_path):
     out = tmp_path / "out.jsonl"
@@ -148,17 +137,3 @@ def test_learned_positions_do_not_roll(model, questions, tmp_path, capsys):
     assert talk(model("opt"), questions, out, "--enable-h2o-generation", "--num-window-length",
                 24, "--sample-num", 2, "--verbose", 0) == 0
     assert len(read_jsonl(out)) == 4
-
-
-@pytest.mark.full
-def test_perplexity_by_position(model, tmp_path):
-    path, out = tmp_path / "articles.jsonl", tmp_path / "out.csv"
-    words = " ".join(f"word {number} is next." for number in range(20))
-    path.write_text(json.dumps({"article": words}) + "\n")
-    assert stream_quality.main([
-        "--model-name", model("llama"), "--input-path", str(path), "--device", "cpu", "--tokens",
-        "300", "--piece", "50", "--num-window-length", "24", "--blow-up", "1e9",
-        "--policies", "h2o", "sink-window", "window", "full", "--csv", str(out)]) == 0
-    its = segments.by_policy(segments.read_rows(str(out)))
-    assert list(its) == ["h2o", "sink-window", "window", "full"]
-    assert len({rows[0]["perplexity"] for rows in its.values()}) == 4

@@ -10,7 +10,7 @@ import types
 import pytest
 import yaml
 from helpers.error_cases import command_refused
-from helpers.fake_llm import FakeLLM
+from helpers.fake_llm import FakeLLM, run_stats
 from helpers.read_back import read_jsonl
 from helpers.tiny_tokenizers import WORDS, with_words
 from hypothesis import given
@@ -23,14 +23,12 @@ from flexgen_h2o.commands import summarize
 from flexgen_h2o.commands.summarize import parse_args, summaries
 from flexgen_h2o.commands.summarize import table as summary_table
 from flexgen_h2o.commands.summarize.summaries import Rouge
-from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.engine.detokenization import until
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import articles as article_files
 from flexgen_h2o.files.articles import Article, first_sentence
 from flexgen_h2o.files.rows import ResumableJsonl
 from flexgen_h2o.metrics import statistics
-from flexgen_h2o.metrics.run_stats import RunStats
 
 STOP = "###"
 
@@ -66,7 +64,6 @@ def test_articles_are_read_as_they_are(tmp_path):
     ("{", "line 2 is not JSON"),
     ('{"article": "a"}', "line 2 has no text under the key `summary_gt`"),
     ('{"article": "a", "summary_gt": "b", "stop": [1]}', "line 2: `stop` must be a text or"),
-    ('{"article": "a", "summary_gt": "b", "max_tokens": 0}', "line 2: `max_tokens` must be a"),
     ('{"article": "a", "summary_gt": "b", "max_tokens": true}', "line 2: `max_tokens` must be a"),
 ])
 def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
@@ -78,15 +75,12 @@ def test_a_bad_line_is_told_with_its_number(tmp_path, record, message):
 
 
 @pytest.mark.parametrize(("text", "first"), [
-    ("One is. Two is.", "One is."),
     ("Mr. Smith met Dr. Jones. They spoke.", "Mr. Smith met Dr. Jones."),
     ("The U.S. Senate met J. Doe at 5.30 p.m. on Monday. Then it left.",
      "The U.S. Senate met J. Doe at 5.30 p.m. on Monday."),
     ('He said: "Stop!" She did.', 'He said: "Stop!"'),
     ("Why? 12 said so.", "Why?"),
-    ("no end here", "no end here"),
     ("It cost 3.5 million. £2 were mine.", "It cost 3.5 million."),
-    (" All of it.\n", "All of it."),
 ])
 def test_the_first_sentence(text, first):
     assert first_sentence(text) == first
@@ -244,11 +238,8 @@ class FakeLLM(FakeLLM):
         if FakeLLM.fail is not None and FakeLLM.fail[0] == len(FakeLLM.calls):
             raise FakeLLM.fail[1]
         FakeLLM.calls.append({"lengths": [len(prompt) for prompt in prompts], **options})
-        self.stats = RunStats(
-            model="m", num_parameters=1, dtype="float32", device="cpu", num_prompts=len(prompts),
-            prompt_tokens=0, generated_tokens=0, gpu_batch_size=1, num_gpu_batches=1,
-            prefill_seconds=0.5 * len(prompts), decode_seconds=1.5 * len(prompts),
-            kv_bytes_per_token=100)
+        self.stats = run_stats(prefill_seconds=0.5 * len(prompts), kv_bytes_per_token=100,
+                               decode_seconds=1.5 * len(prompts))
         text = " Text has words ### more" if self.h2o is None else " Text of ### more"
         return [types.SimpleNamespace(prompt_token_ids=prompt, token_ids=[1] * 5, text=text,
                                       finish_reason="stop") for prompt in prompts]
@@ -358,17 +349,14 @@ def test_other_options_are_refused_and_nothing_is_lost(fake, articles, tmp_path,
     assert out.read_bytes() == before and len(fake.opened) == opened
 
 
-def test_nothing_fits(fake, tmp_path, capsys):
-    path = write(tmp_path / "in.jsonl", [article(0, 99)])
+def test_nothing_to_run(fake, articles, tmp_path, monkeypatch, capsys):
+    path = write(tmp_path / "long.jsonl", [article(0, 99)])
     assert run(path, tmp_path / "o.jsonl") == 2
     assert "no prompt and its new tokens fit" in capsys.readouterr().err
-
-
-def test_no_tokenizer_and_no_chat_template(fake, articles, tmp_path, monkeypatch, capsys):
-    assert run(articles, tmp_path / "o.jsonl", "--chat-template") == 2
+    assert run(articles, tmp_path / "p.jsonl", "--chat-template") == 2
     assert "--chat-template: the model's tokenizer has none" in capsys.readouterr().err
     monkeypatch.setattr(FakeTokenizer, "__new__", lambda _: None)
-    assert run(articles, tmp_path / "o.jsonl") == 2
+    assert run(articles, tmp_path / "p.jsonl") == 2
     assert "has no tokenizer here" in capsys.readouterr().err
 
 
@@ -415,15 +403,12 @@ def test_flags_have_both_spellings():
 
 
 def test_what_the_engine_is_opened_with(fake, articles, tmp_path):
-    assert run(articles, tmp_path / "o.jsonl", "--model_name", "m", "--path", "p", "--device",
-               "cpu", "--dtype", "bfloat16", "--batch-size", 7, "--num-gpu-batches", 3,
-               "--percent", 0, 100, 50, 50, "--offload-dir", "d", "--cache-bits", 4,
-               "--enable-h2o-generation", "--enable-position-rolling", "--sample_num", 1) == 0
+    assert run(articles, tmp_path / "o.jsonl", "--model_name", "m", "--batch-size", 7,
+               "--num-gpu-batches", 3, "--cache-bits", 4, "--enable-h2o-generation",
+               "--enable-position-rolling", "--sample_num", 1) == 0
     assert fake.opened == [llm_arguments(RunConfig()) | {
-        "model": "m", "path": "p", "device": "cpu", "dtype": "bfloat16", "progress": False,
-        "offload_dir": "d", "cache_bits": 4,
-        "policy": Policy(gpu_batch_size=7, num_gpu_batches=3, weights=Placement(0, 100, 0),
-                         cache=Placement(50, 50, 0)),
+        "model": "m", "progress": False, "cache_bits": 4,
+        "policy": Policy(gpu_batch_size=7, num_gpu_batches=3),
         "h2o": H2OConfig(heavy_tokens=128, recent_tokens=128, positions="rolling")}]
 
 
@@ -453,16 +438,14 @@ def test_bad_flags_answer_in_one_line_and_leave_nothing(refuses_flags, flags, me
     refuses_flags(summarize.main, flags, message)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda text: "", "has other columns"),
-    (lambda text: text.splitlines()[0] + "\n", "has no rows"),
-    (lambda text: text.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not a row"),
-])
-def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, change, message, capsys):
+def test_a_bad_csv_is_told_in_one_line(fake, articles, tmp_path, capsys):
     table = tmp_path / "r.csv"
     assert run(articles, tmp_path / "o.jsonl", "--csv", table) == 0
-    table.write_text(change(table.read_text(encoding="utf-8")), encoding="utf-8")
-    command_refused(summarize.main, capsys, ["--from-csv", str(table)], message)
+    good = table.read_text(encoding="utf-8")
+    for text, message in (("", "has other columns"), (good.splitlines()[0] + "\n", "has no rows"),
+                          (good.replace(",float32,full,", ",float32,full,x", 1), "line 2 is not")):
+        table.write_text(text, encoding="utf-8")
+        command_refused(summarize.main, capsys, ["--from-csv", str(table)], message)
 
 
 # --- the engine itself

@@ -10,6 +10,7 @@ import time
 import pytest
 from helpers.error_cases import refused
 from helpers.internals import render_with
+from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -50,6 +51,8 @@ BAD = {
     "own words": ("{{ raise_exception('no\nsystem') }}", "messages: TemplateError: no system"),
     "missing": ("{{ messages[0].a.b }}", "UndefinedError"),
 }
+RARE = ("number", "list", "format", "import", "nested")
+"""Like another one of `BAD`."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def test_a_chat_without_the_beginning_of_an_answer(renderer, tokenizer):
         tokenizer.apply_chat_template(MESSAGES, chat_template=GOOD["prompt"], tokenize=False))
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", [*sorted(BAD.keys() - {*RARE}), *full(*RARE)])
 def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
     template, words = BAD[name]
     began = time.monotonic()

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from helpers.selection import examples
 from helpers.subprocesses import environment
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def copy(paths: list[Path], keep: CacheFolder, title: str = "title") -> Path:
 CONTENT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=20, max_size=22).map(bytes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(CONTENT, min_size=1, max_size=2), max_size=6))
 @example([[bytes(20)], [bytes(9) + b"\1" + bytes(10)], [bytes(20)]])
 def test_every_place_gets_the_copy_of_its_content(sources):
@@ -129,6 +130,6 @@ def test_a_damaged_description_is_repaired(cache, tmp_path, damage):
 
 def test_descriptors_are_limited(cache, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    for number in range(100):
+    for number in range(disk_cache._MOST_IN_USE + 5):
         copy(put(tmp_path / "a", bytes([number])), cache)
     assert len(os.listdir("/proc/self/fd")) <= before + disk_cache._MAX_IN_USE

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flexgen_h2o.cli.results import check_results, result_files, write_results
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.rows import CsvWriter, append_row, write_csv
+from flexgen_h2o.files.rows import CsvWriter, JsonlWriter, append_row, write_csv
 from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.outputs import Output
 
@@ -79,24 +79,28 @@ def most_bytes_of_a_file(count):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("kind", ["shared", "growing"])
-def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind):
-    row, growing = dict.fromkeys(COLUMNS, "text"), CsvWriter(str(tmp_path / "file"), COLUMNS)
-    path = tmp_path / "file" if kind == "shared" else growing.partial
+@pytest.mark.parametrize("kind", ["shared", "growing", "lines"])
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind, room):
+    row, path = dict.fromkeys(COLUMNS, "text"), tmp_path / "file"
+    writer = CsvWriter(str(path), COLUMNS) if kind == "growing" else JsonlWriter(str(path))
+    if kind != "shared":
+        path = writer.partial
 
     def add():
         if kind == "shared":
             append_row(path, COLUMNS, row, flag="--csv")
         else:
-            growing.write(row)
+            writer.write(row)
 
     add()
     before = path.read_bytes()
-    with most_bytes_of_a_file(len(before) + 5), pytest.raises(OSError, match="No space left"):
+    with most_bytes_of_a_file(len(before) + room), pytest.raises(OSError):
         add()
     assert path.read_bytes() == before
     add()
-    assert path.read_bytes() == by_hand([row, row], 6, "\n")
+    lines = (json.dumps(row) + "\n").encode() * 2
+    assert path.read_bytes() == (lines if kind == "lines" else by_hand([row, row], 6, "\n"))
 
 
 def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):

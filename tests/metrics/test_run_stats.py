@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from helpers.fake_llm import run_stats
 from helpers.internals import kept_intervals
 from helpers.read_back import read_csv
 from hypothesis import given
@@ -16,21 +17,19 @@ from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import writing
 from flexgen_h2o.files.rows import check_header
-from flexgen_h2o.metrics import provenance, run_stats
+from flexgen_h2o.metrics import provenance
 from flexgen_h2o.metrics.report import align_columns, fit_rows, format_bytes, stats_table
-from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.metrics.run_stats import RATES, RunStats
 from flexgen_h2o.metrics.trace import LinkStats
 
 
 def make_stats(**changes) -> RunStats:
-    values = dict(
-        model="tiny", num_parameters=1_500_000, dtype="float32", device="cpu", num_prompts=4,
-        prompt_tokens=400, generated_tokens=44, gpu_batch_size=2, num_gpu_batches=2,
-        load_seconds=0.5, prefill_seconds=2.0, decode_seconds=4.0, step_seconds=[0.4] * 10,
-        peak_process_bytes=10**9, kv_cache_bytes=10**6,
-        links={"disk->cpu": (3 * 10**9, 1.5)},
-    )
-    return RunStats(**(values | changes))
+    return run_stats(**{
+        "model": "tiny", "num_parameters": 1_500_000, "num_prompts": 4, "prompt_tokens": 400,
+        "generated_tokens": 44, "gpu_batch_size": 2, "num_gpu_batches": 2, "load_seconds": 0.5,
+        "prefill_seconds": 2.0, "decode_seconds": 4.0, "step_seconds": [0.4] * 10,
+        "peak_process_bytes": 10**9, "kv_cache_bytes": 10**6,
+        "links": {"disk->cpu": (3 * 10**9, 1.5)}, **changes})
 
 
 # RunStats
@@ -79,7 +78,7 @@ def test_percentiles_lie_between_steps():
     assert stats.latency_p50_seconds == pytest.approx(0.3)
     assert stats.latency_p95_seconds == pytest.approx(0.4 + 0.85 * 0.1)
     stats = make_stats(prefill_seconds=0.0, decode_seconds=0.0, step_seconds=[])
-    assert all(getattr(stats, name) is None for name in run_stats.RATES)
+    assert all(getattr(stats, name) is None for name in RATES)
     assert "nan" not in stats_table(stats)
 
 

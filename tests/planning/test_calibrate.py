@@ -19,7 +19,6 @@ from flexgen_h2o.planning import compute_rates as clocks
 from flexgen_h2o.planning.calibrate import calibrate
 from flexgen_h2o.planning.compute_rates import MIN_CALLS, DecodeStep, Rates, Sizes, Timer
 from flexgen_h2o.planning.hardware import BITS, HOST_LINKS, Hardware, load_hardware, save_hardware
-from flexgen_h2o.storage.links import copy_rates, disk_write_rate
 from flexgen_h2o.storage.tiers import Device
 
 TINY = Sizes(matrix=(48, 128), rows=(1, 3), rotated=1 << 16, heads=2, head_dim=32, prompts=(2, 8),
@@ -207,23 +206,6 @@ def test_a_slow_call_is_not_made_often(monkeypatch):
     assert clock.seconds(time.work(9.0, 5.0, 4.0), give_up=4.0) == 4.0
     assert time.now - began == 18
     assert clock.seconds(time.work(9.0, 5.0, 3.0), give_up=4.0) == 3.0
-
-
-def test_rates_of_links_move_random_bytes(tmp_path):
-    path = tmp_path / "scratch"
-    path.write_bytes(bytes(1 << 20))
-    assert disk_write_rate(path, nbytes=1 << 19) > 0
-    written = path.read_bytes()
-    assert len(set(written[: 1 << 19])) == 256
-    assert written[1 << 19 :] == bytes(1 << 19)
-    up, down = copy_rates(LazyDevice(), nbytes=1 << 16)
-    assert up > 0 and down > 0
-
-
-def test_a_gpu_is_measured_with_more():
-    few, many = Sizes.for_device(Device()), Sizes.for_device(LazyDevice())
-    assert many.rotated > few.rotated >= 256 << 20
-    assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
 
 
 def test_more_rows_never_take_less(monkeypatch):

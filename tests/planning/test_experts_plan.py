@@ -289,13 +289,6 @@ def test_a_block_gets_fewer_slots_where_memory_is_short(hardware):
     assert best(expert_slots=usual // 8).policy.expert_slots == usual // 8, "as it was given"
 
 
-def test_touched_is_what_independent_tokens_choose():
-    experts = ExpertsConfig(4, 2, 1)
-    assert experts.touched(1) == 2
-    assert experts.touched(2) == 3
-    assert experts.touched(10**6) == pytest.approx(4)
-
-
 @pytest.mark.parametrize("hardware", [GPU, CPU])
 def test_auto_places_experts_by_themselves(hardware):
     limits = MemoryLimits(hardware.gpu_bytes, 30 * 10**9, 10**12)
