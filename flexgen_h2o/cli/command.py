@@ -63,42 +63,42 @@ class _Signals:
             del stop  # break the cycle of exception and frame
 
 
-class Ending:
-    """Turn a first SIGINT, SIGTERM or SIGHUP into a request to stop at the next safe point.
+class StopRequest:
+    """Context manager that turns a first SIGINT, SIGTERM or SIGHUP into a request to stop.
 
-    A second signal interrupts at once, with the exit status of Ctrl-C. A context manager; it has no
-    effect outside of the main thread.
+    The caller stops at the next safe point. A second signal interrupts at once, with the exit
+    status of Ctrl-C. It has no effect outside of the main thread.
 
     Attributes
     ----------
-    asked : bool
-        True once a signal has come.
+    requested : bool
+        True after a signal.
     """
 
     def __init__(self, print_stderr: Callable[[], None]):
-        self.asked = False
-        self._tell = print_stderr
+        self.requested = False
+        self._notify = print_stderr
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 before = signal.getsignal(number)
                 if callable(before):
                     self._before[number] = before
-                    signal.signal(number, self._ask)
+                    signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             self._before[signal.Signals(number)](signal.SIGINT, frame)
         else:
-            self.asked = True
-            self._tell()
+            self.requested = True
+            self._notify()
 
 
 class Main(Protocol):
@@ -125,10 +125,10 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Main:
             status = exit_status(lambda: main(argv), last=argv is None)
         except SystemExit as end:
             if argv is None:
-                _leave_what_waits(end.code)
+                _exit_if_threads_wait(end.code)
             raise
         if argv is None:
-            _leave_what_waits(status)
+            _exit_if_threads_wait(status)
         return status
 
     return entry
@@ -140,7 +140,7 @@ def entry_point(parse_args: Callable[[Sequence[str] | None], Options],
     return command(lambda argv: run(parse_args(argv)))
 
 
-def _leave_what_waits(status: object) -> None:
+def _exit_if_threads_wait(status: object) -> None:
     """Flush, and end the process at once if a thread waits for a rank that is lost or hangs.
 
     Before 3.14, Python aborts if such a thread wakes up during shutdown.

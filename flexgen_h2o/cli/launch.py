@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flexgen_h2o.cli.command import Ending
+from flexgen_h2o.cli.command import StopRequest
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.config.parallel import check_world_size, torchrun_env
 from flexgen_h2o.config.policy import Workload
@@ -160,7 +160,7 @@ def follow(pipeline: Pipeline) -> None:
 
     This rank reads, writes and prints nothing, except its own errors.
     """
-    with Ending(lambda: None):  # all ranks get the signals; the first one decides
+    with StopRequest(lambda: None):  # all ranks get the signals; the first one decides
         message = pipeline.receive_broadcast()
         if not message:
             return

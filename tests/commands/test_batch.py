@@ -24,7 +24,7 @@ from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
-from flexgen_h2o.cli.command import ALL_FAILED, Ending
+from flexgen_h2o.cli.command import ALL_FAILED, StopRequest
 from flexgen_h2o.commands import batch
 from flexgen_h2o.commands.batch import job, progress, results
 from flexgen_h2o.commands.batch.input import JobInput
@@ -513,15 +513,15 @@ def test_a_signal_while_the_model_loads_stops_at_once(runs, monkeypatch):
 
 def test_signals_come_to_the_main_thread_alone():
     told = []
-    with Ending(lambda: told.append(1)) as ending:
+    with StopRequest(lambda: told.append(1)) as stop_request:
         signal.raise_signal(signal.SIGINT)
-        assert ending.asked and told == [1]
+        assert stop_request.requested and told == [1]
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     handlers = []
 
     def elsewhere() -> None:
-        with Ending(lambda: None):
+        with StopRequest(lambda: None):
             handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=elsewhere)

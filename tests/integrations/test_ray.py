@@ -254,13 +254,13 @@ def test_replicas_share_the_cpus_of_a_host():
     asked = ReplicaResources(10_000_000_000)
     assert [asked.fitted([host] * 3, n).num_cpus for n in (1, 3, 4, 6, 7, 12)] == [
         16, 16, 8, 8, 5, 4]
-    refused(lambda: asked.fitted([host] * 3, 13), "room for 12 replicas of 1 CPU, 10.0 GB of host")
+    refused(lambda: asked.fitted([host] * 3, 13), "place 12 replicas of 1 CPU, 10.0 GB of host")
     on_gpus = ReplicaResources(10_000_000_000, num_gpus=1, accelerator_type="T4")
     assert on_gpus.fitted([host, {"CPU": 64.0, "memory": 99e9}], 2).num_cpus == 8
     refused(lambda: on_gpus.fitted([host], 3), "1 GPU each")
     assert on_gpus.arguments() == {"memory": 10_000_000_000, "num_cpus": 1, "num_gpus": 1,
                                    "accelerator_type": "T4"}
-    refused(lambda: asked.fitted([], 1), "room for 0 replicas")
+    refused(lambda: asked.fitted([], 1), "place 0 replicas")
 
 
 def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):

@@ -551,8 +551,8 @@ def test_without_an_h2o_cache_attention_is_as_ever(tiny_model, key):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"prompt_lookup_num_tokens": 3}, "assisted generation does not work .* takes tokens back"),
-    ({"assistant_model": "itself"}, "assisted generation does not work .* takes tokens back"),
+    ({"prompt_lookup_num_tokens": 3}, "assisted generation does not work .* removes tokens"),
+    ({"assistant_model": "itself"}, "assisted generation does not work .* removes tokens"),
     ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search does not work"),
     ({"cache_implementation": "static"}, "cache_implementation .* brings the cache"),
     ({"prefill_chunk_size": 4}, "prefill_chunk_size .*prompt_chunk"),

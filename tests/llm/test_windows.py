@@ -154,7 +154,7 @@ def test_options_that_windows_do_not_support(tiny):
     with pytest.raises(UserError, match="layers of this model attend to a window: leave it out"):
         LLM(str(tiny.folder), attn_sparsity=0.5)
     with LLM(str(tiny.folder)) as llm:
-        with pytest.raises(UserError, match="a probe attends as"):
+        with pytest.raises(UserError, match="probe supports only"):
             llm.probe([([1, 2], [3])], lambda *_: None)
         with pytest.raises(UserError, match="256 positions"):
             llm.generate([[5] * 250], max_new_tokens=20)

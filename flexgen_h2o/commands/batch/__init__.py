@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexgen_h2o.cli.command import ALL_FAILED, Ending, entry_point
+from flexgen_h2o.cli.command import ALL_FAILED, StopRequest, entry_point
 from flexgen_h2o.cli.launch import follow, joined, open_on_ranks
 from flexgen_h2o.cli.results import append_csv, check_results
 from flexgen_h2o.cli.run_config import RunConfig
@@ -78,18 +78,18 @@ def _run_job(options: BatchOptions, pipeline: Pipeline | None) -> int:
         remaining, progress = _resume(options, config, source, results=results, errors=errors)
         stats = None
         if len(remaining) and options.ray:
-            with _report_partial(progress), Ending(_announce_end) as ending:
+            with _report_partial(progress), StopRequest(_announce_end) as stop:
                 ray_job.RayJob(source, options, results=results, errors=errors,
                                progress=progress).run(
-                    remaining, lambda: ending.asked or progress.is_over(options.max_hours))
+                    remaining, lambda: stop.requested or progress.is_over(options.max_hours))
         elif len(remaining):
             with (_report_partial(progress),
                   open_on_ranks(config, pipeline, bounds=bounds, progress=False,
                                 implementations=implementations) as llm,
-                  Ending(_announce_end) as ending):  # a signal during loading stops at once
+                  StopRequest(_announce_end) as stop):  # a signal during loading stops at once
                 progress.begin()
                 job = Job(llm, source, options, results=results, errors=errors, progress=progress,
-                          should_end=lambda: ending.asked or progress.is_over(options.max_hours))
+                          should_end=lambda: stop.requested or progress.is_over(options.max_hours))
                 job.run(remaining)
             stats = job.stats
     return _report(options, config, progress, stats)
@@ -150,11 +150,11 @@ def _answer_windows(options: BatchOptions, place: ReplicaRank, queue: WindowQueu
     if not len(remaining):
         return
     with (data_parallel.open_replica(options.run, place, pipeline) as llm,
-          Ending(_announce_end) as ending):
+          StopRequest(_announce_end) as stop):
         progress.begin()
 
         def should_end() -> bool:
-            ends = ending.asked or progress.is_over(options.max_hours)
+            ends = stop.requested or progress.is_over(options.max_hours)
             if ends and not place.replica:
                 queue.end()  # replica 0 hosts the queue, so all replicas end
             return ends or queue.ended
