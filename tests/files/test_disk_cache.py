@@ -130,6 +130,6 @@ def test_a_damaged_description_is_repaired(cache, tmp_path, damage):
 
 def test_descriptors_are_limited(cache, tmp_path):
     before = len(os.listdir("/proc/self/fd"))
-    for number in range(disk_cache._MOST_IN_USE + 5):
+    for number in range(disk_cache._MAX_IN_USE + 5):
         copy(put(tmp_path / "a", bytes([number])), cache)
     assert len(os.listdir("/proc/self/fd")) <= before + disk_cache._MAX_IN_USE
