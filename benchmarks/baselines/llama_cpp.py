@@ -259,7 +259,7 @@ def gguf_file(folder: Path, weights: str) -> Path:
     config = gguf_config(folder)
     built = build_once([*weight_files(folder), folder / "config.json"], f"gguf-{weights}",
                        model_title(folder), lambda target: _write(folder, config, target, weights),
-                       keep=converted())
+                       cache=converted())
     return _file(built)
 
 
