@@ -51,7 +51,7 @@ def command(articles, tiny_model, tmp_path) -> list[str]:
             "--output-dir", str(tmp_path / "out")]
 
 
-def test_one_call_writes_every_file_and_prints_a_summary(numbers, command, tmp_path, capsys):
+def test_analysis_writes_every_file(numbers, command, tmp_path, capsys):
     out = tmp_path / "out"
     assert analyze.main([*command, "--budgets", "50", "20", "--evict", "10", "100"]) == 0
     assert {path.name for path in out.iterdir()} == {

@@ -40,16 +40,7 @@ def test_a_roofline_counts_bytes_and_products(bench):
     assert small.step_flops == full.step_flops
 
 
-def test_only_what_exceeds_memory_is_read_from_disk(bench):
-    amount = bench.rooflines.WorkAmount(all_bytes=120, weight_bytes=100, cache_bytes=10,
-                                        step_flops=0, prefill_flops=0)
-    rates = {"disk": 1.0, "memory": 100.0, "gemm": 1.0}
-    assert bench.rooflines.rooflines(amount, rates, None) == (0, 1.1)
-    assert bench.rooflines.rooflines(amount, rates, 100) == (0, 1.1), "the cache may fit, too"
-    assert bench.rooflines.rooflines(amount, rates, 60) == (40, 50)
-
-
-def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
+def test_batched_prompts_equal_single_prompts(tiny_model, bench):
     model = tiny_model("opt").model
     prompts = [[7, 8, 9], [10, 11, 12, 13, 14], [15]]
     found = bench.huggingface.timed_generate(model, prompts, 4)
@@ -58,7 +49,7 @@ def test_prompts_of_any_lengths_are_continued_as_each_alone(tiny_model, bench):
     assert list(found.tokens) == alone
 
 
-def test_the_engine_plans_its_own_policy(tiny_model, bench, tmp_path, monkeypatch):
+def test_engine_baseline_plans_its_policy(tiny_model, bench, tmp_path, monkeypatch):
     from flexgen_h2o.planning import calibrate
 
     measured, folder = [], tiny_model("opt").folder

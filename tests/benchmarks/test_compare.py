@@ -40,23 +40,6 @@ TWO = {"plain": {"baseline": "transformers_memory"},
        "h2o": {"baseline": "ours", "cache_share": 0.5}}
 
 
-@pytest.mark.parametrize("rates, first, most, best, tried", [
-    ({1: 1, 2: 2, 4: 3, 8: 2.5, 16: 2}, 1, 256, 4, [1, 2, 4, 8, 16]),
-    ({1: 1, 2: 2, 4: None}, 1, 256, 2, [1, 2, 4]),
-    ({4: None, 2: None, 1: 1}, 4, 256, 1, [4, 2, 1]),
-])
-def test_batches_double_until_memory_ends_or_nothing_is_gained(bench, rates, first, most, best,
-                                                               tried):
-    asked = []
-
-    def rate(batch):
-        asked.append(batch)
-        return rates[batch]
-
-    assert bench.compare.best_batch(rate, first=first, most=most) == best
-    assert asked == tried
-
-
 @pytest.mark.parametrize("change, words", [
     ({"system": {"a": {"baseline": "ours"}}}, "`system`"),
     ({"systems": {"a": {"baseline": "vllm"}}}, "no baseline 'vllm'"),
@@ -65,14 +48,14 @@ def test_batches_double_until_memory_ends_or_nothing_is_gained(bench, rates, fir
     ({"scenarios": {"s": scenario(prompts="x.jsonl")}}, "prompt_len or prompts, one of them"),
     ({"scenarios": {"s": scenario(systems=["other"])}}, "systems names 'other', which is none"),
 ])
-def test_what_is_wrong_in_a_config_is_said(bench, tmp_path, change, words):
+def test_invalid_comparison_configs_are_errors(bench, tmp_path, change, words):
     with pytest.raises(UserError, match=words):
         config_of(bench, tmp_path, {"systems": TWO, "scenarios": {"s": scenario()}} | change)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("compare_*.yaml")),
                          ids=lambda path: path.stem)
-def test_shipped_configs_measure_each_of_their_systems(bench, path):
+def test_shipped_configs_use_each_of_their_systems(bench, path):
     found = bench.comparison.load(path, models=Path("."))
     used = {system for scenario in found.scenarios for system in scenario.systems}
     assert used == set(found.systems)
@@ -123,7 +106,7 @@ def cells(bench, tiny_model, tmp_path, answers: dict, spec: dict, **others) -> t
     return table.rows(), do
 
 
-def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path, monkeypatch):
+def test_systems_alternate_and_rows_hold_medians(bench, tiny_model, tmp_path, monkeypatch):
     answers, loads, work = {"plain": {}, "h2o": {"token": 8}}, [], bench.compare.work
     monkeypatch.setattr(bench.compare, "work",
                         lambda model, load: loads.append(load) or work(model, load))
@@ -150,7 +133,7 @@ def test_systems_take_turns_and_medians_count(bench, tiny_model, tmp_path, monke
     assert more.jobs == [("plain", 4, 5, None), ("h2o", 4, 5, None)] * 3, "another scenario"
 
 
-def test_each_has_its_own_best_batch_and_memory_ends_in_a_row(bench, tiny_model, tmp_path):
+def test_batch_search_stops_when_out_of_memory(bench, tiny_model, tmp_path):
     rows, do = cells(bench, tiny_model, tmp_path, {"plain": {"most": 2}, "h2o": {}}, {"most": 8},
                      repeats=1)
     found = [(row["at"], row["system"], row["batch"], row["status"]) for row in rows]

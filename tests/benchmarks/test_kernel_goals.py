@@ -6,7 +6,7 @@ import pytest
 from helpers.programs import benchmark_modules
 
 
-def test_warm_up_is_excluded_and_rates_are_of_the_same_run(monkeypatch, capsys):
+def test_timings_exclude_warm_up(monkeypatch, capsys):
     """Calls return the seconds that they take."""
     with benchmark_modules("kernel_timing") as found:
         rows = found.kernel_timing

@@ -29,7 +29,7 @@ def no_odirect(tmp_path):
         pytest.skip("the file system of temporary files refuses O_DIRECT")
 
 
-def test_a_quick_run_writes_every_link_and_leaves_nothing(links, tmp_path, no_odirect, tiny_model,
+def test_quick_run_writes_a_row_for_each_link(links, tmp_path, no_odirect, tiny_model,
                                                           capsys):
     out, offload = tmp_path / "new" / "links.csv", tmp_path / "offload"
     links.main(["--model", str(tiny_model("opt").folder), "--offload-dir", str(offload),

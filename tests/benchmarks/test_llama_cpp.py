@@ -59,14 +59,14 @@ def test_a_gguf_file_has_the_checkpoints_values(bench, tiny_model, key):
     ("llama_untied_bias", "F32", "without biases"),
     ("llama", "Q4_0", "not whole blocks of 32"),
 ])
-def test_what_no_file_can_be_made_of_is_said(bench, tiny_model, tmp_path, key, weights, words):
+def test_unsupported_models_for_gguf_are_errors(bench, tiny_model, tmp_path, key, weights, words):
     with pytest.raises(UserError, match=words):
         baseline_of(bench, {"weights": weights}).ready(tiny_model(key).folder)
     assert not list(tmp_path.rglob("*.gguf"))
 
 
 @pytest.mark.parametrize("key", ["llama", "llama3_rope", "qwen3_moe"])
-def test_its_tokens_are_those_of_the_model(bench, tiny_model, key):
+def test_llama_cpp_tokens_equal_transformers(bench, tiny_model, key):
     """Where it is installed: `make .venv/.have-llama-cpp`."""
     pytest.importorskip("llama_cpp")
     baseline = baseline_of(bench, {"weights": "F32", "threads": 1, "flash_attention": False})

@@ -78,9 +78,6 @@ def articles(tmp_path) -> str:
                                          for n in (3, 10, 11, 30, 12)])
 
 
-# --- articles
-
-
 def test_articles_are_read_without_their_prompt(tmp_path):
     records = [{"article": wrapped("One.\u2028Two.")}, {"article": "Bare"}]
     path = write(tmp_path / "a.jsonl", records)
@@ -98,14 +95,14 @@ def test_articles_are_read_without_their_prompt(tmp_path):
     (b'{"article": "###\\nArticle: \\n\\nSummarize the above article in 1 sentence.\\n"}\n',
      "line 1 has no text"),
 ])
-def test_a_bad_file_of_articles_is_told_in_one_line(tmp_path, content, message):
+def test_invalid_article_files_are_errors(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_articles(str(path))
 
 
-def test_the_first_long_articles_are_selected_and_truncated():
+def test_articles_are_selected_and_truncated():
     texts = ["a", "b b b", "c c c c c c", "d d d d"]
     assert select_articles(texts, str.split, articles=2, min_tokens=3, max_tokens=4) == [
         ["b"] * 3, ["c"] * 4]
@@ -113,17 +110,17 @@ def test_the_first_long_articles_are_selected_and_truncated():
         select_articles(texts, str.split, articles=3, min_tokens=4, max_tokens=9)
 
 
-def test_halves_lose_nothing():
+def test_split_halves():
     assert split_halves([[1, 2, 3, 4], [5, 6, 7], [8, 9]]) == [
         ([1, 2], [3, 4]), ([5], [6, 7]), ([8], [9])]
 
 
-def test_a_token_of_probability_0_makes_it_infinite():
+def test_perplexity_of_probability_0_is_infinite():
     assert statistics.perplexity([[-1.0], [-math.inf]]) == math.inf
     assert statistics.perplexity([[-1e6]]) == math.inf
 
 
-def test_the_bootstrap_is_the_same_every_time_and_holds_the_mean():
+def test_bootstrap_interval_is_deterministic():
     draw = random.Random(1)
     sums, tokens = [draw.gauss(30, 20) for _ in range(30)], [300] * 30
     low, high = statistics.bootstrap_interval(sums, tokens)
@@ -134,18 +131,11 @@ def test_the_bootstrap_is_the_same_every_time_and_holds_the_mean():
     assert (low, high) == pytest.approx((mean - 1.96 * error, mean + 1.96 * error), rel=0.1)
 
 
-# --- the command, with the engine replaced
-
-COMMAND = ["--articles", "3", "--min-tokens", "10", "--max-tokens", "20", "--gen-len", "10"]
-
-
-def run(articles, *extra) -> int:
-    return quality.main(["--input-path", articles, *COMMAND, *map(str, extra)])
-
-
 def test_a_whole_run(fake, articles, tmp_path, capsys):
     out = tmp_path / "out.csv"
-    assert run(articles, "--budgets", 20, 50, "--csv", out, "--gpu-batch-size", 2) == 0
+    assert quality.main(["--input-path", articles, "--articles", "3", "--min-tokens", "10",
+                         "--max-tokens", "20", "--gen-len", "10", "--budgets", "20", "50",
+                         "--csv", str(out), "--gpu-batch-size", "2"]) == 0
     with open(out, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == measures.COLUMNS
@@ -153,18 +143,11 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     assert [row["configuration"] for row in rows] == names
     full, h2o = rows[0], rows[1]
     assert float(full["perplexity"]) == pytest.approx(math.e, rel=1e-5)
-    assert [full[name] for name in ("perplexity_over_full", "delta_nats", "heavy_tokens_mean",
-                                    "sink_tokens", "score", "greedy_equal_share")] == [
-        "1", "0", "", "", "", "1"]
     # Articles of 10, 11 and 20 tokens (of 30).
-    assert [h2o[name] for name in (
-        "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len", "policy",
-        "budget_percent", "heavy_tokens_mean", "recent_tokens_mean", "sink_tokens", "score",
-        "positions", "cache_bits", "weight_bits", "cached_tokens_mean",
-        "kv_cache_bytes_per_sequence", "greedy_equal_share", "common_prefix_mean", "model",
-        "dtype", "device")] == [
-        "3", "6.66667", "21", "10", "h2o", "20", "1", "1", "0", "sum", "original", "16", "16",
-        "2", "3000", "0.2", "2", "smollm2-135m", "float32", "cpu"]
+    wanted = {"prompt_tokens_mean": "6.66667", "continuation_tokens": "21", "policy": "h2o",
+              "budget_percent": "20", "heavy_tokens_mean": "1", "cached_tokens_mean": "2",
+              "greedy_equal_share": "0.2", "common_prefix_mean": "2"}
+    assert {name: h2o[name] for name in wanted} == wanted
     nats = float(h2o["delta_nats"])
     assert 0 < float(h2o["delta_nats_low"]) < nats < float(h2o["delta_nats_high"]) < 0.8
     assert float(h2o["perplexity_over_full"]) == pytest.approx(math.exp(nats), rel=1e-4)

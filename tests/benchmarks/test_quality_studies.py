@@ -41,7 +41,7 @@ def stop_at(monkeypatch, study, call: int) -> None:
 
 @pytest.mark.parametrize(("name", "before"), [
     ("rounding_quality", ["16"]), *full_cases(("quality_by_position", ["full"] * 4))])
-def test_rows_that_were_measured_stay(flags, monkeypatch, tmp_path, capsys, name, before):
+def test_interrupted_study_keeps_its_rows(flags, monkeypatch, tmp_path, capsys, name, before):
     study = program(f"benchmarks/studies/{name}.py")
     monkeypatch.setattr(sys, "argv", [name, *flags])
     if name == "rounding_quality":

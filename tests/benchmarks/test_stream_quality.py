@@ -11,7 +11,6 @@ import pytest
 import stream_quality
 import stream_segments as segments
 from helpers.fake_llm import FakeLLM
-from stream_segments import Streamed
 
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -65,17 +64,6 @@ def articles(tmp_path) -> str:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"article": "word " * 100}) + "\n" for _ in range(3)))
     return str(path)
-
-
-def test_the_full_cache_stops_when_it_has_failed():
-    llm = FakeLLM(h2o=None)
-    rows = list(segments.measure(llm, Streamed("full", None, 240, 10.0), list(range(240)),
-                                 piece=20))
-    assert llm.asked == {"max_tokens": 240, "past_context": True}
-    assert [row["position"] for row in rows] == [20, 40, 60, 80, 100, 120, 140, 160]
-    assert [row["reason"] for row in rows[:-1]] == [""] * 7
-    assert rows[-1]["reason"] == "perplexity over 10 x the first 3 pieces', 3 pieces in a row"
-    assert rows[-1]["budget_tokens"] is None and rows[-1]["positions"] == "original"
 
 
 def test_a_whole_run(fake, articles, tmp_path, capsys):

@@ -45,20 +45,6 @@ GRID = {"place": {"memory": {}, "disk": {"percent": [0, 0, 100, 0], "num_gpu_bat
 # The grid
 
 
-def test_a_grid_is_a_product_whose_last_key_is_the_fastest(bench, tmp_path):
-    found = load(bench, tmp_path, {"base": BASE, "grid": GRID, "repeats": 3})
-    assert (found.name, found.repeats, found.axes) == ("s", 3, ("place", "hh_ratio"))
-    assert [cell.label for cell in found.cells] == [
-        "place=memory hh_ratio=0.5", "place=memory hh_ratio=1",
-        "place=disk hh_ratio=0.5", "place=disk hh_ratio=1"]
-    first, *_, last = found.cells
-    assert first.flags == "--model m --prompt-len 8 --gen-len 4 --hh-ratio 0.5"
-    assert last.flags == ("--model m --prompt-len 8 --gen-len 4 --percent 0 0 100 0 100 0 "
-                          "--num-gpu-batches 2 --hh-ratio 1.0")
-    assert last.config == RunConfig.from_mapping(
-        BASE | GRID["place"]["disk"] | {"hh_ratio": 1})
-
-
 @pytest.mark.parametrize("change, words", [
     ({"grids": GRID}, "grids"),
     ({"grid": {"gpu_batch": [1]}}, "cell gpu_batch=1: unknown key 'gpu_batch': did you mean"),
@@ -67,7 +53,7 @@ def test_a_grid_is_a_product_whose_last_key_is_the_fastest(bench, tmp_path):
     ({"grid": {"seed": [1], "a": {"b": {"seed": 2}}}}, "seed and a both set seed"),
     ({"base": {"csv": "x.csv"}}, "base: csv has no place in a sweep"),
 ])
-def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
+def test_invalid_sweeps_are_errors(bench, tmp_path, change, words):
     with pytest.raises(UserError, match=words):
         load(bench, tmp_path, {"base": BASE, "grid": GRID} | change)
 
@@ -77,7 +63,7 @@ def test_what_is_wrong_is_said_before_any_run(bench, tmp_path, change, words):
     ("sweep_budget", 7, ("hh_ratio",)),
     ("sweep_offload", 8, ("gpu_batch_size", "num_gpu_batches", "hh_ratio")),
 ])
-def test_shipped_sweeps_are_whole(bench, name, cells, axes):
+def test_shipped_sweeps_load(bench, name, cells, axes):
     found = bench.sweep.load(ROOT / "configs" / f"{name}.yaml", models=Path("."))
     assert (found.name, len(found.cells), found.axes) == (name, cells, axes)
 
@@ -114,7 +100,7 @@ def swept(bench, tmp_path, monkeypatch, fake: Fake, *flags: str, **change) -> li
 ALL = [(100, 0.5), (100, 1), (0, 0.5), (0, 1)]
 
 
-def test_all_cells_are_run_and_then_again(bench, tmp_path, monkeypatch, capsys):
+def test_cells_run_once_per_repeat(bench, tmp_path, monkeypatch, capsys):
     fake = Fake(bench)
     rows = swept(bench, tmp_path, monkeypatch, fake)
     assert fake.runs == ALL * 2
@@ -128,7 +114,7 @@ def test_all_cells_are_run_and_then_again(bench, tmp_path, monkeypatch, capsys):
     assert lines[2].split() == ["memory", "0.5", "2", "3", "3", "3", "3e-09"], "medians of 1 and 5"
 
 
-def test_a_cell_that_fails_is_a_row_without_figures(bench, tmp_path, monkeypatch, capsys):
+def test_failed_cells_are_rows_without_figures(bench, tmp_path, monkeypatch, capsys):
     fake = Fake(bench, {1: ("does not fit", "the run does not fit. Really")})
     rows = swept(bench, tmp_path, monkeypatch, fake)
     assert fake.runs == ALL + [(100, 0.5), (0, 0.5)], "what failed is not repeated"
@@ -143,7 +129,7 @@ def test_a_cell_that_fails_is_a_row_without_figures(bench, tmp_path, monkeypatch
     assert "place=disk hh_ratio=1, repeat 1: does not fit: the run does not fit" in captured.err
 
 
-def test_a_stopped_sweep_is_gone_on_with(bench, tmp_path, monkeypatch, capsys):
+def test_interrupted_sweep_is_resumed(bench, tmp_path, monkeypatch, capsys):
     """Its last row is torn."""
     path = written(tmp_path, {"base": BASE, "grid": GRID, "repeats": 2})
     argv = ["--config", str(path), "--out", str(tmp_path / "o.csv")]

@@ -135,7 +135,7 @@ def test_unknown_kernels_are_named(monkeypatch):
         ops.prefill_attention(**prefill_case([3]))
 
 
-def test_an_instruction_set_that_was_not_built_is_never_chosen(monkeypatch):
+def test_unbuilt_isa_is_never_chosen(monkeypatch):
     def mask(*names):
         return lambda: sum(1 << cpu_library.SETS.index(name) for name in names)
 

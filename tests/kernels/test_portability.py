@@ -108,7 +108,7 @@ def test_sets_to_build_are_refused_by_name():
 
 @pytest.mark.full
 @needs("g++", "nm")
-def test_each_set_finds_its_kernels_in_a_library_built_for_it_alone(tmp_path):
+def test_library_of_one_isa_links(tmp_path):
     """A symbol of a set that was not built would keep the library from loading."""
     setup = packaging()
     (tmp_path / "abi.h").write_text(abi.header(), encoding="utf-8")

@@ -67,7 +67,7 @@ def test_matmuls_of_one_input_are_merged_into_a_call(tiles):
 
 
 @pytest.mark.parametrize("name", sorted({*SETS} - {*TILED}))
-def test_a_set_without_tiles_refuses(name):
+def test_tiled_linear_needs_amx(name):
     x, weight, _, out = linear_case(140, 32, 16)
     with using(name), pytest.raises(ValueError, match="where there is AMX"):
         native.linear_tiled(x, weight, None, out[:, :16])

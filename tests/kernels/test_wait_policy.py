@@ -71,7 +71,7 @@ def test_threads_sleep_while_other_processes_need_cpus(machine, count, others, a
 
 
 @pytest.mark.parametrize("count", [4, 1])
-def test_threads_sleep_when_a_run_asks_for_it(machine, count):
+def test_threads_sleep_on_request(machine, count):
     policy = OpenMPWaitPolicy()
     with threads(count):
         with policy.applied(sleep=True):

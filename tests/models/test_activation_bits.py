@@ -42,7 +42,7 @@ def log_probs(model, text):
 
 
 @pytest.mark.parametrize("key", ["gemma2", "llama", "neox", "opt"])
-def test_log_probabilities_are_those_of_a_model_that_rounds(tiny_model, key):
+def test_log_probs_equal_a_model_with_rounded_activations(tiny_model, key):
     """An activation in the middle between two codes may become either, by float32's own error: so
     some of the texts may differ by more than that."""
     tiny = tiny_model(key)
@@ -60,7 +60,7 @@ def test_log_probabilities_are_those_of_a_model_that_rounds(tiny_model, key):
 
 @pytest.mark.parametrize("h2o", [None, H2OConfig(heavy_ratio=0.2, recent_ratio=0.2)])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_placements_and_batches_change_nothing(tiny_model, bits, h2o):
+def test_rounded_activations_on_every_placement(tiny_model, bits, h2o):
     tiny = tiny_model("llama")
     prompts = make_prompts(tiny.model.config.vocab_size, LENGTHS)
     expected = tokens(tiny.folder, prompts, bits=bits, h2o=h2o)

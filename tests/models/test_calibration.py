@@ -98,7 +98,7 @@ def transformers_means(model, weights, ids):
 @pytest.mark.parametrize("key", [
     "llama", "opt_350m_style", "neox", "qwen2_moe", "qwen3_moe_dense",
     *full("opt", "neox_sequential", "phi3", "gemma2", "qwen3_moe", "mixtral")])
-def test_the_means_are_those_of_transformers_inputs(tiny_model, tmp_path, text, key, options):
+def test_calibration_means_equal_transformers(tiny_model, tmp_path, text, key, options):
     tiny = tiny_model(key)
     folder = with_words(tiny.folder, tmp_path / "model")
     with load(folder, text, weight_cache=None, **options) as llm:
@@ -112,7 +112,7 @@ def test_the_means_are_those_of_transformers_inputs(tiny_model, tmp_path, text, 
         torch.testing.assert_close(mean, expected[name].float(), rtol=1e-3, atol=1e-7, msg=name)
 
 
-def test_an_expert_without_tokens_gets_the_mean_of_its_layer(tiny_model, tmp_path):
+def test_unused_experts_get_the_layer_mean(tiny_model, tmp_path):
     """Of one word alone, all tokens choose the same experts."""
     tiny = tiny_model("qwen3_moe")
     folder = with_words(tiny.folder, tmp_path / "model")
@@ -133,7 +133,7 @@ def test_an_expert_without_tokens_gets_the_mean_of_its_layer(tiny_model, tmp_pat
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("key", ["llama", "gpt_oss", *full("olmoe")])
-def test_in_16_bits(tiny_model, tmp_path, text, key, dtype):
+def test_calibration_in_16_bits(tiny_model, tmp_path, text, key, dtype):
     folder = with_words(tiny_model(key).folder, tmp_path / "model")
     means = []
     for options in ({"dtype": dtype}, {"dtype": dtype, "memory_limit": 1}, {}):
@@ -146,7 +146,7 @@ def test_in_16_bits(tiny_model, tmp_path, text, key, dtype):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_layers_err_less_where_some_inputs_are_large(tiny_model, tmp_path, text, cache,
+def test_calibration_reduces_the_error_of_outliers(tiny_model, tmp_path, text, cache,
                                                                bits):
     """On another text, as it shows in the outputs of each layer."""
     from transformers import AutoModelForCausalLM
@@ -191,7 +191,7 @@ def output_error(checkpoint, name, layout, weight, x):
 # What is kept
 
 
-def test_each_text_has_weights_of_its_own_that_are_quantized_once(tiny_model, tmp_path, text, cache,
+def test_calibrated_weights_are_cached_per_text(tiny_model, tmp_path, text, cache,
                                                                   monkeypatch):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     measured, measure = [], calibration._measure
@@ -212,7 +212,7 @@ def test_each_text_has_weights_of_its_own_that_are_quantized_once(tiny_model, tm
     assert scores(copy) == first and len(measured) == 3
 
 
-def test_both_numbers_of_bits_share_the_means(tiny_model, tmp_path, text, cache, monkeypatch):
+def test_bit_widths_share_the_measured_means(tiny_model, tmp_path, text, cache, monkeypatch):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     monkeypatch.setattr(loader, "MIN_KEPT_SECONDS", 0.0)
     load(folder, text).close()
@@ -258,7 +258,7 @@ def test_options_that_are_refused(tiny_model, tmp_path, text, options, message):
     ("text.jsonl", '{"text": " "}', "line 1 has no text"),
     ("text.txt", "w1 " * 127, "has 127 tokens: give a text of at least 128, better of 8192"),
 ])
-def test_texts_that_are_refused(tiny_model, tmp_path, name, content, message):
+def test_invalid_calibration_texts(tiny_model, tmp_path, name, content, message):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message) as caught:
@@ -280,7 +280,7 @@ def test_activations_that_are_not_finite_are_refused(tiny_model, tmp_path, text)
         load(folder, text)
 
 
-def test_several_ranks_take_weights_that_are_quantized_already(tiny_model, tmp_path, text):
+def test_ranks_use_cached_calibrated_weights(tiny_model, tmp_path, text):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     source = find_model(folder, path=None, dtype="float32", bits=4, device=Device(),
                   progress=lambda done, total: None)
@@ -291,7 +291,7 @@ def test_several_ranks_take_weights_that_are_quantized_already(tiny_model, tmp_p
     calibrate(source, Prompts(source, folder, None), Device(), args)
 
 
-def test_bos_begins_each_sequence(tiny_model, tmp_path):
+def test_bos_begins_each_calibration_sequence(tiny_model, tmp_path):
     """Where the tokenizer puts it in front of texts."""
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast

@@ -99,7 +99,7 @@ def test_tensor_data_at_odd_offsets(tmp_path, out_dtype):
         assert torch.equal(read(checkpoint, "w", out_dtype), weight.to(out_dtype))
 
 
-def test_read_checks_what_it_is_given(tmp_path):
+def test_read_checks_its_output_tensor(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         for out in (
@@ -164,7 +164,7 @@ def test_index_naming_a_shard_outside_the_folder(tmp_path, kind, place):
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-def test_a_tensor_that_its_shard_lacks_is_missed_where_it_is_needed(tmp_path, kind):
+def test_tensor_missing_from_its_shard_is_an_error(tmp_path, kind):
     save_sharded(tmp_path, kind)
     shard = next(tmp_path.glob("*-00001-of-*")).name
     write_index(tmp_path, {"layer.1.w": shard, "ghost": shard}, kind)

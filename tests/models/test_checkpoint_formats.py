@@ -147,7 +147,7 @@ def test_tokens_are_those_of_the_dequantized_model(made, key, tmp_path, monkeypa
 
 @pytest.mark.parametrize("key", FORMATS)
 @pytest.mark.parametrize("chunk", [1, 1 << 20])
-def test_values_are_those_that_were_packed(made, key, chunk, monkeypatch):
+def test_dequantized_values_are_exact(made, key, chunk, monkeypatch):
     monkeypatch.setattr(base, "_CHUNK_ELEMENTS", chunk)
     tiny = made(key)
     state = tiny.model.state_dict()
@@ -201,12 +201,12 @@ def test_codes_are_kept(made, key, bits, monkeypatch, tmp_path):
 @pytest.mark.parametrize("size, bits, expected", [
     (128, 4, 64), (64, 4, 64), (32, 4, 32), (16, 4, 16), (96, 8, 48), (40, 4, 40),
     (12, 4, GROUP_SIZE), (-1, 4, GROUP_SIZE), (32, 16, GROUP_SIZE), (32, 12, GROUP_SIZE)])
-def test_groups_of_ours_are_parts_of_the_checkpoints(size, bits, expected):
+def test_group_sizes_divide_the_checkpoints(size, bits, expected):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": size}
     assert quantization({"quantization_config": settings}, "m").group(bits) == expected
 
 
-def test_scales_that_float16_cannot_hold_are_rounded_anew(tmp_path):
+def test_scales_below_float16_are_requantized(tmp_path):
     parts, values = packings.compressed(torch.randn(16, 64) * 1e-6, dtype=torch.bfloat16)
     folder = save(tmp_path, {f"w.{name}": t for name, t in parts.items()},
                   PACK(strategy="group", group_size=32))

@@ -83,7 +83,7 @@ def test_consecutive_rows_have_an_extent(tmp_path):
                 assert raw == part.numpy().tobytes()
 
 
-def test_the_first_place_that_there_is_and_names_of_its_own(tmp_path):
+def test_views_with_alternative_tensors(tmp_path):
     made = tensors()
     save(tmp_path, "safetensors", made)
     places = {"a": (View("elsewhere"), View("qkv", rows=range(1))), "b": (View("elsewhere"),),
@@ -100,7 +100,7 @@ def test_the_first_place_that_there_is_and_names_of_its_own(tmp_path):
     View("halves"), View("halves", EXPERTS), View("halves", -1), View("halves", 0, rows=range(11)),
     View("halves", 0, rows=range(-1, 2)), View("halves", 0, rows=range(3, 0, -1)),
     View("plain", 0), View("plain", transposed=True), View("qkv", rows=range(9))])
-def test_what_a_tensor_lacks_is_refused(tmp_path, view):
+def test_invalid_views_are_errors(tmp_path, view):
     save(tmp_path, "safetensors", tensors())
     with StackedCheckpoint(open_checkpoint(tmp_path), {"part": (view,)}) as checkpoint:
         refused(lambda: checkpoint.info("part"), f"tensor {view.tensor} has shape", "no part")
@@ -123,7 +123,7 @@ def test_a_converted_copy_holds_single_matrices(tmp_path, monkeypatch):
 
 
 @given(data=st.data(), shape=st.tuples(*[st.integers(1, 9)] * 3), turned=st.booleans())
-def test_any_part(tmp_path_factory, data, shape, turned):
+def test_any_view(tmp_path_factory, data, shape, turned):
     folder = tmp_path_factory.mktemp("any")
     whole = torch.arange(shape[0] * shape[1] * shape[2]).view(shape).float()
     save(folder, "safetensors", {"whole": whole})

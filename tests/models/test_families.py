@@ -167,7 +167,7 @@ def test_pairs_are_scored_by_their_own_lengths(tiny_model):
             assert found == pytest.approx(llm.loglikelihood([pair])[0], abs=1e-4)
 
 
-def test_the_context_that_a_scaling_gives():
+def test_context_length_of_rope_scaling():
     def context(**options):
         return from_transformers({"model_type": "qwen3", **options}, "x").max_positions
 
@@ -212,7 +212,7 @@ def test_a_mistral_with_windows_in_some_layers(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("key", ["opt", "neox"])
-def test_heads_of_another_size_than_the_checkpoint(tiny_model, tmp_path, key):
+def test_head_dim_that_differs_from_the_checkpoint(tiny_model, tmp_path, key):
     """Of families whose config.json has no such key; transformers goes by it in part."""
     folder = Path(shutil.copytree(tiny_model(key).folder, tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
@@ -221,7 +221,7 @@ def test_heads_of_another_size_than_the_checkpoint(tiny_model, tmp_path, key):
         LLM(str(folder), dtype="float32")
 
 
-def test_the_family_of_the_how_to(monkeypatch, tmp_path):
+def test_documented_family_example(monkeypatch, tmp_path):
     """docs/contributing.md adds a family: its code as it stands there."""
     from transformers import Starcoder2Config, Starcoder2ForCausalLM
 
@@ -244,6 +244,6 @@ def test_the_family_of_the_how_to(monkeypatch, tmp_path):
     assert from_transformers(config, "x").num_parameters() == model.num_parameters()
 
 
-def test_positions_do_not_roll_where_layers_rotate_differently(tiny_model):
+def test_rolling_positions_need_one_rope(tiny_model):
     with pytest.raises(UserError, match="rotates some layers in another way"):
         LLM(str(tiny_model("gemma3").folder), h2o=H2OConfig(**H2O, positions="rolling"))

@@ -53,7 +53,7 @@ def test_a_folder_that_holds_only_a_gguf(source, tmp_path):
     refused(lambda: tokens(folder), "several GGUF files", "other.gguf")
 
 
-def test_other_weights_in_the_folder_come_first(source, tiny_model, tmp_path):
+def test_safetensors_come_before_gguf(source, tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama").folder, folder)
     shutil.copyfile(source, folder / "model.gguf")
@@ -69,7 +69,7 @@ def test_a_git_lfs_pointer_in_place_of_a_file(tiny_model, tmp_path, name):
     refused(lambda: tokens(folder), name, "git-LFS pointer", "git lfs pull")
 
 
-def test_other_pointers_do_not_stop_a_load(tiny_model, tmp_path):
+def test_unused_lfs_pointers_are_ignored(tiny_model, tmp_path):
     folder = tmp_path / "model"
     with_words(tiny_model("llama").folder, folder)
     (folder / "pytorch_model.bin").write_text(POINTER)
@@ -81,7 +81,7 @@ def test_other_pointers_do_not_stop_a_load(tiny_model, tmp_path):
     refused(lambda: tokens(folder / "model.onnx"), "git lfs pull")
 
 
-def test_an_adapter_beside_the_model_is_named(tiny_model, tmp_path, caplog):
+def test_adapter_in_the_folder_warns(tiny_model, tmp_path, caplog):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama").folder, folder)
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
@@ -93,7 +93,7 @@ def test_an_adapter_beside_the_model_is_named(tiny_model, tmp_path, caplog):
     refused(lambda: tokens(folder), "LoRA adapter", "no model", "merge_and_unload")
 
 
-def test_an_index_entry_that_nobody_needs(tiny_model, tmp_path):
+def test_index_may_name_unused_tensors(tiny_model, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("llama").folder, folder)
     path = folder / "model.safetensors"

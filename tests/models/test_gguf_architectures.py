@@ -64,7 +64,7 @@ ITS_OWN = ("llama", "gemma3", "qwen2moe",
 
 
 @pytest.mark.parametrize("name", ITS_OWN)
-def test_tensors_are_those_of_transformers_own_reader(tmp_path, name):
+def test_tensors_equal_transformers_gguf_reader(tmp_path, name):
     """The config is ours: its own leaves out the sizes of heads and of experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -148,7 +148,7 @@ def test_tokenizers_split_texts_as_their_own_do(tmp_path, monkeypatch, split, wo
     assert tokenizer.decode(ids) == "hello 12</s>"
 
 
-def test_a_tokenizer_that_transformers_would_get_wrong(tmp_path, monkeypatch):
+def test_unsupported_pre_tokenizer_is_an_error(tmp_path, monkeypatch):
     refused(lambda: tokenizer_of(tmp_path, monkeypatch, "seed-coder"), "'seed-coder'",
             "Hugging Face folder")
 
@@ -163,7 +163,7 @@ def changed(path, *pairs):
     return lambda: checkpoint_folder(str(path))
 
 
-def test_what_is_not_supported_is_refused_by_name(tmp_path):
+def test_unsupported_gguf_contents_are_errors(tmp_path):
     def file(name):
         (tmp_path / name).mkdir()
         return make(name, tmp_path / name)[1]
@@ -180,7 +180,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama 3", "qwen3", "gemma3", "gpt-oss"])
-def test_a_part_of_each_head_that_rotates_is_refused(tmp_path, name):
+def test_partial_rotary_in_gguf_is_an_error(tmp_path, name):
     """llama.cpp goes by this value in models of every architecture."""
     header = read_header(make(name, tmp_path)[1])
     key = f"{header.values['general.architecture']}.rope.dimension_count"
@@ -193,7 +193,7 @@ def test_a_part_of_each_head_that_rotates_is_refused(tmp_path, name):
 
 @pytest.mark.parametrize(("name", "layers", "scale"), [("gemma2", 46, 8), ("gemma3", 62, 8),
                                                        ("gemma2", 26, 12)])
-def test_the_largest_gemmas_scale_queries_by_their_width(tmp_path, name, layers, scale):
+def test_query_scale_of_large_gemmas(tmp_path, name, layers, scale):
     """Of a file with as many layers; its tensors don't matter."""
     _, source = make(name, tmp_path)
     header = read_header(source)

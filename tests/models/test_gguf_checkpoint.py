@@ -83,7 +83,7 @@ def stored(source: Path, name: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fixture", ["mixed", "experts"])
-def test_results_are_those_of_the_dequantized_model(fixture, request, tmp_path, cache):
+def test_gguf_results_equal_the_dequantized_model(fixture, request, tmp_path, cache):
     source = request.getfixturevalue(fixture)
     exact_tokens, exact, options, _ = run(source, tmp_path, bits=16)
     assert options == WeightOptions()
@@ -134,7 +134,7 @@ def test_each_tensor_has_its_own_layout(mixed, tmp_path):
         name for name in options.layouts if ".layers." not in name or ".layers.1." in name}
 
 
-def test_the_plan_takes_the_bytes_that_are_loaded(mixed, experts, tmp_path):
+def test_planned_weight_bytes_equal_loaded_bytes(mixed, experts, tmp_path):
     """From the header alone, and from the checkpoint; of layers that differ in size."""
     for source in (mixed, experts):
         with LLM(str(source), dtype="float32", progress=False) as llm:
@@ -176,7 +176,7 @@ def test_experts_on_disk(experts, tmp_path, experts_on):
     torch.testing.assert_close(found[1], scores, rtol=0, atol=1e-4)
 
 
-def test_activations_are_rounded_too(mixed, tmp_path):
+def test_activation_bits_with_gguf_weights(mixed, tmp_path):
     _, exact, *_ = run(mixed, tmp_path)
     _, scores, options, _ = run(mixed, tmp_path, activation_bits=8)
     assert options.activation_bits == 8 and options.layouts
@@ -199,7 +199,7 @@ def test_explicit_bits_keep_codes_of_the_same_width(mixed, tmp_path):
     assert torch.equal(found, values(checkpoint, name))
 
 
-def test_rows_of_query_and_key_projections_are_put_in_order(mixed):
+def test_query_and_key_rows_are_unpermuted(mixed):
     whole = stored(mixed, "blk.0.attn_q.weight")
     expected = torch.cat([torch.cat((head[0::2], head[1::2])) for head in whole.chunk(4)])
     checkpoint = GgufCheckpoint(read_header(mixed))
@@ -220,7 +220,7 @@ def test_any_part_of_a_tensor_can_be_read(mixed):
             assert torch.equal(part, whole.view(-1)[start : start + count])
 
 
-def test_scales_beyond_float16_are_quantized_anew(tmp_path):
+def test_scales_beyond_float16_are_requantized(tmp_path):
     """Values are finite: a scale of 60000 by a small integer, which float16 cannot hold."""
     source = make("llama", tmp_path, SIZES, random=MIXED | {"blk.1.ffn_up": "Q8_0"})[1]
     tensor = next(each for each in GGUFReader(source).tensors if each.name == "blk.0.attn_q.weight")
@@ -292,7 +292,7 @@ def test_types_that_are_not_supported_are_refused_by_name(tmp_path, monkeypatch)
     assert flex_opt.main(["--model", str(source), "--plan-only"]) == 2
 
 
-def test_the_file_behind_a_name(tmp_path, monkeypatch):
+def test_gguf_file_of_a_model_name(tmp_path, monkeypatch):
     def never():
         raise AssertionError("converted")
 

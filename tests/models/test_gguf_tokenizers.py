@@ -73,12 +73,12 @@ def test_known_control_tokens_end_a_text(tmp_path, control, values, ends):
     assert saved(tmp_path, byte_level(*control), merges=["h e"], **values) == ends
 
 
-def test_a_plain_word_of_the_same_text_ends_nothing(tmp_path):
+def test_normal_tokens_are_no_end_tokens(tmp_path):
     tokens = [*byte_level("<s>", "</s>"), ("<|im_end|>", NORMAL), ("<EOT>", NORMAL)]
     assert saved(tmp_path, tokens, merges=["h e"]) == [1]
 
 
-def test_ends_and_suppressed_tokens_are_defaults_of_the_model(tmp_path, monkeypatch):
+def test_gguf_end_and_suppressed_tokens_are_defaults(tmp_path, monkeypatch):
     def add(writer):
         tokens = byte_level("<s>", "</s>", "<|im_end|>")
         writer.add_tokenizer_model("gpt2")
@@ -110,7 +110,7 @@ def test_bos_comes_first_where_llama_cpp_puts_it(tmp_path, split, values, first)
 
 
 @pytest.mark.parametrize("split, count", [("llama-bpe", 1), ("tekken", 1), ("qwen2", 4)])
-def test_a_word_that_no_merges_lead_to(tmp_path, split, count):
+def test_words_without_merges(tmp_path, split, count):
     saved(tmp_path, byte_level("<s>", "</s>", words=("hello",)), split=split, merges=["h e"])
     tokenizer = load_tokenizer(tmp_path)
     assert len(tokenizer("hello", add_special_tokens=False).input_ids) == count
@@ -120,7 +120,7 @@ def test_a_word_that_no_merges_lead_to(tmp_path, split, count):
 @pytest.mark.parametrize("values, pieces", [
     ({}, ["\u2581he"]), ({"add_space_prefix": True}, ["\u2581he"]),
     ({"add_space_prefix": False}, ["he"])])
-def test_a_space_is_put_in_front_unless_the_file_says_no(tmp_path, values, pieces):
+def test_space_prefix_follows_the_file(tmp_path, values, pieces):
     tokens = [("<s>", CONTROL), ("</s>", CONTROL), ("<unk>", CONTROL),
               *((f"<0x{byte:02X}>", BYTE) for byte in range(256)),
               *((text, NORMAL) for text in ("\u2581", "h", "e", "he", "\u2581he"))]

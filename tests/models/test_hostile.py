@@ -154,7 +154,7 @@ def test_headers(tmp_path, harmless, name):
     assert len(refused(lambda: open_checkpoint(tmp_path), FILE, words)) < 5000
 
 
-def test_an_empty_file_of_terabytes(model, harmless, capfd):
+def test_sparse_file_of_terabytes(model, harmless, capfd):
     """Sparse: it takes no room, and is longer than any memory."""
     for name in ("config.json", "generation_config.json", "tokenizer.json", FILE):
         kept = (model / name).read_bytes() if (model / name).exists() else None
@@ -169,7 +169,7 @@ def test_an_empty_file_of_terabytes(model, harmless, capfd):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json",
                                   "model.safetensors.index.json", "chat_template.jinja"])
-def test_links_out_of_the_folder(model, harmless, capfd, name):
+def test_symlinks_out_of_the_folder_are_refused(model, harmless, capfd, name):
     """What a text file says may come to stand in outputs: another file of the user's must not."""
     secret = model.parent / "secret"
     secret.write_text('{"password": "x"}')
@@ -189,7 +189,7 @@ def test_links_out_of_the_folder(model, harmless, capfd, name):
 # Code
 
 
-def test_nothing_of_a_checkpoint_is_run(model, harmless, capfd):
+def test_checkpoint_code_is_never_run(model, harmless, capfd):
     """Neither archives that unpack to far more, nor the code that configurations name."""
     shutil.move(model / FILE, model.parent / FILE)
     target = model / "pytorch_model.bin"
@@ -252,7 +252,7 @@ DEEP = b'{"a":' * 10**5 + b"1" + b"}" * 10**5
                                   f"{FILE}.index.json"])
 @pytest.mark.parametrize("raw", [DEEP, b"\xff\xfe{", b'{"a": ' + b"9" * 10**6 + b"}", b"[1]", b""],
                          ids=["deep", "bytes", "digits", "list", "empty"])
-def test_json_that_is_none(model, harmless, capfd, name, raw):
+def test_invalid_json_files(model, harmless, capfd, name, raw):
     if "index" in name:
         (model / FILE).unlink()
     (model / name).write_bytes(raw)
@@ -308,7 +308,7 @@ def test_yaml_bombs(tmp_path, harmless, capfd, name, flag):
     assert not (tmp_path / "ran").exists()
 
 
-def test_aliases_are_welcome(tmp_path):
+def test_yaml_aliases_are_accepted(tmp_path):
     (tmp_path / "a.yaml").write_text("a: &a {x: 1, y: [2, 3]}\nb: {<<: *a, <<: *a, x: 4}\nc: *a\n")
     assert load_yaml(tmp_path / "a.yaml")["b"] == {"x": 4, "y": [2, 3]}
 
@@ -410,7 +410,7 @@ def test_a_gguf_tensor_of_no_columns_and_terabytes_of_rows(tmp_path, harmless, c
     refuse(capfd, "attn_k.weight is empty", model="model.gguf")
 
 
-def test_many_tensors_of_the_same_bytes(tmp_path, harmless, capfd):
+def test_too_many_expert_tensors_are_refused(tmp_path, harmless, capfd):
     """Each is a tensor for each of as many experts as there are bytes."""
     body = text(b"general.architecture") + struct.pack("<I", 8) + text(b"qwen3moe")
     for place in range(2):

@@ -18,7 +18,7 @@ from flexgen_h2o.models.registry import from_transformers
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_tensors_and_their_counts_are_those_of_the_saved_model(tiny_model, key):
+def test_tensors_and_parameter_counts_equal_the_saved_model(tiny_model, key):
     tiny = tiny_model(key)
     cfg = from_transformers(tiny.config, key)
     specs = family(cfg).weights(cfg)
@@ -43,7 +43,7 @@ def test_tensors_and_their_counts_are_those_of_the_saved_model(tiny_model, key):
 
 @pytest.mark.parametrize("rows", [1, 10, 33])
 @pytest.mark.parametrize("key", ["opt", "opt_350m_style", "llama", "llama_head_dim", "neox"])
-def test_scratch_is_what_the_plan_says(tiny_model, key, rows):
+def test_scratch_memory_equals_the_plan(tiny_model, key, rows):
     with LLM(str(tiny_model(key).folder), dtype="float32", progress=False) as llm:
         llm.generate([list(range(3, 3 + rows))], max_new_tokens=1, eos_token_id=-1)
         held, config = scratch_bytes(llm), llm.model_config
@@ -67,7 +67,7 @@ def _module(name):
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_are_those_of_transformers_and_in_place(name):
+def test_activations_equal_transformers_in_place(name):
     from transformers.activations import ACT2FN
 
     x = torch.linspace(-6, 6, 101)
@@ -80,7 +80,7 @@ def test_activations_are_those_of_transformers_and_in_place(name):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kernels", ["", "reference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_strided_rows_are_activated_and_normed_in_float32_whoever_does_it(
+def test_activations_and_norms_of_strided_rows(
         monkeypatch, dtype, kernels):
     """Halves of wider rows, as those of a fused matrix are, with a factor and in place."""
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)
@@ -113,7 +113,7 @@ REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), SHAPES, DTYPES), min_size=
 
 
 @given(REQUESTS)
-def test_scratch_never_hands_the_same_memory_to_two_names(requests):
+def test_scratch_tensors_do_not_overlap(requests):
     scratch, current, largest = Scratch(), {}, {}
     for name, shape, dtype in requests:
         got = scratch.get(name, shape, dtype)

@@ -85,7 +85,7 @@ def test_missing_keys_take_the_defaults_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_the_saved_config_and_the_object_agree(tmp_path, key):
+def test_saved_config_equals_the_object(tmp_path, key):
     config = TINY[key]()
     config.eos_token_id, config.dtype = None, torch.float32
     config.save_pretrained(tmp_path)
@@ -117,7 +117,7 @@ LLAMA3_OLD = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fre
      NEOX | {"rope_parameters": {"rope_type": "linear", "rope_theta": 77.0, "factor": 2.0,
                                  "partial_rotary_factor": 0.25}}),
 ])
-def test_the_spelling_of_transformers_4(old, new):
+def test_config_keys_of_transformers_4(old, new):
     from transformers import AutoConfig
 
     cfg = from_transformers(old, "x")
@@ -152,7 +152,7 @@ def test_sliding_window():
     assert from_transformers(LLAMA | {"sliding_window": 8}, "x").form(0).window is None
 
 
-def test_soft_caps_that_are_null():
+def test_null_soft_caps():
     def caps(**options):
         config = from_transformers({"model_type": "gemma2", **options}, "x")
         return config.form(0).softcap, config.logit_softcap
@@ -163,7 +163,7 @@ def test_soft_caps_that_are_null():
 
 @pytest.mark.parametrize("model_type, keys", [
     ("qwen2", ["num_key_value_heads"]), ("seed_oss", ["num_key_value_heads", "head_dim"])])
-def test_sizes_of_heads_that_are_null(model_type, keys):
+def test_null_head_sizes(model_type, keys):
     """They come from the other sizes, whatever a missing key stands for."""
     from transformers import AutoConfig
 
@@ -249,7 +249,7 @@ def test_forms_of_attention_go_with_their_layers():
     ({"model_type": "qwen3", "layer_types": ["chunked_attention"]}, ["layer_types must say"]),
     ({"model_type": "qwen2", "rope_scaling": {"type": "mrope"}}, ["'mrope'"]),
 ])
-def test_refusals_name_what_is_refused(options, words):
+def test_unsupported_configs_are_errors(options, words):
     with pytest.raises(UserError) as refusal:
         from_transformers(LLAMA | options, "some/model")
     message = str(refusal.value)
@@ -258,6 +258,6 @@ def test_refusals_name_what_is_refused(options, words):
 
 
 @pytest.mark.parametrize("config", [None, [], "llama", 3])
-def test_a_config_that_is_no_object(config):
+def test_config_that_is_no_object_is_an_error(config):
     with pytest.raises(UserError, match="must hold an object"):
         from_transformers(config, "some/model")

@@ -72,7 +72,7 @@ def test_no_such_folder(name):
     refused(lambda: checkpoint_folder(name), "no such folder", repr(name))
 
 
-def test_a_file_that_is_no_gguf(tmp_path):
+def test_file_that_is_not_gguf_is_an_error(tmp_path):
     (tmp_path / "model.safetensors").touch()
     refused(lambda: checkpoint_folder(str(tmp_path / "model.safetensors")), "not GGUF")
     os.mkfifo(tmp_path / "model.gguf")
@@ -188,7 +188,7 @@ def test_hub_prefers_safetensors(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_offline_uses_what_was_fetched_before(monkeypatch, tmp_path, kind):
+def test_offline_uses_the_downloaded_snapshot(monkeypatch, tmp_path, kind):
     hf_folder(tmp_path / "snapshot", kind=kind)
     FakeHub(monkeypatch, error=http_error("ConnectError"), local=tmp_path / "snapshot")
     assert checkpoint_folder("org/name") == tmp_path / "snapshot"
@@ -220,7 +220,7 @@ def test_converted_folder(tmp_path, cache, kind, dtype):
     assert folders(cache) == [folder.name]
 
 
-def test_conversion_happens_once_and_again_when_the_source_changes(tmp_path):
+def test_conversion_repeats_only_when_the_source_changes(tmp_path):
     hf_folder(tmp_path / "mine")
     calls = []
     first = converted_folder(tmp_path / "mine", "bfloat16", lambda *call: calls.append(call))
@@ -272,7 +272,7 @@ def test_conversion_refusals(tmp_path, monkeypatch):
         refused(lambda: converted_folder(tmp_path / "mine", "float16"), "FLEXGEN_H2O_CACHE")
 
 
-def test_killed_conversion_is_neither_trusted_nor_kept(tmp_path, cache):
+def test_killed_conversion_is_repeated(tmp_path, cache):
     hf_folder(tmp_path / "mine")
     child = os.fork()
     if child == 0:
@@ -291,7 +291,7 @@ def test_killed_conversion_is_neither_trusted_nor_kept(tmp_path, cache):
     assert len(load_file(folder / "model.safetensors")) == 25
 
 
-def test_two_at_once_build_once(tmp_path, cache):
+def test_concurrent_conversions_build_once(tmp_path, cache):
     hf_folder(tmp_path / "mine")
     calls, made = [], []
 
@@ -323,7 +323,7 @@ def test_gguf_in_another_dtype(tmp_path):
     refused(lambda: checkpoint_folder(str(source), dtype="int4"), "int4")
 
 
-def test_a_gguf_that_is_cut_leaves_nothing(tmp_path, cache):
+def test_truncated_gguf_leaves_no_files(tmp_path, cache):
     _, source = make("llama", tmp_path)
     raw = source.read_bytes()
     for cut in (b"", raw[:3], raw[:40], raw[:3000], raw[:-4000], b"junk" * 100):
@@ -332,7 +332,7 @@ def test_a_gguf_that_is_cut_leaves_nothing(tmp_path, cache):
     assert folders(cache) == []
 
 
-def test_rope_factors_that_no_scaling_of_llama3_gives_are_refused(tmp_path):
+def test_unknown_rope_factors_are_errors(tmp_path):
     _, source = make("llama 3", tmp_path)
     factors = next(each for each in GGUFReader(source).tensors if each.name == "rope_freqs.weight")
     for wrong in (np.arange(factors.n_elements), 3 * factors.data[::-1]):

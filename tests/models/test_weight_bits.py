@@ -132,7 +132,7 @@ def test_sensitive_matrices_have_six_bits():
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_dummy_codes_have_the_mean_and_deviation_of_dummy_weights(bits):
+def test_quantized_dummy_weights_match_their_distribution(bits):
     layout, found = MatrixLayout(48, 256, bits), []
     for seed in (1, 1, 2):
         checkpoint = DummyCheckpoint({"w": (48, 256)}, torch.bfloat16, seed)
@@ -252,7 +252,7 @@ def test_weights_are_quantized_once(tiny_model, cache, tmp_path, monkeypatch):
     assert len(names(cache)) == 3
 
 
-def test_the_whole_header_is_part_of_the_key(tmp_path):
+def test_whole_header_is_part_of_the_cache_key(tmp_path):
     from safetensors.torch import save_file
 
     tensors = {f"some.rather.long.name.of.a.tensor.{n:04d}": torch.zeros(1) for n in range(900)}
@@ -274,7 +274,7 @@ def test_files_that_change_while_converted_are_not_kept(tmp_path):
     assert names(keep.root) == [] and not list(keep.root.glob("*.tmp"))
 
 
-def test_the_file_is_aligned_and_ordered(tiny_model, cache):
+def test_quantized_file_is_aligned_and_ordered(tiny_model, cache):
     tiny = tiny_model("opt")
     tokens(tiny.folder, [[3]])
     with open_checkpoint(cache / names(cache)[0]) as checkpoint:
@@ -287,7 +287,7 @@ def test_the_file_is_aligned_and_ordered(tiny_model, cache):
         assert wanted <= set(checkpoint.names()) | {"lm_head.weight"}
 
 
-def test_another_folder_and_none(tiny_model, cache, tmp_path):
+def test_weight_cache_folder_and_no_cache(tiny_model, cache, tmp_path):
     folder = tiny_model("llama").folder
     expected = tokens(folder, [[3, 4]], weight_cache=None)
     assert not cache.exists()
@@ -297,7 +297,7 @@ def test_another_folder_and_none(tiny_model, cache, tmp_path):
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failure_leaves_nothing(tiny_model, cache, monkeypatch, failure):
+def test_failed_quantization_leaves_no_files(tiny_model, cache, monkeypatch, failure):
     folder, seen = tiny_model("llama").folder, []
     quantize = quantized.ops.quantize_matrix
 
@@ -318,14 +318,14 @@ def test_a_failure_leaves_nothing(tiny_model, cache, monkeypatch, failure):
     assert tokens(folder, [[3]]) == tokens(folder, [[3]], weight_cache=None)
 
 
-def test_no_room_for_the_cache(tiny_model, monkeypatch):
+def test_no_disk_space_for_the_weight_cache(tiny_model, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="--no-weight-cache"):
         tokens(tiny_model("llama").folder, [[3]])
 
 
-def test_a_cache_that_is_a_file(tiny_model, tmp_path):
+def test_weight_cache_path_is_a_file(tiny_model, tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="choose another --weight-cache") as caught:
         tokens(tiny_model("llama").folder, [[3]], weight_cache=str(tmp_path / "file"))
@@ -333,7 +333,7 @@ def test_a_cache_that_is_a_file(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "header", "empty"])
-def test_a_damaged_cache_is_named(tiny_model, cache, damage):
+def test_damaged_weight_cache_is_an_error(tiny_model, cache, damage):
     folder = tiny_model("llama").folder
     tokens(folder, [[3]])
     path = cache / names(cache)[0] / "model.safetensors"

@@ -13,7 +13,7 @@ from flexgen_h2o.cli.command import exit_status
 
 @pytest.mark.parametrize(("name", "step", "size"), [
     ("recall_disk", "decode_step_s", "kv_cache_mb"), ("recall_replay", "layer_s", "cache_mb")])
-def test_rows_of_recall_stay_when_a_run_is_stopped(monkeypatch, tmp_path, capsys, name, step, size):
+def test_interrupted_recall_study_keeps_its_rows(monkeypatch, tmp_path, capsys, name, step, size):
     monkeypatch.syspath_prepend(str(BENCHMARKS / "studies"))
     module = program(f"benchmarks/studies/{name}.py")
     seen = []
