@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import LOGGED, MODES, VARIANTS, prompts_of, run, tokens
+from h2o import test_h2o
+from h2o.test_h2o import MODES, VARIANTS, run
 from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import in_turn
+from llm.test_llm import PLACES
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk
@@ -19,6 +20,17 @@ from flexgen_h2o.config.cache_layout import CacheLayout
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.h2o.eviction import Eviction, new_state
 from flexgen_h2o.kernels.reference.attention import pack_slots, unpack_slots
+
+NEW = 8
+
+
+def prompts_of(tiny, lengths=(24, 17, 7, 12, 1)):
+    return test_h2o.prompts_of(tiny, lengths)
+
+
+def tokens(*args, **options):
+    return run(*args, **{"new": NEW} | options)[0]
+
 
 # The operation
 
@@ -47,7 +59,7 @@ def naive(q, keys, values, alive):
 @given(chunks=st.lists(st.integers(1, 9), min_size=1, max_size=5), heavy=st.integers(0, 6),
        recent=st.integers(1, 6), sinks=st.integers(0, 2), mean=st.booleans(),
        bits=st.sampled_from([(16, 16), (8, 8), (8, 4)]), shuffle=st.booleans())
-def test_chunks_against_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
+def test_chunks_equal_the_definition(chunks, heavy, recent, sinks, mean, bits, shuffle):
     """Attention, the tokens that stay, their scores and entries, for any order of slots."""
     kv_heads, budget = 2, heavy + recent + sinks
     layout = CacheLayout.from_bits(16, *bits)
@@ -118,8 +130,8 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(**VARIANTS[name], positions=positions, prompt_chunk=chunk)
-    expected = tokens(tiny, prompts, replace(h2o, simulate=True), new=24)
-    assert tokens(tiny, prompts, h2o, new=24) == expected
+    expected = tokens(tiny, prompts, replace(h2o, simulate=True))
+    assert tokens(tiny, prompts, h2o) == expected
 
 
 @pytest.mark.parametrize("key, positions", [
@@ -127,31 +139,31 @@ def test_every_variant_equals_its_simulation(tiny_model, name, positions, chunk)
 def test_every_family_equals_its_simulation(tiny_model, key, positions):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
-    h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=5)
+    h2o = H2OConfig(heavy_ratio=0.15, positions=positions, prompt_chunk=5)
     expected = tokens(tiny, prompts, replace(h2o, simulate=True))
     assert tokens(tiny, prompts, h2o) == expected
     assert tokens(tiny, prompts, replace(h2o, prompt_chunk=None)) != expected
 
 
 @pytest.mark.parametrize("score", ["sum", "mean", "decay"])
-def test_a_chunk_of_the_whole_prompt_is_the_cut(tiny_model, score):
+def test_one_chunk_evicts_as_a_whole_prompt(tiny_model, score):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, score=score)
-    assert tokens(tiny, prompts, replace(h2o, prompt_chunk=60)) == tokens(tiny, prompts, h2o)
+    assert tokens(tiny, prompts, replace(h2o, prompt_chunk=24)) == tokens(tiny, prompts, h2o)
 
 
 @pytest.mark.parametrize("mode", [
     ("opt", "original", 16), ("llama", "original", (8, 4)), *full(("llama", "rolling", 4))])
-def test_the_same_tokens_on_every_tier(tiny_model, device, mode):
+def test_tokens_are_the_same_on_every_tier(tiny_model, device, mode):
     key, positions, bits = mode
     tiny = tiny_model(key)
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=0.1, positions=positions, prompt_chunk=7)
-    expected = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place, options in in_turn([{}, {"overlap": False}, {"cpu_cache_compute": True}]):
-        got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
-                     activations=place, **options)
+    expected = tokens(tiny, prompts, h2o, cache_bits=bits)
+    for place, options in zip(PLACES, ({"overlap": False}, {"cpu_cache_compute": True}, {}, {}),
+                              strict=True):
+        got = tokens(tiny, prompts, h2o, cache_bits=bits, cache=place, activations=place, **options)
         assert got == expected, (place, options)
 
 
@@ -163,20 +175,20 @@ def test_tokens_do_not_depend_on_the_batch(tiny_model):
         assert tokens(tiny, [prompt], h2o) == [together[index]]
 
 
-def test_prompt_longer_than_the_context_takes_the_budget(tiny_model):
+def test_prompt_longer_than_the_context_fits_the_budget(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
-    prompts = prompts_of(tiny, [1500])
+    prompts = prompts_of(tiny, [300])
     h2o = H2OConfig(heavy_tokens=16, recent_tokens=16, positions="rolling", prompt_chunk=32)
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=1), h2o=h2o, dtype="float32") as llm:
-        (out,) = llm.generate(prompts, max_new_tokens=8, eos_token_id=-1)
+        (out,) = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         stats, cache = llm.stats, cache_of(llm)
         token = llm.model_config.kv_bytes_per_token(4)
         assert stats.kv_cache_bytes == 32 * token
         (part,) = cache.parts
         assert gathers_prompts_in_place(cache) and buffer_bytes(part) <= 33 * token + 12288
         assert rows_of(llm) == 32
-    assert [out.token_ids] == tokens(tiny, prompts, replace(h2o, simulate=True), new=8)
-    with pytest.raises(UserError, match="has 1500 tokens"):
+    assert [out.token_ids] == tokens(tiny, prompts, replace(h2o, simulate=True))
+    with pytest.raises(UserError, match="has 300 tokens"):
         run(tiny, prompts, replace(h2o, prompt_chunk=None))
     with pytest.raises(UserError, match="lower the budget"):
         run(tiny, prompts, replace(h2o, prompt_chunk=250))

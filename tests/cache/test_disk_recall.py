@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import prompts_of, run, tokens
+from h2o import test_h2o
+from h2o.test_h2o import run
 from helpers.selection import full
 from llm.test_conversation import answers, open_llm, turns_of
 
@@ -26,6 +27,14 @@ DISK = Placement(0, 0, 100)
 SOME = Placement(40, 0, 60)
 FETCHED = {"cache": DISK, "fetch_chosen": True}
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
+
+
+def prompts_of(tiny):
+    return test_h2o.prompts_of(tiny, [30, 23, 7, 12, 1])
+
+
+def tokens(*args, **options):
+    return run(*args, **{"new": 10} | options)[0]
 
 
 @pytest.fixture
@@ -57,8 +66,8 @@ def test_selective_fetch_equals_recall_in_memory(tiny_model, small_records, opti
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     here = {name: value for name, value in options.items() if name in ("cache_bits",)}
-    expected = tokens(tiny, prompts, RECALL, new=40, **here)
-    found, stats = run(tiny, prompts, RECALL, new=40, **FETCHED | options)
+    expected = tokens(tiny, prompts, RECALL, new=20, **here)
+    found, stats = run(tiny, prompts, RECALL, new=20, **FETCHED | options)
     assert found == expected
     assert stats.links["disk->cpu"][0] > 0 and 0 < stats.recall_hit_rate < 1
     assert (stats.recall_guesses > 0) == options.get("overlap", True)
@@ -67,23 +76,23 @@ def test_selective_fetch_equals_recall_in_memory(tiny_model, small_records, opti
 def test_small_buffers_change_nothing(tiny_model, small_records, monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, RECALL, new=40)
+    expected = tokens(tiny, prompts, RECALL)
     monkeypatch.setattr(disk_recall, "CHUNK", 5 * PAGE)
-    assert tokens(tiny, prompts, RECALL, new=40, prefill_chunk=16, **FETCHED) == expected
+    assert tokens(tiny, prompts, RECALL, prefill_chunk=16, **FETCHED) == expected
 
 
-def test_tokens_that_the_kernel_does_not_fetch_are_read_singly(tiny_model, small_records,
+def test_tokens_the_kernel_did_not_fetch_are_read_singly(tiny_model, small_records,
                                                                monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    expected, fetch, left = tokens(tiny, prompts, RECALL, new=24), ops.fetch_tokens, []
+    expected, fetch, left = tokens(tiny, prompts, RECALL), ops.fetch_tokens, []
 
     def some(missing, slots, **options):
         left.append(missing.shape[1] - missing.shape[1] // 2)
         return fetch(missing[:, : missing.shape[1] // 2], slots, **options)
 
     monkeypatch.setattr(ops, "fetch_tokens", some)
-    assert tokens(tiny, prompts, RECALL, new=24, **FETCHED) == expected
+    assert tokens(tiny, prompts, RECALL, **FETCHED) == expected
     assert sum(left) > 0
 
 
@@ -95,7 +104,7 @@ def test_larger_hot_set_loads_more_first_and_misses_less(tiny_model, monkeypatch
     loads, read = {}, {}
     for share in (0.3, 0.6, 1.0):
         first, rest = (run(tiny, prompts, RECALL, new=new, fast_set=share, **placed)[1]
-                       for new in (2, 40))
+                       for new in (2, 20))
         loads[share] = first.recall_loads
         read[share] = rest.recall_loads - first.recall_loads
     assert loads[0.3] < loads[0.6] < loads[1.0], "the first step loads as much as there is room for"
@@ -107,23 +116,23 @@ def test_full_and_windowed_layers_are_fetched_whole(tiny_model, small_records):
                                          recall=True)), ("gemma3", RECALL)):
         tiny = tiny_model(key)
         prompts = prompts_of(tiny)
-        assert tokens(tiny, prompts, h2o, new=24, **FETCHED) == tokens(tiny, prompts, h2o, new=24)
+        assert tokens(tiny, prompts, h2o, **FETCHED) == tokens(tiny, prompts, h2o)
 
 
 def test_a_conversation_on_disk_continues(tiny_model, small_records):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
-    turns = turns_of(tiny, [30, 3, 21, 1])
+    turns = turns_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, h2o, chunk=6) as llm:
-        expected = answers(llm, turns, max_tokens=140)
+        expected = answers(llm, turns, 6, max_tokens=70)
     with open_llm(tiny, h2o, chunk=6, **FETCHED) as llm:
-        assert answers(llm, turns, max_tokens=140) == expected
+        assert answers(llm, turns, 6, max_tokens=70) == expected
 
 
 def test_sequences_continue_in_other_blocks(tiny_model, small_records):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    expected = tokens(tiny, prompts, RECALL, new=24)
-    assert tokens(tiny, prompts, RECALL, new=24, gpu_batch_size=2, num_gpu_batches=1,
+    expected = tokens(tiny, prompts, RECALL)
+    assert tokens(tiny, prompts, RECALL, gpu_batch_size=2, num_gpu_batches=1,
                   refill_share=0.01, **FETCHED) == expected
 
 

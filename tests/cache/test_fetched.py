@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from h2o.test_h2o import prompts_of, run, tokens
+from h2o import test_h2o
+from h2o.test_h2o import run
 from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,17 @@ from llm.test_llm import PLACES
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import tiers
 from flexgen_h2o.cache.tiers import SlotUpdate, WriteBackLog, expand_slots
-from flexgen_h2o.config.limits import CACHE_GROWTH, WRITE_BACK_TOKENS
 
 DISK = Placement(0, 0, 100)
+LOG = 4  # tokens, by the fixture of all tests in this folder
+
+
+def prompts_of(tiny, lengths=(20, 13, 7, 11, 1)):
+    return test_h2o.prompts_of(tiny, lengths)
+
+
+def tokens(*args, **options):
+    return run(*args, **{"new": 12} | options)[0]
 
 
 @settings(max_examples=examples(200))
@@ -39,17 +48,15 @@ def test_slots_expand_in_place(lines, few, more, width, itemsize, seed):
 
 
 @given(sequences=st.integers(1, 3), heads=st.integers(1, 3), slots=st.integers(1, 6),
-       width=st.integers(1, 5), count=st.integers(0, WRITE_BACK_TOKENS),
+       width=st.integers(1, 5), count=st.integers(0, LOG),
        dtype=st.sampled_from([torch.bfloat16, torch.uint8, torch.float32]),
        seed=st.integers(0, 2**32))
-def test_a_write_back_log_applies_updates_in_order(sequences, heads, slots, width, count, dtype,
-                                                   seed):
+def test_log_applies_updates_in_order(sequences, heads, slots, width, count, dtype, seed):
     """The last update of a slot wins; sequences that a batch lacks are skipped."""
     random = torch.Generator().manual_seed(seed)
-    shape = (WRITE_BACK_TOKENS, 2, sequences + 1, heads, width)
+    shape = (LOG, 2, sequences + 1, heads, width)
     log = WriteBackLog(torch.randint(100, shape, generator=random).to(dtype),
-                       torch.randint(slots, (WRITE_BACK_TOKENS, *shape[2:4]), generator=random),
-                       count)
+                       torch.randint(slots, (LOG, *shape[2:4]), generator=random), count)
     held = torch.zeros(2, sequences, heads, slots, width, dtype=dtype)
     expected = held.clone()
     for entries, slots_of in zip(log.entries[:count], log.slots[:count], strict=True):
@@ -58,7 +65,7 @@ def test_a_write_back_log_applies_updates_in_order(sequences, heads, slots, widt
     assert torch.equal(held, expected)
 
 
-@pytest.mark.parametrize("growth_bits", [(WRITE_BACK_TOKENS, 16), (5, (8, 4)),
+@pytest.mark.parametrize("growth_bits", [(LOG, 16), (5, (8, 4)),
                                          *full((5, 16), (5, 4))], ids=str)
 def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growth_bits):
     """With growth at the write-backs of the log on disk, and between them."""
@@ -67,33 +74,33 @@ def test_a_full_cache_grows_on_every_tier(tiny_model, device, monkeypatch, growt
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     expected = tokens(tiny, prompts, None, cache_bits=bits)
-    for options in ({}, {"overlap": False}, {"prefill_chunk": 16}):
-        for place in PLACES[-1:] if options else PLACES[1:]:
-            got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
-            assert got == expected, (place, options)
+    for place, options in zip(PLACES[1:], ({}, {"overlap": False}, {"prefill_chunk": 8}),
+                              strict=True):
+        got = tokens(tiny, prompts, None, cache_bits=bits, cache=place, **options)
+        assert got == expected, (place, options)
 
 
-def test_sparse_attention_over_a_cache_that_grows(tiny_model, device, monkeypatch):
+def test_sparse_attention_over_a_growing_cache(tiny_model, device, monkeypatch):
     monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)
     policy = {"attn_sparsity": 0.5, "gpu_batch_size": 3, "num_gpu_batches": 2}
     expected, _ = run_sparsely(tiny.folder, prompts, **policy)
-    for place in PLACES:
+    for place in PLACES[2:]:
         assert run_sparsely(tiny.folder, prompts, cache=place, **policy)[0] == expected, place
 
 
-def test_layers_that_evict_beside_layers_that_grow(tiny_model, device, monkeypatch):
+def test_evicting_layers_beside_growing_layers(tiny_model, device, monkeypatch):
     monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
     h2o = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1))
     expected = tokens(tiny, prompts, h2o)
-    for place in PLACES:
+    for place in PLACES[2:]:
         assert tokens(tiny, prompts, h2o, cache=place) == expected, place
 
 
-def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
+def test_equal_prompts_on_every_tier(tiny_model, device, monkeypatch):
     """A cached prompt is copied to other sequences, in parts with other slots."""
     monkeypatch.setattr(tiers, "CACHE_GROWTH", 5)
     tiny = tiny_model("llama")
@@ -103,20 +110,21 @@ def test_equal_prompts_on_two_tiers(tiny_model, device, monkeypatch):
                   num_gpu_batches=1) == expected
 
 
-def test_a_conversation_grows(tiny_model, device, monkeypatch):
+def test_cache_of_a_conversation_grows(tiny_model, device, monkeypatch):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, [30, 3, 21, 1])
+    turns = turns_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, chunk=8) as llm:
-        expected = answers(llm, turns, 20, max_tokens=140)
-    for growth, place in ((WRITE_BACK_TOKENS, DISK), (5, Placement(0, 100, 0))):
+        expected = answers(llm, turns, 8, max_tokens=70)
+    for growth, place in ((LOG, DISK), (5, Placement(0, 100, 0))):
         monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
         with open_llm(tiny, chunk=8, cache=place) as llm:
-            assert answers(llm, turns, 20, max_tokens=140) == expected, (growth, place)
+            assert answers(llm, turns, 8, max_tokens=70) == expected, (growth, place)
 
 
-def test_empty_slots_are_not_transferred(tiny_model):
+def test_empty_slots_are_not_transferred(tiny_model, monkeypatch):
+    prompt, new, page, growth = 20, 140, 4096, 32
+    monkeypatch.setattr(tiers, "CACHE_GROWTH", growth)
     tiny = tiny_model("llama")
-    prompt, new, page = 20, 200, 4096
     _, stats = run(tiny, prompts_of(tiny, [prompt] * 4), None, new=new, cache=DISK,
                    gpu_batch_size=4, num_gpu_batches=1)
 
@@ -125,10 +133,9 @@ def test_empty_slots_are_not_transferred(tiny_model):
         return 3 * -(-size // page) * page
 
     # A backing store is read with the slots it had, and grows when they are full.
-    reads = [nbytes(prompt + CACHE_GROWTH * (1 + max(0, token - 2) // CACHE_GROWTH))
-             for token in range(1, new)]
+    reads = [nbytes(prompt + growth * (1 + max(0, token - 2) // growth)) for token in range(1, new)]
     assert stats.links["disk->cpu"][0] == sum(reads)
     assert sum(reads) < 0.8 * (new - 1) * nbytes(prompt + new)
-    writes = [nbytes(prompt + CACHE_GROWTH * (1 + token // CACHE_GROWTH))
-              for token in range(WRITE_BACK_TOKENS, new - 1, WRITE_BACK_TOKENS)]
-    assert stats.links["cpu->disk"][0] == nbytes(prompt + CACHE_GROWTH) + sum(writes)
+    writes = [nbytes(prompt + growth * (1 + token // growth))
+              for token in range(LOG, new - 1, LOG)]
+    assert stats.links["cpu->disk"][0] == nbytes(prompt + growth) + sum(writes)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from h2o.test_h2o import prompts_of, run, tokens
+from h2o import test_h2o
+from h2o.test_h2o import run
 from helpers.fakes import LazyDevice
 from helpers.internals import cache_of, open_devices
 from helpers.selection import full
@@ -19,6 +20,14 @@ from flexgen_h2o.storage.buffer_ring import BufferRing
 
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 HOST = Placement(0, 100, 0)
+
+
+def prompts_of(tiny):
+    return test_h2o.prompts_of(tiny, [30, 23, 7, 12, 1])
+
+
+def tokens(*args, **options):
+    return run(*args, **{"new": 10} | options)[0]
 
 
 @pytest.fixture
@@ -42,10 +51,10 @@ def loaded(monkeypatch) -> list:
     {"gpu_batch_size": 2, "num_gpu_batches": 1, "refill_share": 0.01},
     *full({"gpu_batch_size": 1, "num_gpu_batches": 3}, {"prefill_chunk": 16}, {"overlap": False},
           {"cache_bits": 4}, {"cache_bits": (8, 4)})])
-def test_the_same_tokens_as_in_the_memory_of_the_device(tiny_model, loaded, options, fast):
+def test_tokens_are_those_of_a_cache_on_the_device(tiny_model, loaded, options, fast):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    shared = {"cache_bits": options.get("cache_bits", 16), "new": 24}
+    shared = {"cache_bits": options.get("cache_bits", 16)}
     expected = tokens(tiny, prompts, RECALL, **shared)
     for place in (HOST, Placement(30, 40, 30)):
         assert tokens(tiny, prompts, RECALL, cache=place, **shared | options | fast) == expected
@@ -57,7 +66,7 @@ def test_decode_steps_load_no_whole_layer(tiny_model, loaded, fetch):
     prompts = prompts_of(tiny)[:3]
     few = {"cache": HOST, "gpu_batch_size": 3, "fetch_chosen": fetch}
     counts = []
-    for new in (2, 30):
+    for new in (2, 12):
         loaded.clear()
         tokens(tiny, prompts, RECALL, new=new, **few)
         counts.append(len(loaded))
@@ -68,7 +77,7 @@ def test_a_larger_hot_set_misses_less(tiny_model, loaded):
     tiny = tiny_model("llama")
     prompts, loads = prompts_of(tiny), []
     for share in (0.3, 0.6, 1.0):
-        stats = run(tiny, prompts, RECALL, new=40, cache=HOST, fetch_chosen=True,
+        stats = run(tiny, prompts, RECALL, new=20, cache=HOST, fetch_chosen=True,
                     fast_set=share)[1]
         asked = stats.recall_hits + stats.recall_loads
         loads.append(stats.recall_loads)
@@ -82,18 +91,18 @@ def test_full_and_windowed_layers_are_fetched_whole(tiny_model, loaded, fetch):
     for key, h2o in (("llama", some), ("gemma3", RECALL)):
         tiny = tiny_model(key)
         prompts = prompts_of(tiny)
-        expected = tokens(tiny, prompts, h2o, new=24)
-        assert tokens(tiny, prompts, h2o, new=24, cache=HOST, fetch_chosen=fetch) == expected
+        expected = tokens(tiny, prompts, h2o)
+        assert tokens(tiny, prompts, h2o, cache=HOST, fetch_chosen=fetch) == expected
 
 
 @pytest.mark.parametrize("fetch", [False, True])
 def test_a_conversation_continues_in_host_memory(tiny_model, loaded, fetch):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
-    turns = turns_of(tiny, [30, 3, 21, 1])
+    turns = turns_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
-        expected = answers(llm, turns, max_tokens=140)
+        expected = answers(llm, turns, 6, max_tokens=70)
     with open_llm(tiny, h2o, chunk=6, cache=HOST, fetch_chosen=fetch) as llm:
-        assert answers(llm, turns, max_tokens=140) == expected
+        assert answers(llm, turns, 6, max_tokens=70) == expected
 
 
 def test_a_hot_set_without_a_cache_in_host_memory_is_an_error(tiny_model, loaded):

@@ -1,10 +1,12 @@
-"""Decode steps as programs beside decode steps operation by operation: the same, and when."""
+"""Captured decode steps against decode steps operation by operation, and when they are used."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.kernel_cases import BUILT
+from helpers.selection import full_cases
 from helpers.tiny_models import TINY
 from llm.test_llm import make_prompts
 
@@ -47,12 +49,12 @@ OPTIONS = {
 
 BRANCHES = ("opt_350m_style", "opt_no_bias", "mistral_window", "qwen3", "phi3_longrope", "gemma2",
             "granite", "olmo2", "stablelm_12b", "neox", "neox_sequential")
-"""Models that differ in what a captured step does; --all goes through all of them."""
+"""Models that differ in what a captured step does."""
 
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Counts the runs of programs."""
+    """Count the replays of captured steps."""
     counted = SimpleNamespace(runs=0)
     run = CapturedCalls.replay
 
@@ -64,7 +66,7 @@ def programs(monkeypatch):
     return counted
 
 
-def generated(folder, tmp_path, *, dtype, new=12, **options):
+def generated(folder, tmp_path, *, dtype, new=8, **options):
     """Token ids, and the log-probabilities of the likeliest at each place."""
     prompts = make_prompts(96, LENGTHS)
     params = SamplingParams(max_new_tokens=new, eos_token_id=-1, logprobs=3)
@@ -76,65 +78,49 @@ def generated(folder, tmp_path, *, dtype, new=12, **options):
                           for out in outputs]))
 
 
-def beside(monkeypatch, programs, why, *arguments, **options):
-    """What a run gives with programs or without (`why` not)."""
-    monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, **__: why)
-    programs.runs = 0
-    found = generated(*arguments, **options)
-    assert (programs.runs > 0) == (why is None)
+def both(monkeypatch, programs, *arguments, **options):
+    """Return what a run gives with captured steps, and without them."""
+    found = []
+    for obstacle in (None, "not now"):
+        monkeypatch.setattr(captured_step, "capture_obstacle", lambda *_, why=obstacle, **__: why)
+        programs.runs = 0
+        found.append(generated(*arguments, **options))
+        assert (programs.runs > 0) == (obstacle is None)
     return found
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_programs_change_nothing(tiny_model, tmp_path, monkeypatch, programs, name):
-    """In float32, which they could do but are not used for: no rounding hides a difference."""
-    options = OPTIONS[name]
-    arguments = tiny_model("llama").folder, tmp_path
-    tokens, log_probs = beside(monkeypatch, programs, None, *arguments, dtype="float32", **options)
-    expected = beside(monkeypatch, programs, "not now", *arguments, dtype="float32", **options)
-    assert tokens == expected[0]
-    torch.testing.assert_close(log_probs, expected[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("recall", [False, True])
-@pytest.mark.parametrize("model", [
-    model if model in BRANCHES else pytest.param(model, marks=pytest.mark.full) for model in TINY])
-def test_every_family_and_branch(tiny_model, tmp_path, monkeypatch, programs, model, recall):
-    arguments = tiny_model(model).folder, tmp_path
-    options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15, recall=recall)}
-    tokens, log_probs = beside(monkeypatch, programs, None, *arguments, **options)
-    expected = beside(monkeypatch, programs, "not now", *arguments, **options)
-    assert tokens == expected[0]
-    torch.testing.assert_close(log_probs, expected[1], rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize(("model", "options"), [
+    *(("llama", options) for options in OPTIONS.values()),
+    *((model, {"h2o": H2OConfig(heavy_ratio=0.15, recall=recall)})
+      for recall, model in zip(itertools.cycle((False, True)), BRANCHES)),
+    *full_cases(*((model, {"h2o": H2OConfig(heavy_ratio=0.15, recall=recall)})
+                  for model in TINY for recall in (False, True))),
+    *((model, {"h2o": H2OConfig(heavy_ratio=0.15), "policy": policy})
+      for model, policy in (("qwen2_moe", Policy(gpu_batch_size=5)),
+                            ("qwen3_moe", Policy(gpu_batch_size=2, num_gpu_batches=2,
+                                                 experts=Placement(20, 0, 80))))),
+])
+def test_captured_steps_give_the_same_tokens(tiny_model, tmp_path, monkeypatch, programs, model,
+                                             options):
+    """In float32, where they are not used otherwise: no rounding hides a difference."""
+    (tokens, log_probs), (expected, others) = both(
+        monkeypatch, programs, tiny_model(model).folder, tmp_path, dtype="float32", **options)
+    assert tokens == expected
+    torch.testing.assert_close(log_probs, others, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model", ["opt", "llama", "neox"])
-def test_bfloat16(isa, tiny_model, tmp_path, monkeypatch, programs, model):
+def test_captured_steps_in_bfloat16(isa, tiny_model, tmp_path, monkeypatch, programs, model):
     """The first decode step: later ones may go on from another token."""
-    arguments = tiny_model(model).folder, tmp_path
-    (tokens, found), (others, expected) = (
-        beside(monkeypatch, programs, why, *arguments, dtype="bfloat16", new=2)
-        for why in (None, "not now"))
+    (tokens, found), (others, expected) = both(
+        monkeypatch, programs, tiny_model(model).folder, tmp_path, dtype="bfloat16", new=2)
     assert [each[0] for each in tokens] == [each[0] for each in others]  # out of one prefill
     torch.testing.assert_close(found[:, 1], expected[:, 1], rtol=0, atol=0.15)
 
 
-def test_a_forward_pass_runs_each_layer_once(tiny_model, tmp_path, programs):
+def test_a_step_replays_each_layer_once(tiny_model, tmp_path, programs):
     generated(tiny_model("llama").folder, tmp_path, dtype="bfloat16", new=4)
     assert programs.runs == 3 * 3
-
-
-@pytest.mark.parametrize("model", ["qwen2_moe", "qwen3_moe"])
-def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, model):
-    """Before the router; the experts may be elsewhere."""
-    arguments = tiny_model(model).folder, tmp_path
-    for policy in (Policy(gpu_batch_size=5),
-                   Policy(gpu_batch_size=2, num_gpu_batches=2, experts=Placement(20, 0, 80))):
-        options = {"dtype": "float32", "h2o": H2OConfig(heavy_ratio=0.15), "policy": policy}
-        tokens, log_probs = beside(monkeypatch, programs, None, *arguments, **options)
-        expected = beside(monkeypatch, programs, "not now", *arguments, **options)
-        assert tokens == expected[0]
-        torch.testing.assert_close(log_probs, expected[1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("why, options", [
@@ -142,20 +128,20 @@ def test_the_attention_of_mixtures(tiny_model, tmp_path, monkeypatch, programs, 
     ("steps of their own", {"policy": Policy(sep_layer=True)}),
     ("hidden states", {"policy": Policy(activations=Placement(0, 0, 100))}),
 ])
-def test_what_is_not_bound_and_why(tiny_model, tmp_path, programs, caplog, why, options):
+def test_steps_that_are_not_captured(tiny_model, tmp_path, programs, caplog, why, options):
     with caplog.at_level("DEBUG", logger=captured_step.__name__):
         generated(tiny_model("llama").folder, tmp_path, **{"dtype": "bfloat16"} | options)
     assert programs.runs == 0
     assert why in caplog.text
 
 
-def test_without_kernels_nothing_is_bound(tiny_model, tmp_path, programs, monkeypatch):
+def test_nothing_is_captured_without_kernels(tiny_model, tmp_path, programs, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", "reference")
     generated(tiny_model("opt").folder, tmp_path, dtype="bfloat16", new=3)
     assert programs.runs == 0
 
 
-def test_layers_that_are_fetched_go_their_way(tiny_model, tmp_path, programs):
+def test_fetched_layers_are_not_captured(tiny_model, tmp_path, programs):
     """Of three layers, those on disk are computed operation by operation."""
     policy = Policy(gpu_batch_size=5, weights=Placement(93, 0, 7))
     generated(tiny_model("llama").folder, tmp_path, dtype="bfloat16", new=4, policy=policy)

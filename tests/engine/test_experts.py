@@ -1,4 +1,4 @@
-"""Mixtures of experts: transformers' tokens whatever the policy, and what is counted meanwhile."""
+"""Mixtures of experts: the tokens of transformers for every policy, and the counts of experts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from flexgen_h2o.planning.cost import estimate
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import PlannedRun
 
-NEW = 10
+NEW = 6
 HERE, HOST, DISK, MIXED = (Placement(*shares) for shares in (
     (100, 0, 0), (0, 100, 0), (0, 0, 100), (30, 30, 40)))
 
@@ -69,10 +69,10 @@ POLICIES = [
 
 
 @pytest.mark.parametrize("key", MIXTURES)
-def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
-    """Each mixture with a third of the policies; with --all, with every one."""
+def test_tokens_of_transformers_for_every_policy(tiny_model, wanted, tmp_path, key):
+    """Each mixture with a quarter of the policies; with --all, with every one."""
     prompts, expected = wanted(key)
-    some = slice(None) if selection.every_case else slice([*MIXTURES].index(key) % 3, None, 3)
+    some = slice(None) if selection.every_case else slice([*MIXTURES].index(key) % 4, None, 4)
     for experts, slots, size, count, overlap in POLICIES[some]:
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, expert_slots=slots,
                          gpu_batch_size=size, num_gpu_batches=count, overlap=overlap,
@@ -86,10 +86,11 @@ def test_the_same_tokens_as_transformers_for_every_policy(tiny_model, wanted, tm
 
 
 @pytest.mark.parametrize(("device", "key", "place"), [
-    ("poisoned", "qwen2_moe", HOST), ("lazy", "qwen2_moe", HOST), ("lazy", "gpt_oss", DISK),
-    ("lazy", "qwen3_moe_dense", MIXED), ("poisoned", "mixtral", DISK)], indirect=["device"])
-def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device, key, place):
-    """Where a copy that nobody waits for shows old bytes, and fresh memory is full of NaN."""
+    ("lazy", "qwen2_moe", HOST), ("lazy", "gpt_oss", DISK), ("poisoned", "mixtral", DISK),
+    *selection.full_cases(("poisoned", "qwen2_moe", HOST), ("lazy", "qwen3_moe_dense", MIXED)),
+], indirect=["device"])
+def test_tokens_with_separate_device_memory(tiny_model, wanted, tmp_path, device, key, place):
+    """A copy that nobody waits for shows old bytes, and fresh memory is full of NaN."""
     prompts, expected = wanted(key)
     for weights, slots in ((HERE, 2), (MIXED, None)):
         got, stats = run(tiny_model(key).folder, prompts, experts=place, weights=weights,
@@ -100,9 +101,9 @@ def test_on_a_device_with_memory_of_its_own(tiny_model, wanted, tmp_path, device
 
 
 @pytest.mark.parametrize("key", ["qwen2_moe", "mixtral"])
-def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, device, key):
-    """Beside a GPU: none of them travels, and those on disk go on coming; without one it is the
-    same. In chunks, more rows come with each pass."""
+def test_experts_in_host_memory_run_on_the_cpu(tiny_model, wanted, tmp_path, device, key):
+    """Beside a GPU none of them is copied, and those on disk are loaded; without one it is the
+    same. Chunks bring more rows with each pass."""
     prompts, expected = wanted(key)
     for experts, overlap, chunk in ((HOST, True, 4), (MIXED, False, None), (MIXED, True, None)):
         got, stats = run(tiny_model(key).folder, prompts, experts=experts, gpu_batch_size=2,
@@ -113,7 +114,7 @@ def test_experts_in_host_memory_compute_there(tiny_model, wanted, tmp_path, devi
         assert stats.expert_touches > stats.expert_hits + stats.expert_loads
 
 
-def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeypatch):
+def test_chunked_and_equal_prompts(tiny_model, wanted, tmp_path, monkeypatch):
     from flexgen_h2o.engine import decoder
     from flexgen_h2o.engine import experts as expert_layers
 
@@ -130,7 +131,7 @@ def test_prompts_in_chunks_and_shared_ones(tiny_model, wanted, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("key", ["mixtral", "qwen2_moe_dense", "gpt_oss"])
-def test_h2o_is_the_masked_simulation(tiny_model, tmp_path, key):
+def test_h2o_equals_the_masked_simulation(tiny_model, tmp_path, key):
     folder = tiny_model(key).folder
     prompts = make_prompts(97, [30, 17, 24])
     h2o = H2OConfig(heavy_tokens=3, recent_tokens=4)
@@ -142,7 +143,7 @@ def test_h2o_is_the_masked_simulation(tiny_model, tmp_path, key):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_experts_and_a_router_that_is_not(tiny_model, tmp_path, bits):
+def test_experts_are_quantized_and_the_router_is_not(tiny_model, tmp_path, bits):
     folder = tiny_model("qwen2_moe").folder
     prompts = make_prompts(97, [9, 4])
     expected, stats = run(folder, prompts, weight_bits=bits)
@@ -159,7 +160,7 @@ def test_quantized_experts_and_a_router_that_is_not(tiny_model, tmp_path, bits):
 
 
 @pytest.mark.parametrize("key", ["mixtral", "gpt_oss"])
-def test_bfloat16_stays_near_whatever_the_policy(tiny_model, tmp_path, key):
+def test_bfloat16_is_close_for_every_policy(tiny_model, tmp_path, key):
     """Sums in float32: the order in which experts arrive is less than a rounding."""
     folder, prompts = tiny_model(key).folder, make_prompts(97, [9, 4, 6])
     pairs = [(prompt[:-2], prompt[-2:]) for prompt in prompts]
@@ -173,7 +174,7 @@ def test_bfloat16_stays_near_whatever_the_policy(tiny_model, tmp_path, key):
 
 
 @pytest.mark.parametrize("key", ["qwen3_moe", "mixtral"])
-def test_stacked_experts_are_read_one_by_one(tiny_model, wanted, tmp_path, key):
+def test_stacked_experts_are_read_singly(tiny_model, wanted, tmp_path, key):
     """Checkpoints with one tensor for all experts of a layer, as transformers 5 holds them."""
     tiny = tiny_model(key)
     prompts, expected = wanted(key)
@@ -189,7 +190,7 @@ def test_stacked_experts_are_read_one_by_one(tiny_model, wanted, tmp_path, key):
     assert not (tmp_path / "offload").exists(), "read from the checkpoint's own bytes"
 
 
-def test_what_arrives_first_is_computed_first(tiny_model, wanted, tmp_path, monkeypatch):
+def test_experts_are_computed_in_order_of_arrival(tiny_model, wanted, tmp_path, monkeypatch):
     """The first expert that is asked for comes only once another one has been computed."""
     prompts, expected = wanted("mixtral")
     with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
@@ -200,7 +201,7 @@ def test_what_arrives_first_is_computed_first(tiny_model, wanted, tmp_path, monk
     assert order[0] != (0, 0) in order
 
 
-def test_a_slot_keeps_what_is_used_and_a_guess_is_corrected(tiny_model, wanted, tmp_path):
+def test_slots_keep_experts_across_calls(tiny_model, wanted, tmp_path):
     """With slots for all, each expert comes once, across calls; guesses change no token."""
     prompts, expected = wanted("qwen3_moe")
     policy = Policy(experts=DISK, expert_slots=33, gpu_batch_size=5)
@@ -221,7 +222,7 @@ def test_a_slot_keeps_what_is_used_and_a_guess_is_corrected(tiny_model, wanted, 
     assert stats.expert_guesses > 0
 
 
-def test_all_that_is_there_is_computed_together(tiny_model, tmp_path, monkeypatch):
+def test_loaded_experts_are_one_group(tiny_model, tmp_path, monkeypatch):
     """Once slots have every expert, a layer is one group, of those that stay and those in slots."""
     prompts = make_prompts(97, [9, 4, 7])
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="bfloat16", offload_dir=tmp_path,
@@ -238,7 +239,7 @@ def test_all_that_is_there_is_computed_together(tiny_model, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("key", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("coming", [1, 3])
-def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, key, coming):
+def test_pending_loads_are_limited(tiny_model, tmp_path, monkeypatch, key, coming):
     """At most `MAX_EXPERT_LOADS` are loaded and not computed, with prefetches; the same tokens."""
     monkeypatch.setattr(expert_slots, "MAX_EXPERT_LOADS", coming)
     most = []
@@ -260,46 +261,30 @@ def test_few_may_be_on_their_way_at_a_time(tiny_model, tmp_path, monkeypatch, ke
     assert max(most) == coming
 
 
-def test_a_read_that_fails_ends_the_run_and_the_next_one_is_right(tiny_model, wanted, tmp_path,
-                                                                  monkeypatch):
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt])
+def test_engine_works_after_a_failed_expert_load(tiny_model, wanted, tmp_path, monkeypatch, error):
+    """A read fails, or Ctrl-C comes when the slot still holds the expert before."""
     prompts, expected = wanted("mixtral")
-    with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
-             policy=Policy(experts=DISK, gpu_batch_size=3, num_gpu_batches=2)) as llm:
-        with monkeypatch.context() as patched:
-            reads = itertools.count()
+    calls = itertools.count()
 
-            def fail() -> None:
-                if next(reads) > 20:
-                    raise UserError("reading failed; check the disk")
+    def fail(*_) -> None:
+        if next(calls) > 20:
+            raise error("check the disk")
 
-            before_reads(patched, fail)
-            with pytest.raises(UserError, match="check the disk"):
-                llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
-        assert [out.token_ids for out in outputs] == expected
-
-
-def test_an_interrupt_before_an_expert_has_its_slot_and_the_next_run_is_right(
-        tiny_model, wanted, tmp_path, monkeypatch):
-    """Ctrl-C comes anywhere: here the slot is the new expert's, and holds the one before."""
-    prompts, expected = wanted("mixtral")
     with LLM(str(tiny_model("mixtral").folder), dtype="float32", offload_dir=tmp_path,
              policy=Policy(experts=DISK, expert_slots=3, gpu_batch_size=5)) as llm:
         with monkeypatch.context() as patched:
-            loads = itertools.count()
-
-            def interrupt(self, key, slot) -> None:
-                if next(loads) > 20:
-                    raise KeyboardInterrupt
-
-            before(patched, expert_slots.ExpertSlots, "_load", interrupt)
-            with pytest.raises(KeyboardInterrupt):
+            if error is UserError:
+                before_reads(patched, fail)
+            else:
+                before(patched, expert_slots.ExpertSlots, "_load", fail)
+            with pytest.raises(error, match="check the disk"):
                 llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
         assert [out.token_ids for out in outputs] == expected
 
 
-def test_an_expert_that_changes_on_disk_is_found(tiny_model, tmp_path):
+def test_verify_detects_a_changed_expert(tiny_model, tmp_path):
     prompts = make_prompts(97, [9, 4])
     with LLM(str(tiny_model("mixtral").folder), dtype="bfloat16", offload_dir=tmp_path,
              weight_bits=4, weight_cache=None, verify=True,
@@ -313,17 +298,23 @@ def test_an_expert_that_changes_on_disk_is_found(tiny_model, tmp_path):
             llm.generate(prompts, max_new_tokens=2, eos_token_id=-1)
 
 
-def test_options_of_experts_without_any_are_refused(tiny_model):
-    for policy, flag in ((Policy(experts=HERE), "--expert-percent"),
-                         (Policy(expert_slots=3), "--expert-slots"),
-                         (Policy(cpu_expert_compute=True), "--cpu-expert-compute")):
-        with pytest.raises(UserError, match=f"no experts: leave {flag} out"):
-            LLM(str(tiny_model("llama").folder), policy=policy)
-    with pytest.raises(UserError, match="expert_slots"):
-        Policy(expert_slots=0)
+ONE_OF_TWO = ExpertChoices(((5, 5),) * 3, 1, source="counts.json")
 
 
-def test_experts_on_disk_take_as_many_slots_as_they_are_given(tiny_model, tmp_path):
+@pytest.mark.parametrize(("key", "policy", "words"), [
+    ("llama", {"experts": HERE}, "no experts: leave --expert-percent out"),
+    ("llama", {"expert_slots": 3}, "no experts: leave --expert-slots out"),
+    ("llama", {"cpu_expert_compute": True}, "no experts: leave --cpu-expert-compute out"),
+    ("llama", {"expert_choices": ONE_OF_TWO}, "no experts: leave --expert-counts out"),
+    ("qwen3_moe", {"expert_choices": ONE_OF_TWO}, "counts.json is of another model"),
+    (None, {"expert_choices": {"counts": []}}, "must be ExpertChoices"),
+    (None, {"expert_slots": 0}, "expert_slots")])
+def test_options_that_do_not_fit_the_model_raise(tiny_model, key, policy, words):
+    with pytest.raises(UserError, match=words):
+        LLM(str(tiny_model(key).folder), policy=Policy(**policy)) if key else Policy(**policy)
+
+
+def test_number_of_expert_slots(tiny_model, tmp_path):
     def held(**policy):
         with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
                  device="cpu", policy=Policy(**policy)) as llm:
@@ -358,8 +349,7 @@ def test_the_memory_plan_counts_experts_and_slots(tiny_model, tmp_path, bits):
 
 
 @pytest.mark.parametrize("bits", [16, 4])
-def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
-    """They are made as they are needed, the experts' on disk too, and are the same wherever."""
+def test_random_weights_are_the_same_in_every_place(tmp_path, monkeypatch, bits):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
     shape = PUBLISHED["Qwen/Qwen3-30B-A3B"] | {
         "num_hidden_layers": 2, "hidden_size": 64, "head_dim": 16, "num_attention_heads": 4,
@@ -376,12 +366,16 @@ def test_random_weights_of_a_published_shape(tmp_path, monkeypatch, bits):
     assert found[0] == found[1]
 
 
+PROMPT = 12
+LAYERS, DRAWN = (6, 40) if selection.every_case else (3, 20)
+
+
 def save_skewed(folder, skew):
     """A mixture of many small experts with random weights, whose routers prefer some."""
     from transformers import AutoModelForCausalLM
 
     config = MIXTURES["qwen3_moe"]()
-    config.num_experts, config.num_experts_per_tok, config.num_hidden_layers = 64, 4, 6
+    config.num_experts, config.num_experts_per_tok, config.num_hidden_layers = 64, 4, LAYERS
     generator = torch.Generator().manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -389,9 +383,6 @@ def save_skewed(folder, skew):
         if name.endswith("embed_tokens.weight"):  # what all inputs have in common
             parameter.data += skew
     model.save_pretrained(folder)
-
-
-PROMPT, DRAWN = 12, 40
 
 
 def drawn(folder, sequences, *, seed=0, offload_dir=None, **policy):
@@ -406,7 +397,7 @@ def drawn(folder, sequences, *, seed=0, offload_dir=None, **policy):
         return llm.stats, llm.model_config
 
 
-def test_choices_are_counted(tiny_model):
+def test_expert_choices_are_counted(tiny_model):
     """Each token that goes through a layer chooses three; layers without experts choose none."""
     prompts = make_prompts(97, [9, 4, 1, 12, 7])
     tokens = sum(map(len, prompts)) + len(prompts) * (NEW - 1)
@@ -436,7 +427,7 @@ def test_choices_are_counted(tiny_model):
 
 
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_what_is_computed_for_ended_sequences_is_not_counted(tiny_model, chunk):
+def test_ended_sequences_are_not_counted(tiny_model, chunk):
     prompts = make_prompts(97, [9, 4, 1, 12, 7, 3])
     params = [SamplingParams(max_new_tokens=1 + 2 * number, eos_token_id=-1)
               for number in range(len(prompts))]
@@ -454,7 +445,7 @@ def test_what_is_computed_for_ended_sequences_is_not_counted(tiny_model, chunk):
 
 @pytest.mark.parametrize(("alike", "texts", "tokens"), [
     (SHARED_PREFIX - 1, 4, 4 * SHARED_PREFIX), (SHARED_PREFIX, 1, SHARED_PREFIX + 4)])
-def test_what_prompts_begin_with_counts_as_a_text_where_it_is_computed_once(
+def test_a_shared_prefix_counts_once_if_computed_once(
         tiny_model, alike, texts, tokens):
     beginning, = make_prompts(97, [alike])
     with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32",
@@ -467,7 +458,7 @@ def test_what_prompts_begin_with_counts_as_a_text_where_it_is_computed_once(
 
 
 @pytest.fixture(scope="module", params=[
-    0.03, *(pytest.param(skew, marks=pytest.mark.full) for skew in (0.0, 0.1))])
+    0.03, *selection.full(0.0, 0.1)])
 def skewed(request, tmp_path_factory):
     """Such a model, and the choices of a run of it."""
     folder = tmp_path_factory.mktemp("skewed")
@@ -481,33 +472,33 @@ def planned(config, sequences, **policy):
                       Workload(PROMPT, DRAWN, sequences, 1), 4, False, False, CacheOptions())
 
 
-def test_the_share_of_touched_experts_is_foreseen(skewed):
+def test_planned_touched_experts_are_those_of_a_run(skewed):
     """By counts of another run of the same model, within 15 %."""
     folder, choices = skewed
-    for sequences in (1, 4, 16):
+    for sequences in (1, 16):
         stats, config = drawn(folder, sequences, seed=2)
         found = planned(config, sequences, expert_choices=choices)
         foreseen = found.touched(sequences, PROMPT) + (DRAWN - 1) * found.touched(sequences, 1)
-        assert abs(foreseen / (stats.expert_touches / 6) - 1) < 0.15, sequences
+        assert abs(foreseen / (stats.expert_touches / LAYERS) - 1) < 0.15, sequences
 
 
-@pytest.mark.parametrize("slots", [80, pytest.param(60, marks=pytest.mark.full)])
-def test_what_has_to_come_is_foreseen(skewed, tmp_path, slots):
-    """How many experts the planner says that a run brings, by counts of another run, within 15 %;
-    without guesses, some of which are wrong."""
+@pytest.mark.parametrize(("sequences", "slots"), [
+    (16, 80), (16, 60)] if selection.every_case else [(4, 40)])
+def test_planned_expert_loads_are_those_of_a_run(skewed, tmp_path, sequences, slots):
+    """By counts of another run, within 15 %; without prefetches, some of which are wrong."""
     folder, choices = skewed
     policy = {"weights": HERE, "experts": Placement(20, 0, 80), "expert_slots": slots,
               "expert_choices": choices}
-    stats, config = drawn(folder, 16, seed=2, offload_dir=tmp_path, overlap=False, **policy)
-    run = planned(config, 16, **policy)
+    stats, config = drawn(folder, sequences, seed=2, offload_dir=tmp_path, overlap=False,
+                          **policy)
+    run = planned(config, sequences, **policy)
     found = estimate(machine(gpu=False, read=1.0), run)
     prefill, step = (phase.resources["disk->cpu"] / run.expert_bytes
                      for phase in (found.prefill, found.step))
     assert abs((prefill + (DRAWN - 1) * step) / stats.expert_loads - 1) < 0.15
 
 
-def test_the_experts_chosen_most_often_rest_in_the_fastest_memory(skewed, tmp_path):
-    """And the tokens are the same."""
+def test_popular_experts_are_placed_in_faster_memory(skewed, tmp_path):
     folder, _ = skewed
     prompts = make_prompts(97, [9, 4, 1, 12, 7])
     expected, counted = run(folder, prompts)
@@ -518,7 +509,9 @@ def test_the_experts_chosen_most_often_rest_in_the_fastest_memory(skewed, tmp_pa
         tiers = {key: weights_of(llm).tiers[next(iter(unit.specs.values())).name]
                  for key, unit in weights_of(llm).experts.items()}
     ranked = [tiers[key] for key in choices.ranked]
-    assert ranked == ["gpu"] * 115 + ["cpu"] * 77 + ["disk"] * 192
+    count = 64 * LAYERS
+    assert ranked == (["gpu"] * round(0.3 * count) + ["cpu"] * round(0.2 * count)
+                      + ["disk"] * (count // 2))
     loads = []
     for known in (choices, None):
         tokens, stats = run(folder, prompts, experts=places, expert_slots=6, overlap=False,
@@ -526,14 +519,3 @@ def test_the_experts_chosen_most_often_rest_in_the_fastest_memory(skewed, tmp_pa
         assert tokens == expected
         loads.append(stats.expert_loads)
     assert loads[0] < 0.7 * loads[1], "fewer have to come"
-
-
-def test_counts_of_another_model_are_refused(tiny_model):
-    found = ExpertChoices(((5, 5),) * 3, 1, source="counts.json")
-    with pytest.raises(UserError, match="counts.json is of another model: 1 of 2 experts a "
-                                        "token in 3 of 3 layers, and .* has 3 of 11 experts"):
-        LLM(str(tiny_model("qwen3_moe").folder), policy=Policy(expert_choices=found))
-    with pytest.raises(UserError, match="no experts: leave --expert-counts out"):
-        LLM(str(tiny_model("llama").folder), policy=Policy(expert_choices=found))
-    with pytest.raises(UserError, match="must be ExpertChoices"):
-        Policy(expert_choices={"counts": []})

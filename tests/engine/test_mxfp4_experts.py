@@ -22,7 +22,7 @@ from flexgen_h2o.models.quantization import quantization
 from flexgen_h2o.models.registry import from_transformers, published, published_quantization
 from flexgen_h2o.planning.planned_run import part_bytes
 
-NEW = 10
+NEW = 6
 HERE, DISK, MIXED = (Placement(*shares) for shares in ((100, 0, 0), (0, 0, 100), (30, 30, 40)))
 SHAPES = frozenset({(32, 64), (64, 32)})
 
@@ -69,7 +69,7 @@ def run(hub, *, bits, h2o=None, weight_cache=None, **policy):
         return [out.token_ids for out in llm.generate(hub.prompts, max_new_tokens=NEW)]
 
 
-def test_gpt_oss_in_mxfp4_as_on_the_hub(hub):
+def test_mxfp4_equals_transformers(hub):
     """Dequantized in 16 bits, wherever it rests."""
     expected = transformers_tokens(hub, hub.prompts, NEW)
     for experts in (HERE, DISK):
@@ -84,7 +84,7 @@ def unpacked(matrix):
 
 @pytest.mark.parametrize(("bits", "options"), [(8, WeightOptions(8, 32)),
                                                (4, WeightOptions(4, 64, SHAPES))])
-def test_codes_of_experts_are_kept_exactly(hub, bits, options):
+def test_quantized_experts_keep_their_values(hub, bits, options):
     with LLM(str(hub.folder), weight_bits=bits, dtype="float32", weight_cache=None) as llm:
         assert llm.weight_options == options
         one = weights_of(llm).experts[1, 3].resident
@@ -116,7 +116,7 @@ def test_tokens_with_4_bits_for_every_policy(hub, tmp_path):
     assert "4bit-64-mxfp4" in folder.name, "no cache of another layout is taken for this one"
 
 
-def test_tokens_with_4_bits_where_tokens_are_dropped(hub):
+def test_h2o_with_4_bits_equals_the_simulation(hub):
     h2o = {"heavy_tokens": 2, "recent_tokens": 3}
     found = [run(hub, bits=4, h2o=H2OConfig(**h2o, simulate=simulate), gpu_batch_size=3)
              for simulate in (False, True)]
@@ -134,7 +134,7 @@ def test_bfloat16_is_near_float32(hub):
     torch.testing.assert_close(torch.stack(scores[1]), torch.stack(scores[0]), rtol=0.02, atol=0.02)
 
 
-def test_random_weights_have_the_form_of_the_checkpoint(hub):
+def test_random_weights_have_the_layout_of_the_checkpoint(hub):
     with LLM(str(hub.folder), path="_DUMMY_", weight_bits=4, weight_cache=None) as llm:
         assert llm.weight_options == WeightOptions(4, 64, SHAPES)
         one = weights_of(llm).experts[0, 0].resident
@@ -144,7 +144,7 @@ def test_random_weights_have_the_form_of_the_checkpoint(hub):
         assert part_bytes(llm.weight_options, llm.model_config.expert_shapes(), 2) == expert
 
 
-def test_published_shapes_have_it_too():
+def test_published_models_have_mxfp4_layouts():
     config, stored = published("openai/gpt-oss-120b"), published_quantization("openai/gpt-oss-120b")
     assert stored.weights(4, config).matrix_bytes((2880, 2880), 2) * 8 == 2880 * 2880 * 4.25
     assert stored.weights(4, config).layout((4096, 2880)).group == 64
@@ -152,7 +152,7 @@ def test_published_shapes_have_it_too():
     assert published_quantization("facebook/opt-30b") is None
 
 
-def test_a_shape_that_others_have_is_rounded():
+def test_ambiguous_shapes_are_not_mxfp4():
     """Nothing tells an expert's matrix from one of attention then."""
     config = from_transformers(MIXTURES["gpt_oss"](
         hidden_size=60, intermediate_size=32, head_dim=10).to_dict(), "m")

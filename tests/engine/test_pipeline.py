@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from helpers.internals import plan_with, stage_of, weights_of
+from helpers.selection import full_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from llm.test_llm import make_prompts
@@ -24,8 +25,8 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.distributed.pipeline import Pipeline
 from flexgen_h2o.errors import InsufficientMemory, UserError
 
-NEW = 9
-LENGTHS = [30, 21, 7, 13, 1, 15, 12, 2, 9]
+NEW = 6
+LENGTHS = [14, 11, 7, 9, 1, 8, 6, 2, 5]
 DISK = Placement(20, 30, 50)
 RISING = ExpertChoices(tuple(tuple(range(6 * layer, 6 * layer + 6)) for layer in range(3)), 2)
 
@@ -88,14 +89,14 @@ CASES = {
     "cache on disk": {"policy": small(cache=DISK, weights=Placement(0, 0, 100))},
     "no overlap": {"policy": small(overlap=False, weights=DISK, num_gpu_batches=2)},
     "halves": {"policy": small(sep_layer=True, weights=DISK)},
-    "chunks": {"policy": small(prefill_chunk=8)},
+    "chunks": {"policy": small(prefill_chunk=4)},
     "one batch": {"policy": small(num_gpu_batches=1, gpu_batch_size=9)},
     "quantized": {"weight_bits": 4, "policy": small(weights=DISK)},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_tokens_on_two_ranks(tiny_model, case):
+def test_two_ranks_give_the_same_tokens(tiny_model, case):
     key = "neox_sequential" if case == "halves" else "llama"
     options = {"policy": small(), **CASES[case]}
     tiny = tiny_model(key)
@@ -103,31 +104,23 @@ def test_the_same_tokens_on_two_ranks(tiny_model, case):
     assert tokens(tiny.folder, prompts_of(tiny), ranks=2, **options) == expected
 
 
-@pytest.mark.parametrize("key, ranks", [("opt", 3), ("opt_350m_style", 2), ("opt_untied", 2),
-                                        ("llama_untied_bias", 3), ("neox", 3),
-                                        ("neox_partial", 2)])
-def test_the_same_tokens_for_every_family(tiny_model, key, ranks):
-    tiny = tiny_model(key)
-    options = {"policy": small(weights=DISK), "h2o": H2OConfig(heavy_ratio=0.2)}
-    expected = tokens(tiny.folder, prompts_of(tiny), **options)
-    assert tokens(tiny.folder, prompts_of(tiny), ranks=ranks, **options) == expected
-
-
 @pytest.mark.parametrize("key, ranks, policy", [
-    ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}),
+    ("opt", 3, {"weights": DISK}), ("neox_partial", 2, {"weights": DISK}),
     ("qwen2_moe", 2, {"experts": Placement(50, 0, 50), "expert_choices": RISING}),
-    ("mixtral", 3, {"prefill_chunk": 8}),
-    ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5})])
-def test_the_same_tokens_of_mixtures(tiny_model, key, ranks, policy):
-    """Each group of batches is a block of its own to the experts, of which a rank has its
-    layers'."""
+    ("qwen3_moe_dense", 2, {"experts": Placement(0, 0, 100), "num_gpu_batches": 5}),
+    *full_cases(("opt_350m_style", 2, {"weights": DISK}), ("opt_untied", 2, {"weights": DISK}),
+                ("llama_untied_bias", 3, {"weights": DISK}), ("neox", 3, {"weights": DISK}),
+                ("qwen2_moe", 2, {"experts": DISK, "expert_slots": 4}),
+                ("mixtral", 3, {"prefill_chunk": 8}))])
+def test_families_give_the_same_tokens(tiny_model, key, ranks, policy):
+    """In mixtures, a rank has the experts of its own layers."""
     tiny = tiny_model(key)
     options = {"policy": small(**policy), "h2o": H2OConfig(heavy_ratio=0.2)}
     expected = tokens(tiny.folder, prompts_of(tiny), **options)
     assert tokens(tiny.folder, prompts_of(tiny), ranks=ranks, **options) == expected
 
 
-def test_a_mixture_whose_texts_end_at_different_times(tiny_model):
+def test_sequences_of_a_mixture_end_at_different_steps(tiny_model):
     tiny = tiny_model("olmoe")
     prompts = prompts_of(tiny)
     ends = tuple(range(0, 97, 5))
@@ -138,12 +131,12 @@ def test_a_mixture_whose_texts_end_at_different_times(tiny_model):
     assert tokens(tiny.folder, prompts, params, ranks=2, **options) == expected
 
 
-def test_sampling_ends_and_log_probs_are_those_of_one_rank(tiny_model):
+def test_samples_and_log_probs_equal_those_of_one_rank(tiny_model):
     """Texts end early, so that blocks do, and sequences go on in the next ones."""
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny, [5, 9, 3, 12, 7, 4, 8, 2, 6, 11, 3])
     params = [SamplingParams(
-        max_new_tokens=3 + 5 * (number % 4), do_sample=number % 2 == 0, seed=number, top_k=0,
+        max_new_tokens=3 + 3 * (number % 4), do_sample=number % 2 == 0, seed=number, top_k=0,
         eos_token_id=tuple(range(0, 120, 5)), logprobs=3 if number % 3 == 0 else None)
         for number in range(len(prompts))]
     options = {"policy": small(gpu_batch_size=1)}
@@ -155,7 +148,7 @@ def test_sampling_ends_and_log_probs_are_those_of_one_rank(tiny_model):
         assert found == expected
 
 
-def test_a_rank_counts_what_it_sends(tiny_model):
+def test_sent_bytes_are_counted(tiny_model):
     tiny = tiny_model("opt")
 
     def work(pipeline):
@@ -174,14 +167,14 @@ def test_a_rank_counts_what_it_sends(tiny_model):
     assert first == again == 4 * hidden * (5 + 2 * 3)
 
 
-def test_a_pipeline_without_a_launcher_is_refused(monkeypatch):
+def test_a_pipeline_without_a_launcher_raises(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UserError, match="can't reach the others .*RANK.*check that torchrun has"):
         Pipeline.join(TorchrunEnv())
 
 
-def test_bounds_of_the_first_rank_count(tiny_model):
+def test_the_first_rank_decides_the_bounds(tiny_model):
     tiny = tiny_model("llama")
     layers = {}
 
@@ -197,7 +190,7 @@ def test_bounds_of_the_first_rank_count(tiny_model):
     assert layers == {0: 2, 1: 1}
 
 
-def test_each_rank_keeps_the_experts_chosen_most_often_in_its_own_layers(tiny_model):
+def test_each_rank_places_its_popular_experts_first(tiny_model):
     tiny, tiers = tiny_model("qwen2_moe"), {}
 
     def work(pipeline):
@@ -217,7 +210,7 @@ def test_each_rank_keeps_the_experts_chosen_most_often_in_its_own_layers(tiny_mo
         assert ranked == ["gpu"] * half + ["cpu"] * half
 
 
-def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
+def test_a_call_ends_the_blocks_of_the_one_before(tiny_model):
     tiny = tiny_model("opt")
     prompts = prompts_of(tiny)
 
@@ -249,7 +242,7 @@ def test_blocks_come_one_by_one_and_calls_one_after_the_other(tiny_model):
         key: expected[key] for key in first} and len(first) == 4
 
 
-def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
+def test_too_little_memory_on_one_rank_raises_on_the_first(tiny_model, monkeypatch):
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
 
@@ -268,7 +261,7 @@ def test_too_little_memory_on_one_rank_is_that_of_all(tiny_model, monkeypatch):
     assert len(out.token_ids) == 3
 
 
-def test_an_error_on_one_rank_ends_all_with_its_words(tiny_model):
+def test_an_error_on_one_rank_ends_all_ranks(tiny_model):
     tiny = tiny_model("llama")
     errors = {}
 
@@ -294,7 +287,7 @@ def test_an_error_on_one_rank_ends_all_with_its_words(tiny_model):
             "has ended: the disk is gone")
 
 
-def test_ranks_that_load_different_models_are_refused(tiny_model):
+def test_ranks_with_different_models_raise(tiny_model):
     models = [tiny_model("llama"), tiny_model("llama3_rope")]
     errors = []
 
@@ -311,22 +304,20 @@ def test_ranks_that_load_different_models_are_refused(tiny_model):
                                     for each in errors)
 
 
-def test_more_ranks_than_layers_are_refused(tiny_model):
+def test_wrong_pipelines_raise(tiny_model):
+    folder = str(tiny_model("llama").folder)
+
     def work(pipeline):
         with pytest.raises(UserError, match="3 layers, too few for 4 ranks"):
-            LLM(str(tiny_model("llama").folder), pipeline=pipeline, device="cpu", progress=False)
+            LLM(folder, pipeline=pipeline, device="cpu", progress=False)
 
-    tiny_model("llama")
     in_ranks(4, work)
-
-
-def test_a_pipeline_that_is_none_is_refused(tiny_model):
     with pytest.raises(UserError, match="pipeline must be a Pipeline, got 2"):
-        LLM(str(tiny_model("llama").folder), pipeline=2)
+        LLM(folder, pipeline=2)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=9), st.integers(1, 9))
-def test_bounds_give_the_slowest_rank_the_least(seconds, ranks):
+def test_balanced_layers_minimize_the_slowest_rank(seconds, ranks):
     ranks = min(ranks, len(seconds))
     found = balance_layers(seconds, ranks)
 
@@ -340,7 +331,7 @@ def test_bounds_give_the_slowest_rank_the_least(seconds, ranks):
     assert most(found) == pytest.approx(least)
 
 
-def test_messages_of_a_channel_come_in_their_order():
+def test_messages_of_a_channel_keep_their_order():
     def work(pipeline):
         if pipeline.rank == 0:
             for number in range(50):

@@ -48,7 +48,7 @@ def tokens(tiny, *, bits=16, look=lambda llm: None, h2o=None, **policy):
 @given(st.data())
 @settings(max_examples=examples(8),
           suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_same_tokens_for_every_placement_and_batch(tiny_model, small_shards, key, data):
+def test_any_placement_and_batch_gives_the_same_tokens(tiny_model, small_shards, key, data):
     """With matrices in part in memory and in part on disk, in 16, 8 and 4 bits, of prompts in one
     piece and in blocks, batch by batch and, where batches share what is loaded, whole."""
     tiny = tiny_model(key)
@@ -81,7 +81,7 @@ class Noting(Operations):
 
 
 @pytest.mark.parametrize("key", TINY)
-def test_a_layers_matrices_stand_in_the_order_of_their_use(key):
+def test_matrices_are_stored_in_order_of_use(key):
     config = from_transformers(TINY[key](), key)
     kind, do = family(config), Noting()
     w = {name: torch.rand(spec.shape) for name, spec in kind.weights(config).layers[0].items()}
@@ -95,7 +95,7 @@ def test_a_layers_matrices_stand_in_the_order_of_their_use(key):
 
 
 @pytest.mark.parametrize("disk", [30, 100])
-def test_nothing_is_read_in_vain_into_small_buffers(tiny_model, disk, monkeypatch):
+def test_buffers_are_as_planned_and_reads_in_order(tiny_model, disk, monkeypatch):
     """As large as the plan says."""
     monkeypatch.setattr(placement, "MIN_SHARD_BYTES", 1)
     tiny = tiny_model("opt")

@@ -1,4 +1,4 @@
-"""Next tokens, log-probabilities, and how requests are cut into batches, blocks and chunks."""
+"""Sampling, scoring, and how requests are split into batches, blocks and chunks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def sampler(eos=(), **options):
 
 
 def draw(logits, count, seed=0, **options):
-    """How often each token comes out of `count` draws of one request."""
-    choose, one = sampler(**options), [request(seed=seed)]
-    return Counter(choose(logits[None], one)[0] for _ in range(count))
+    """Return how often each token comes out of `count` draws, 100 at a time."""
+    choose, many = sampler(**options), [request(key, seed=seed) for key in range(100)]
+    return Counter(token for _ in range(count // 100)
+                   for token in choose(logits.repeat(100, 1), many))
 
 
 # Sampling
@@ -49,7 +50,7 @@ def draw(logits, count, seed=0, **options):
     ({"min_p": 0.2}, {0, 2, 3}),  # relative to the likeliest: exp(-1.5) = 0.22, exp(-2) = 0.14
     ({"temperature": 0.5, "top_k": 4, "top_p": 0.97}, {0, 2, 3}),
 ])
-def test_frequencies_are_those_of_the_softmax_over_what_is_left(options, allowed):
+def test_frequencies_equal_the_softmax_of_allowed_tokens(options, allowed):
     count = 4000
     found = draw(LOGITS, count, seed=3, **options)
     assert set(found) <= allowed
@@ -62,7 +63,7 @@ def test_frequencies_are_those_of_the_softmax_over_what_is_left(options, allowed
     assert square < 20.5, (found, expected)
 
 
-def test_top_p_and_temperature_apply_in_the_order_of_transformers():
+def test_temperature_applies_before_top_p():
     """The temperature first: at 3 the likeliest two tokens no longer hold 0.7."""
     assert set(draw(LOGITS, 500, top_p=0.7)) == {0, 3}
     assert len(set(draw(LOGITS, 500, top_p=0.7, temperature=3.0))) > 2
@@ -70,7 +71,7 @@ def test_top_p_and_temperature_apply_in_the_order_of_transformers():
 
 @few
 @given(st.data())
-def test_a_removed_token_is_never_drawn(data):
+def test_a_filtered_token_is_never_drawn(data):
     vocab = data.draw(st.integers(2, 40))
     logits = torch.tensor(data.draw(st.lists(
         st.floats(-30, 30, width=32), min_size=vocab, max_size=vocab, unique=True)))
@@ -90,7 +91,7 @@ def test_a_removed_token_is_never_drawn(data):
         assert probabilities[token] >= min_p * probabilities.max() - slack
 
 
-def test_a_bias_is_added_before_all_else():
+def test_logit_bias_applies_first():
     assert set(draw(LOGITS, 200, logit_bias={5: 100.0, 0: -100})) == {5}
     assert sampler(do_sample=False, logit_bias={3: 1.5})(LOGITS[None], [request()]) == [3]
     # A penalty divides the biased logit: 2 + 2 over 3 is less than the 2 of the other token.
@@ -105,7 +106,7 @@ def test_a_bias_is_added_before_all_else():
     ({"logit_bias": {"3": 1}}, "each token of logit_bias must be an integer"),
     ({"logit_bias": {3: math.inf}}, "logit_bias of token 3 must be a finite number"),
     ({"skip_special_tokens": 1}, "skip_special_tokens must be true or false")])
-def test_wrong_tokens_are_refused(options, words):
+def test_wrong_token_options_raise(options, words):
     with pytest.raises(UserError, match=words):
         SamplingParams(**options)
 
@@ -123,7 +124,7 @@ def test_a_token_of_probability_0_is_never_drawn(monkeypatch, point, impossible)
 
 @few
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=12, unique=True), st.randoms())
-def test_what_a_request_draws_depends_on_its_seed_alone(keys, rng):
+def test_draws_depend_only_on_the_seed_of_a_request(keys, rng):
     """Not on its row, nor on what is beside it."""
     alone = {key: sampler() for key in keys}
     together = sampler()
@@ -135,7 +136,7 @@ def test_what_a_request_draws_depends_on_its_seed_alone(keys, rng):
         assert got == [alone[key](rows[key][None], [request(key)])[0] for key in order]
 
 
-def test_seeds_and_keys_give_streams_of_their_own():
+def test_seeds_and_keys_give_independent_streams():
     flat = torch.zeros(200, 1000)
     rows = [sampler()(flat, [request(key, seed=seed) for key in range(200)]) for seed in range(3)]
     rows.append([sampler()(flat[:1], [request(seed=seed)])[0] for seed in range(200)])
@@ -146,14 +147,14 @@ def test_seeds_and_keys_give_streams_of_their_own():
     assert rows[0] != rows[1] != rows[2]
 
 
-def test_greedy_takes_the_likeliest_and_of_equals_the_first():
+def test_greedy_takes_the_first_of_equal_tokens():
     choose = Sampler(SamplingParams(), ())
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, -1.0, 2.0]])
     assert choose(logits, [request(0), request(1)]) == [1, 0]
     assert choose(logits.bfloat16(), [request(0), request(1)]) == [1, 0]
 
 
-def test_end_tokens_stay_away_until_min_new_tokens():
+def test_min_new_tokens_masks_end_tokens():
     logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]])
     choose = Sampler(SamplingParams(min_new_tokens=2), (1, 2))
     assert choose(logits.repeat(4, 1), [request(n, generated=[0] * n) for n in range(4)]) == [
@@ -161,7 +162,7 @@ def test_end_tokens_stay_away_until_min_new_tokens():
     assert logits[0, 1] == 9.0, "the caller's logits are not changed"
 
 
-def test_penalties_look_at_each_request_without_its_neighbours():
+def test_repetition_penalties_are_per_request():
     choose = Sampler(SamplingParams(repetition_penalty=10.0), ())
     logits = torch.tensor([5.0, 4.0, 3.0]).repeat(3, 1)
     requests = [request(0, [2]), request(1, [0]), request(2, [2, 2, 2])]
@@ -171,7 +172,7 @@ def test_penalties_look_at_each_request_without_its_neighbours():
     assert pairs(logits[:2], [request(0, [1, 0, 1]), request(1, [1, 2, 1])]) == [1, 0]
 
 
-def test_presence_and_frequency_penalties_count_what_has_been_generated():
+def test_presence_and_frequency_penalties_count_new_tokens():
     """As in OpenAI's API: not the prompt, once or for each time."""
     logits = torch.tensor([5.0, 4.0, 3.5, 0.0]).repeat(3, 1)
     requests = [request(0, [0, 0, 0]), request(1, generated=[0]), request(2, generated=[0, 1, 0])]
@@ -184,7 +185,7 @@ def test_presence_and_frequency_penalties_count_what_has_been_generated():
 
 @few
 @given(st.data())
-def test_requests_of_all_kinds_share_a_batch(data):
+def test_requests_with_other_parameters_share_a_batch(data):
     """Each goes on as it does alone, with log-probabilities of the model's own logits."""
     chance = st.sampled_from([{}, {"do_sample": True}, {"do_sample": True, "temperature": 0.5}])
     kinds = st.builds(
@@ -233,7 +234,7 @@ WARPED = [{"do_sample": False}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}
     (0, NAN, "nan"), (5, NAN, "nan"), (3, INF, "inf"), (slice(None), INF, "inf"),
     (slice(None), NONE, "-inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown, dtype):
+def test_logits_that_are_not_finite_raise(options, place, value, shown, dtype):
     logits = LOGITS.repeat(3, 1)
     logits[1, place] = value
     requests = [request(4), request(7), request(2)]
@@ -252,7 +253,7 @@ def test_logits_that_are_not_finite_choose_nothing(options, place, value, shown,
 
 
 @pytest.mark.parametrize("options", WARPED)
-def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, options):
+def test_no_allowed_token_raises(monkeypatch, options):
     waits = []
     for name in ("tolist", "item", "__bool__"):
         real = getattr(torch.Tensor, name)
@@ -266,7 +267,7 @@ def test_tokens_that_are_ruled_out_are_no_harm_until_none_is_left(monkeypatch, o
         sampler(eos=[0, 2], **{**options, "min_new_tokens": 3})(logits, [request(3)])
 
 
-def test_a_continuation_may_be_impossible():
+def test_an_impossible_continuation_scores_minus_infinity():
     consumer = DecodeScorer({7: [1]})
     consumer(batch_of([request(7)]), 0, 0, torch.tensor([[0.0, NONE, 2.0]]))
     assert consumer.log_probs[7] == [NONE]
@@ -299,7 +300,7 @@ def batch_of(requests, new=3, chunk=None):
     return batch
 
 
-def test_generation_extends_each_request_until_eos_or_the_length():
+def test_generation_ends_at_eos_or_the_length():
     consumer = GenerationSampler(dict.fromkeys(
         range(3), GenerationRules(Sampler(SamplingParams(), (7,)), 3, (7,))))
     batch = batch_of([request(key) for key in range(3)])
@@ -332,7 +333,7 @@ VOCAB = 11
 
 @few
 @given(st.data())
-def test_scoring_finds_the_rows_that_predict_each_continuation(data):
+def test_prefill_scorer_selects_the_predicting_rows(data):
     texts, contexts = texts_to_score(data)
     continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
     batch = batch_of([Request(key, text[:-1]) for key, text in enumerate(texts)],
@@ -358,13 +359,21 @@ def test_scoring_finds_the_rows_that_predict_each_continuation(data):
 
 @few
 @given(st.data())
-def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
+def test_decode_scorer_feeds_the_continuation(data):
     texts, contexts = texts_to_score(data)
     continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
     requests = [Request(key, text[: contexts[key]]) for key, text in enumerate(texts)]
     new = max(map(len, continuations.values())) - 1
     batch = batch_of(requests, new, chunk=data.draw(st.sampled_from([None, 2])))
-    consumer, expected = DecodeScorer(continuations), {key: [] for key in continuations}
+    heard: dict[tuple[int, int], float] = {}
+
+    def on_logits(places, logits):
+        assert len(places) == len(logits) and heard.keys().isdisjoint(places)
+        heard.update({(key, place): row.log_softmax(-1)[continuations[key][place]].item()
+                      for (key, place), row in zip(places, logits, strict=True)})
+
+    consumer = DecodeScorer(continuations, on_logits)
+    expected = {key: [] for key in continuations}
     first = batch.batch_layout.prefill_passes - 1
     assert all(len(consumer.rows(batch, forward_pass)) == 0 for forward_pass in range(first))
     for step in range(new + 1):
@@ -380,6 +389,8 @@ def test_forcing_feeds_the_continuation_whatever_the_model_would_say(data):
     assert {r.key: r.generated for r in requests} == continuations
     for key, values in expected.items():
         assert consumer.log_probs[key] == pytest.approx(values)
+    assert heard == pytest.approx({(key, place): value for key, values in expected.items()
+                                   for place, value in enumerate(values)})
 
 
 # Batches, blocks, forward passes, chunks
@@ -411,8 +422,7 @@ def test_blocks_hold_every_request_once(lengths, size, batches, chunk):
 
 @few
 @given(st.data(), lengths, st.integers(1, 5), st.integers(1, 3), chunks, st.booleans())
-def test_sequences_go_on_beside_new_ones_until_all_have_ended(data, lengths, size, batches, chunk,
-                                                              shares):
+def test_sequences_continue_beside_new_ones(data, lengths, size, batches, chunk, shares):
     """Each block says where they were; none is wider than the queue has said."""
     new = {key: length % 5 + 1 for key, length in enumerate(lengths)}
     requests = [request(key, [0] * n) for key, n in enumerate(lengths)]
@@ -449,13 +459,9 @@ def test_sequences_go_on_beside_new_ones_until_all_have_ended(data, lengths, siz
     assert waiting == 0 and all(one.finish_reason for one in requests)
 
 
-def test_no_requests_are_no_blocks():
-    assert make_blocks([], 3, gpu_batch_size=4, num_gpu_batches=2) == []
-
-
 @few
 @given(lengths, chunks)
-def test_a_batch_packs_its_rows_pass_by_pass(lengths, chunk):
+def test_inputs_of_each_forward_pass(lengths, chunk):
     batch = batch_of([request(k, range(100 * k, 100 * k + n)) for k, n in enumerate(lengths)],
                      chunk=chunk)
     passes = batch.batch_layout.prefill_passes
@@ -486,7 +492,7 @@ def test_a_batch_packs_its_rows_pass_by_pass(lengths, chunk):
 
 @few
 @given(lengths, st.integers(1, 80), chunks)
-def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chunk):
+def test_chunks_cover_all_rows_once(lengths, most, chunk):
     batch = batch_of([request(key, [0] * n) for key, n in enumerate(lengths)], chunk=chunk)
     for forward_pass in range(batch.batch_layout.prefill_passes):
         found = list(batch.chunks(forward_pass, most))
@@ -507,7 +513,7 @@ def test_chunks_cover_all_rows_once_and_cut_between_sequences(lengths, most, chu
 @settings(max_examples=examples(40))
 @given(kinds=st.lists(st.integers(0, 3), min_size=1, max_size=9), size=st.integers(1, 5),
        chunk=st.sampled_from([None, 1, 2, 3]))
-def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
+def test_equal_prompts_are_adjacent_and_computed_once(kinds, size, chunk):
     prompts = [[7], [7, 8], [8, 7], [1, 2, 3, 4, 5]]
     requests = [Request(key, prompts[kind]) for key, kind in enumerate(kinds)]
     blocks = make_blocks(requests, 2, gpu_batch_size=size, num_gpu_batches=2, prefill_chunk=chunk,
@@ -533,26 +539,3 @@ def test_equal_prompts_lie_together_and_are_computed_once(kinds, size, chunk):
         ids, _ = batch.inputs(forward_pass)
         assert [ids[row] for row in newest_rows(batch, forward_pass)] == [
             request.prompt[-1] for request in batch.requests]
-
-
-@few
-@given(st.data())
-def test_logits_of_scored_tokens_are_handed_out_once_each(data):
-    texts, contexts = texts_to_score(data)
-    continuations = {key: text[contexts[key]:] for key, text in enumerate(texts)}
-    heard: dict[tuple[int, int], float] = {}
-
-    def on_logits(places, logits):
-        assert len(places) == len(logits) and heard.keys().isdisjoint(places)
-        heard.update({(key, place): row.log_softmax(-1)[continuations[key][place]].item()
-                      for (key, place), row in zip(places, logits, strict=True)})
-
-    consumer = DecodeScorer(continuations, on_logits)
-    new = max(map(len, continuations.values())) - 1
-    batch = batch_of([Request(key, text[: contexts[key]]) for key, text in enumerate(texts)], new)
-    for step in range(new + 1):
-        consumer(batch, step, 0, torch.randn(len(batch), VOCAB,
-                                         generator=torch.Generator().manual_seed(step)))
-    assert len(heard) == sum(map(len, continuations.values()))
-    for (key, place), log_prob in heard.items():
-        assert consumer.log_probs[key][place] == pytest.approx(log_prob)

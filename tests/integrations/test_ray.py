@@ -15,6 +15,7 @@ import pytest
 from helpers.error_cases import command_refused, refused
 from helpers.programs import ROOT
 from helpers.read_back import read_jsonl
+from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 
 from flexgen_h2o import LLM, SamplingParams
@@ -105,15 +106,16 @@ def replicas() -> list[psutil.Process]:
     return found
 
 
-def test_replicas_answer_as_one_process_though_one_is_killed(
-        cluster, words, tmp_path, monkeypatch, capsys):
-    write(tmp_path, [*requests(), "{broken\n", {"id": "r0", "prompt": "w3"},
+@pytest.mark.parametrize("count", [1, *full(2)])
+def test_results_after_a_replica_was_killed(
+        cluster, words, tmp_path, monkeypatch, capsys, count):
+    """The same as those of one process without Ray, of which the job continues some."""
+    write(tmp_path, [*requests(6), "{broken\n", {"id": "r0", "prompt": "w3"},
                      {"id": "long", "prompt": " ".join(["w4"] * 400)},
                      {"id": "chat", "messages": [{"role": "user", "content": "w5 w6"}]}])
     assert batch.main(flags(tmp_path, words, "one.jsonl")) == 0
     one = answers(tmp_path / "one.jsonl")
-    assert len(one) == 16
-    # Some of it is answered already, by a job without Ray.
+    assert len(one) == 10
     start = (tmp_path / "one.jsonl").read_text().splitlines(keepends=True)[:3]
     (tmp_path / "two.jsonl").write_text("".join(start))
     settings = (tmp_path / "one.jsonl.config.yaml").read_text()
@@ -130,18 +132,18 @@ def test_replicas_answer_as_one_process_though_one_is_killed(
 
     monkeypatch.setattr(ResultsFile, "add", add_and_kill)
     capsys.readouterr()
-    status = batch.main(flags(tmp_path, words, "two.jsonl", "--ray", "--replicas", "2", "--window",
-                              "2"))
+    status = batch.main(flags(tmp_path, words, "two.jsonl", "--ray", "--replicas", str(count),
+                              "--window", "2"))
     out, err = capsys.readouterr()
     assert status == 0, err
-    assert "finished; 16 of 16 requests answered, 3 of them failed" in out
+    assert "finished; 10 of 10 requests answered, 3 of them failed" in out
     assert killed and not psutil.pid_exists(killed[0])
     assert answers(tmp_path / "two.jsonl") == one
     assert (tmp_path / "two.jsonl").read_text().startswith("".join(start))
 
 
 @pytest.mark.full
-def test_a_killed_command_leaves_no_process_and_resumes(words, tmp_path, capsys):
+def test_a_killed_job_leaves_no_process_and_resumes(words, tmp_path, capsys):
     write(tmp_path, requests())
     argv = flags(tmp_path, words, "out.jsonl", "--window", "1")
     process = subprocess.Popen(
@@ -204,7 +206,7 @@ def test_a_processor_answers_rows_and_reports_bad_ones(cluster, words, tmp_path)
     assert config.resources().memory > PROCESS_BYTES + (128 << 20)
 
 
-def test_a_generator_takes_columns_of_all_kinds(words):
+def test_generator_takes_all_kinds_of_columns(words):
     from flexgen_h2o.integrations.ray import BatchGenerator
 
     generator = BatchGenerator({"model": words, "progress": False, **ENGINE},
@@ -243,7 +245,7 @@ def test_a_generator_takes_columns_of_all_kinds(words):
     ({"memory": 1, "num_gpus": 2}, "num_gpus must be 0 or 1"),
     ({"memory": 1, "engine_kwargs": {"model": "m"}}, "it is model_source"),
 ])
-def test_a_configuration_that_cannot_run_is_refused(given, words):
+def test_wrong_processor_configurations_raise(given, words):
     from flexgen_h2o.integrations.ray import ProcessorConfig
 
     refused(lambda: ProcessorConfig(model_source="m", **given), words)
@@ -263,7 +265,7 @@ def test_replicas_share_the_cpus_of_a_host():
     refused(lambda: asked.fitted([], 1), "place 0 replicas")
 
 
-def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):
+def test_arguments_of_the_pool_for_versions_of_ray(monkeypatch):
     found = clusters._replica_pool(ray, 3)
     assert found["compute"].max_size == 3 and found["max_restarts"] > 0
     assert clusters._replica_pool(ray, (1, 3))["compute"].min_size == 1
@@ -284,11 +286,11 @@ def test_the_pool_is_asked_for_as_this_version_of_ray_takes_it(monkeypatch):
     (["--ray", "--percent", "auto"], "--percent auto plans for one process"),
     (["--ray", "--device", "cuda:1"], "is one GPU of this machine"),
 ])
-def test_flags_that_contradict_are_told_in_a_line(refuses_flags, more, words):
+def test_flags_that_contradict_ray_raise(refuses_flags, more, words):
     refuses_flags(batch.main, ["-i", "a.jsonl", "-o", "b.jsonl", *more], words)
 
 
-def test_without_ray_a_line_says_what_to_install(words, tmp_path, monkeypatch, capsys):
+def test_without_ray_the_error_says_what_to_install(words, tmp_path, monkeypatch, capsys):
     write(tmp_path, requests(2))
     monkeypatch.setitem(sys.modules, "ray", None)
     command_refused(batch.main, capsys, flags(tmp_path, words, "out.jsonl", "--ray"),
