@@ -49,7 +49,7 @@ class Ranks:
         self.beats = {1: Heartbeat(0, 0, WORKING), 2: Heartbeat(0, 0, WORKING)}
 
     def after(self, seconds, *, alive=(1, 2), moved=()):
-        """So many seconds, beat by beat: who is alive, and whose work gets on."""
+        """Let seconds pass, with a heartbeat of each rank that is alive."""
         for _ in range(seconds):
             self.now += 1
             for rank, beat in self.beats.items():
@@ -69,33 +69,33 @@ def ranks():
     return Ranks()
 
 
-def test_ranks_that_live_and_get_on_are_left_alone(ranks):
+def test_ranks_that_make_progress_do_not_fail(ranks):
     with ranks.monitor.state(WORKING):
         ranks.after(200, moved=(2,))
         ranks.monitor.check()
 
 
-def test_a_rank_without_a_heartbeat_is_named(ranks):
+def test_a_rank_without_a_heartbeat_fails(ranks):
     ranks.after(5, moved=(1,))
     ranks.after(11, alive=(1,), moved=(1,))
     assert ranks.failure().startswith("rank 2 (c) has not answered for 10 s")
 
 
-def test_the_rank_that_computes_and_does_not_get_on_is_named_and_not_those_that_wait(ranks):
+def test_a_rank_that_computes_without_progress_fails(ranks):
     with ranks.monitor.state(WAITING, "for rank 1 (b)"):
         ranks.beats[2].state = WAITING
         ranks.after(62)
     assert ranks.failure() == "rank 1 (b) has made no progress for 60 s"
 
 
-def test_ranks_that_all_wait_are_ended_too(ranks):
+def test_ranks_that_all_wait_fail(ranks):
     ranks.beats[1].state = ranks.beats[2].state = WAITING
     with ranks.monitor.state(WAITING, "for rank 1 (b)"):
         ranks.after(62)
     assert ranks.failure() == "rank 0 (a) has waited for rank 1 (b) for 60 s"
 
 
-def test_nothing_is_expected_while_the_first_rank_has_nothing_to_do(ranks):
+def test_an_idle_pipeline_does_not_time_out(ranks):
     for beat in ranks.beats.values():
         beat.state = IDLE
     ranks.after(500)
@@ -119,7 +119,7 @@ def test_waiting_counts_only_within_work(ranks):
     assert ranks.failure() == "rank 0 (a) has waited for rank 1 (b) for 60 s"
 
 
-def test_a_rank_that_has_failed_says_why_and_one_alone_tells(ranks):
+def test_the_reason_of_a_failed_rank_is_reported_once(ranks):
     other = HeartbeatMonitor(ranks.store, 1, NAMES, timeout=10, progress_timeout=60)
     ranks.after(1)
     other.fail("rank 1 (b) has ended: the disk is full")
@@ -130,7 +130,7 @@ def test_a_rank_that_has_failed_says_why_and_one_alone_tells(ranks):
     assert other.claim_report() and not ranks.monitor.claim_report()
 
 
-def test_a_rank_that_has_left_is_not_missed(ranks):
+def test_a_closed_rank_is_not_a_failure(ranks):
     other = HeartbeatMonitor(ranks.store, 1, NAMES, timeout=10, progress_timeout=60)
     other.close()
     left = ranks.store["beat/1"]
@@ -143,12 +143,12 @@ def test_a_rank_that_has_left_is_not_missed(ranks):
     ranks.monitor.check()
 
 
-def test_a_closed_connection_names_its_rank_where_nobody_knows_more():
+def test_a_closed_connection_names_its_rank():
     monitor = HeartbeatMonitor(MemoryStore(), 0, NAMES, timeout=0.1, progress_timeout=60)
     assert str(monitor.connection_lost(2)) == "rank 2 (c) has gone: its connection has closed"
 
 
-def test_a_store_that_does_not_answer_is_told_and_holds_nobody_up():
+def test_a_silent_store_fails_the_monitor():
     """As where the host of rank 0 is gone without a word: what asks it waits without end."""
     silent = threading.Event()
 
@@ -208,7 +208,7 @@ class BlockingStore:
         return f"{key} {expected} {desired}".encode()
 
 
-def test_calls_give_what_the_store_gives():
+def test_timeout_store_forwards_calls():
     store = TimeoutStore(BlockingStore(), 60)
     assert store.set("a", b"value") is None
     assert (store.add("a", 2), store.check(["a", "b"])) == (3, True)
@@ -217,7 +217,7 @@ def test_calls_give_what_the_store_gives():
         store.set("closed", "value")
 
 
-def test_a_store_that_does_not_answer_is_asked_no_more():
+def test_a_silent_store_is_not_called_again():
     silent = BlockingStore()
     store = TimeoutStore(silent, 0.01)
     with pytest.raises(StoreTimeout, match=r"no answer for 0\.01 s"):
@@ -228,7 +228,7 @@ def test_a_store_that_does_not_answer_is_asked_no_more():
     assert silent.asked == 0
 
 
-def test_a_process_that_was_stopped_itself_finds_the_answer(monkeypatch):
+def test_a_process_that_was_stopped_does_not_time_out(monkeypatch):
     """The time of its first look is over, although the store has answered at once."""
     looks = []
 

@@ -56,7 +56,7 @@ def test_a_completion_keeps_its_first_space(kind, names, text):
 EMOJI = [f"<0x{value:02X}>" for value in "😀".encode()]
 
 
-def test_tokens_that_are_parts_of_a_character_have_its_bytes():
+def test_parts_of_a_character_have_its_bytes():
     for kind in ("llama", "byte-level"):
         tokens = TOKENIZERS[kind]("so 😀é", add_special_tokens=False)["input_ids"]
         parts = [DETOKENIZERS[kind].token_bytes(token) for token in tokens]
@@ -65,7 +65,7 @@ def test_tokens_that_are_parts_of_a_character_have_its_bytes():
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_character_that_is_cut_off_at_the_end_is_left_out(cut):
+def test_incomplete_characters_are_left_out(cut):
     """Whole characters of bytes before it stay, which SentencePiece's own decoder would lose."""
     detokenizer = DETOKENIZERS["llama"]
     names = ["▁so", *EMOJI, *EMOJI[:cut]]
@@ -77,12 +77,12 @@ def test_a_character_that_is_cut_off_at_the_end_is_left_out(cut):
     assert detokenizer.text(rest[-1:], tokens) == " time"
 
 
-def test_bytes_of_no_character_become_replacement_characters():
+def test_invalid_bytes_become_replacement_characters():
     names = ["▁so", "<0xFF>", "▁time", "<0xF0>", "▁time"]
     assert DETOKENIZERS["llama"].text(tokens_of("llama", *names)) == "so\ufffd time\ufffd time"
 
 
-def test_special_tokens_have_no_text_unless_they_are_kept():
+def test_special_tokens_have_text_only_if_kept():
     detokenizer = DETOKENIZERS["llama"]
     tokens = tokens_of("llama", "▁so", "</s>", "▁time", "<s>")
     assert detokenizer.text(tokens) == "so time"

@@ -251,7 +251,7 @@ def test_too_little_memory_on_one_rank_raises_on_the_first(tiny_model, monkeypat
                  progress=False) as llm:
             if pipeline.rank:
                 plan_with(llm, lambda workload, limits: limits.capped(
-                    cpu=0 if workload.prompt_len > 15 else None, gpu=None))
+                    cpu=0 if workload.prompt_len > 10 else None, gpu=None))
                 return llm.follow()
             with pytest.raises(InsufficientMemory, match="rank 1: .*does not fit"):
                 llm.generate(prompts, max_new_tokens=3)

@@ -112,7 +112,7 @@ class Simulation:
 
 
 @given(pipelines(), st.integers(1, 3))
-def test_ranks_compute_everything_once_in_order_and_never_wait_for_each_other(pipeline, window):
+def test_ranks_compute_everything_once_without_deadlock(pipeline, window):
     passes, bounds, batches, options = pipeline
     ranks = steps_of_ranks(*pipeline)
     done = Simulation(ranks, bounds, options["sep_layer"], window)
@@ -129,7 +129,7 @@ def test_ranks_compute_everything_once_in_order_and_never_wait_for_each_other(pi
 @given(pipelines())
 @example((1, [0, 1, 3], 3, {"overlap": True, "split_from": 0, "sep_layer": False,
                             "keep_cache": False, "groups": 1}))
-def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
+def test_each_rank_loads_what_its_computes_need(pipeline):
     """One rank's steps in their order: buffers, weights and caches as on one rank alone."""
     passes, bounds, batches, options = pipeline
     for rank, steps in enumerate(steps_of_ranks(*pipeline)):
@@ -179,7 +179,7 @@ def test_each_rank_loads_and_stores_what_its_computes_need(pipeline):
 
 @pytest.mark.parametrize("ranks, batches, groups, idle", [
     (2, 2, 2, 1), (2, 4, 4, 1), (3, 3, 3, 2), (3, 6, 6, 2), (4, 8, 4, 6), (2, 4, 2, 2)])
-def test_a_pipeline_is_idle_only_while_it_fills_and_drains(ranks, batches, groups, idle):
+def test_ranks_idle_only_at_the_start_and_the_end(ranks, batches, groups, idle):
     """The ranks of most layer steps compute without a pause but for the first batches' way to
     them: `idle` units of a group's time on one layer step."""
     bounds = [2 * rank for rank in range(ranks + 1)]
@@ -190,13 +190,13 @@ def test_a_pipeline_is_idle_only_while_it_fills_and_drains(ranks, batches, group
     assert most <= max(done.clocks) <= most + 3 * idle
 
 
-def test_one_group_makes_ranks_wait_for_each_other():
+def test_ranks_of_one_group_wait_for_each_other():
     steps = steps_of_ranks(6, [0, 2, 4], 4, {"groups": 1})
     idle = max(Simulation(steps, [0, 2, 4], False, window=4).clocks) - 6 * 4 * 3
     assert idle > 6 * 4  # in each pass but for the edge of a layer step
 
 
-def test_batches_are_cut_into_groups_of_like_size():
+def test_groups_of_batches_have_equal_sizes():
     for batches in range(1, 20):
         for wanted in range(1, 8):
             groups = split_batches(batches, wanted)
@@ -205,7 +205,7 @@ def test_batches_are_cut_into_groups_of_like_size():
             assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-def test_a_stage_has_its_own_part_of_ratios_by_layer():
+def test_a_stage_takes_its_ratios_by_layer():
     h2o = H2OConfig(heavy_ratio=(1, 0.5, 0.25), prompt_chunk=8)
     first, second = (Stage.for_rank(rank, (0, 1, 3)) for rank in (0, 1))
     assert second.h2o(h2o) == H2OConfig(heavy_ratio=(0.5, 0.25), prompt_chunk=8)
@@ -215,6 +215,6 @@ def test_a_stage_has_its_own_part_of_ratios_by_layer():
 
 
 @pytest.mark.parametrize("bounds", [(0,), (1, 2), (0, 2, 2), (0, 3, 1)])
-def test_bounds_that_are_none_are_refused(bounds):
+def test_wrong_bounds_raise(bounds):
     with pytest.raises(UserError, match="must begin at 0 and ascend"):
         Stage.for_rank(0, bounds)

@@ -20,7 +20,7 @@ def prefetching_steps(prefetched: float, without: float, *, steps: int, first: f
 
 @pytest.mark.parametrize(("prefetched", "without", "kept"), [
     (0.8, 1.0, True), (1.0, 0.8, False), (1.0, 1.0, False)])
-def test_the_faster_way_is_kept(prefetched, without, kept):
+def test_the_faster_kind_of_step_is_kept(prefetched, without, kept):
     enabled = prefetching_steps(prefetched, without, steps=40, first=100.0)
     assert enabled[: 2 * TRIAL_STEPS + 1] == [False] + [False, True] * TRIAL_STEPS
     assert enabled[2 * TRIAL_STEPS + 1 :] == [kept] * (40 - 2 * TRIAL_STEPS - 1)

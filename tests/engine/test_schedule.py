@@ -1,6 +1,7 @@
 """The block schedule: every dependency before its use, each step once, two layer steps live."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -8,77 +9,86 @@ from hypothesis import strategies as st
 
 from flexgen_h2o.engine.schedule import MOVES, Kind, LayerStep, num_layer_steps, schedule
 
+
+@dataclass
+class Run:
+    """The steps of a run, and the place of each among them."""
+
+    passes: int
+    layers: int
+    batches: int
+    overlap: bool = True
+    split_from: int | None = None
+    sep: bool = False
+    keeps: bool = False
+    no_ops: frozenset[Kind] = frozenset()
+    steps: list[LayerStep] = field(init=False)
+
+    def __post_init__(self):
+        self.steps = list(schedule(self.passes, self.layers, self.batches, overlap=self.overlap,
+                                   split_from=self.split_from, sep_layer=self.sep,
+                                   keep_cache=self.keeps, no_ops=self.no_ops))
+        self.place = {step: index for index, step in enumerate(self.steps)}
+        self.computes = [step for step in self.steps if step.kind is Kind.COMPUTE]
+        self.layer_steps = num_layer_steps(self.layers, self.sep)
+
+    def attends(self, layer):
+        """Whether a layer step attends: a decoder layer, or the first half of one."""
+        return 1 <= layer <= self.layers if not self.sep else (
+            1 <= layer <= 2 * self.layers and layer % 2 == 1)
+
+    def attention(self, compute):
+        """Return the early attention of a compute, which need not be there."""
+        return LayerStep(Kind.ATTEND, compute.forward_pass, compute.layer, compute.batch)
+
+
 SIZES = dict(passes=st.integers(1, 4), layers=st.integers(1, 4), batches=st.integers(1, 4),
              overlap=st.booleans(), split_from=st.none() | st.integers(0, 4), sep=st.booleans(),
              keeps=st.booleans())
+runs = st.builds(Run, **SIZES)
 
 
-def steps_of(passes, layers, batches, overlap, split_from=None, sep=False, keeps=False, **more):
-    return list(schedule(passes, layers, batches, overlap=overlap, split_from=split_from,
-                         sep_layer=sep, keep_cache=keeps, **more))
-
-
-def attends(layer, layers, sep):
-    """Whether a layer step attends: a decoder layer, or the first half of one."""
-    return 1 <= layer <= layers if not sep else 1 <= layer <= 2 * layers and layer % 2 == 1
-
-
-def split_passes(passes, batches, overlap, split_from):
-    """Forward passes whose attention starts early."""
-    if split_from is None or not overlap or batches == 1:
-        return []
-    return list(range(split_from, passes))
-
-
-@given(**SIZES)
-def test_every_step_comes_once_and_computes_come_in_order(passes, layers, batches, overlap,
-                                                          split_from, sep, keeps):
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    assert max(Counter(steps).values()) == 1
-    computes = [s for s in steps if s.kind is Kind.COMPUTE]
-    layer_steps = num_layer_steps(layers, sep)
-    assert computes == [LayerStep(Kind.COMPUTE, i, j, k) for i in range(passes)
-                        for j in range(layer_steps) for k in range(batches)]
-    attentions = passes * layers * batches
-    counts = Counter(s.kind for s in steps)
+@given(runs)
+def test_every_step_comes_once_and_computes_in_order(run):
+    assert max(Counter(run.steps).values()) == 1
+    assert run.computes == [LayerStep(Kind.COMPUTE, i, j, k) for i in range(run.passes)
+                            for j in range(run.layer_steps) for k in range(run.batches)]
+    attentions = run.passes * run.layers * run.batches
+    counts = Counter(step.kind for step in run.steps)
     assert counts[Kind.LOAD_CACHE] == attentions
-    unread = 0 if keeps else layers * batches  # what the last forward pass adds
+    unread = 0 if run.keeps else run.layers * run.batches  # what the last forward pass adds
     assert counts[Kind.STORE_CACHE] == attentions - unread
-    hidden = passes * (layer_steps - 1) * batches
+    hidden = run.passes * (run.layer_steps - 1) * run.batches
     assert counts[Kind.LOAD_HIDDEN] == counts[Kind.STORE_HIDDEN] == hidden
-    assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == passes * layer_steps
-    early = split_passes(passes, batches, overlap, split_from)
-    assert [s for s in steps if s.kind is Kind.ATTEND] == [
-        LayerStep(Kind.ATTEND, s.forward_pass, s.layer, s.batch) for s in computes
-        if s.forward_pass in early and attends(s.layer, layers, sep)]
+    assert counts[Kind.LOAD_WEIGHTS] == counts[Kind.RELEASE_WEIGHTS] == run.passes * run.layer_steps
+    early = run.split_from is not None and run.overlap and run.batches > 1
+    assert [step for step in run.steps if step.kind is Kind.ATTEND] == [
+        run.attention(step) for step in run.computes
+        if early and step.forward_pass >= run.split_from and run.attends(step.layer)]
 
 
 @given(no_ops=st.sets(st.sampled_from(sorted(MOVES, key=lambda kind: kind.value)), min_size=3)
-       | st.just(MOVES), **SIZES)
-def test_no_ops_are_left_out(passes, layers, batches, overlap, split_from, sep, keeps, no_ops):
-    whole = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    assert steps_of(passes, layers, batches, overlap, split_from, sep, keeps, no_ops=no_ops) == [
-        step for step in whole if step.kind not in no_ops]
+       | st.just(MOVES), options=st.fixed_dictionaries(SIZES))
+def test_no_ops_are_left_out(no_ops, options):
+    assert Run(**options, no_ops=no_ops).steps == [
+        step for step in Run(**options).steps if step.kind not in no_ops]
 
 
-@given(**SIZES)
-def test_dependencies_come_before_their_uses(passes, layers, batches, overlap, split_from,
-                                             sep, keeps):
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    place = {step: index for index, step in enumerate(steps)}
-    last = num_layer_steps(layers, sep) - 1
+@given(runs)
+def test_dependencies_come_before_their_uses(run):
+    place, last = run.place, run.layer_steps - 1
     for step, index in place.items():
         i, j, k = step.forward_pass, step.layer, step.batch
         if step.kind is Kind.COMPUTE:
             # The step that reads what is loaded.
-            first = place.get(LayerStep(Kind.ATTEND, i, j, k), index)
+            first = place.get(run.attention(step), index)
             assert first <= index
             assert place[LayerStep(Kind.LOAD_WEIGHTS, i, j, None)] < first
             assert place[LayerStep(Kind.RELEASE_WEIGHTS, i, j, None)] > index
-            if attends(j, layers, sep):
+            if run.attends(j):
                 assert place[LayerStep(Kind.LOAD_CACHE, i, j, k)] < first
                 stored = place.get(LayerStep(Kind.STORE_CACHE, i, j, k))
-                assert stored is None and i == passes - 1 and not keeps or stored > first
+                assert stored is None and i == run.passes - 1 and not run.keeps or stored > first
             if j > 0:
                 assert place[LayerStep(Kind.LOAD_HIDDEN, i, j, k)] < first
             if j < last:
@@ -89,30 +99,22 @@ def test_dependencies_come_before_their_uses(passes, layers, batches, overlap, s
             assert place[LayerStep(Kind.STORE_HIDDEN, i, j - 1, k)] < index
 
 
-@given(**SIZES)
-def test_weights_of_at_most_two_layer_steps_are_live(passes, layers, batches, overlap, split_from,
-                                                     sep, keeps):
-    live, most = set(), 0
-    for step in steps_of(passes, layers, batches, overlap, split_from, sep, keeps):
+@given(runs)
+def test_at_most_two_weights_and_three_buffers_are_live(run):
+    """A load of cache or hidden states takes the buffer of the third last, as an embedding does."""
+    weights, most = set(), 0
+    for step in run.steps:
         if step.kind is Kind.LOAD_WEIGHTS:
-            live.add((step.forward_pass, step.layer))
+            weights.add((step.forward_pass, step.layer))
         elif step.kind is Kind.RELEASE_WEIGHTS:
-            live.remove((step.forward_pass, step.layer))
-        most = max(most, len(live))
-    assert most == (2 if overlap else 1) and not live
-
-
-@given(**SIZES)
-def test_the_buffers_of_three_in_turn_are_free_again(passes, layers, batches, overlap, split_from,
-                                                     sep, keeps):
-    """A load of cache or hidden states takes the buffer of the third last, as an embedding does:
-    what is loaded, in use or not yet stored never is more than three."""
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
+            weights.remove((step.forward_pass, step.layer))
+        most = max(most, len(weights))
+    assert most == (2 if run.overlap else 1) and not weights
     for load, store in ((Kind.LOAD_CACHE, Kind.STORE_CACHE),
                         (Kind.LOAD_HIDDEN, Kind.STORE_HIDDEN)):
-        stored = {(s.forward_pass, s.layer, s.batch) for s in steps if s.kind is store}
+        stored = {(s.forward_pass, s.layer, s.batch) for s in run.steps if s.kind is store}
         live = set()
-        for step in steps:
+        for step in run.steps:
             key = (step.forward_pass, step.layer, step.batch)
             embeds = step.kind is Kind.COMPUTE and step.layer == 0 and load is Kind.LOAD_HIDDEN
             if step.kind is load or embeds:
@@ -123,57 +125,40 @@ def test_the_buffers_of_three_in_turn_are_free_again(passes, layers, batches, ov
                 live.discard(key)
 
 
-@given(**SIZES)
-def test_overlap_issues_weights_a_layer_step_ahead(passes, layers, batches, overlap, split_from,
-                                                   sep, keeps):
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    place = {step: index for index, step in enumerate(steps)}
-    for i in range(passes):
-        for j in range(1, num_layer_steps(layers, sep)):
-            loaded = place[LayerStep(Kind.LOAD_WEIGHTS, i, j, None)]
-            assert (loaded < place[LayerStep(Kind.COMPUTE, i, j - 1, 0)]) == overlap
+@given(runs)
+def test_overlap_loads_weights_and_caches_ahead(run):
+    """Weights one layer step ahead, a cache two computes ahead of its first use."""
+    for i in range(run.passes):
+        for j in range(1, run.layer_steps):
+            loaded = run.place[LayerStep(Kind.LOAD_WEIGHTS, i, j, None)]
+            before = run.place[LayerStep(Kind.COMPUTE, i, j - 1, 0)]
+            assert (loaded < before) == run.overlap
+    firsts = [run.place.get(run.attention(step), run.place[step]) for step in run.computes]
+    for number, step in enumerate(run.computes):
+        if number > 1 and run.attends(step.layer):
+            load = LayerStep(Kind.LOAD_CACHE, step.forward_pass, step.layer, step.batch)
+            assert (run.place[load] < firsts[number - 2]) == run.overlap
 
 
-@given(**SIZES)
-def test_overlap_issues_cache_loads_two_computes_ahead(passes, layers, batches, overlap,
-                                                       split_from, sep, keeps):
-    """Of the first step of each compute: where attention starts early, that is."""
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    place = {step: index for index, step in enumerate(steps)}
-    firsts = [place.get(LayerStep(Kind.ATTEND, s.forward_pass, s.layer, s.batch), place[s])
-              for s in steps if s.kind is Kind.COMPUTE]
-    computes = [s for s in steps if s.kind is Kind.COMPUTE]
-    for number, compute in enumerate(computes):
-        if number < 2 or not attends(compute.layer, layers, sep):
-            continue
-        load = LayerStep(Kind.LOAD_CACHE, compute.forward_pass, compute.layer, compute.batch)
-        assert (place[load] < firsts[number - 2]) == overlap
-
-
-@given(**SIZES)
-def test_attention_starts_before_the_compute_of_the_batch_before(passes, layers, batches, overlap,
-                                                                 split_from, sep, keeps):
-    steps = steps_of(passes, layers, batches, overlap, split_from, sep, keeps)
-    place = {step: index for index, step in enumerate(steps)}
-    computes = [s for s in steps if s.kind is Kind.COMPUTE]
-    for before, compute in zip(computes, computes[1:], strict=False):
-        started = place.get(LayerStep(Kind.ATTEND, compute.forward_pass, compute.layer,
-                                      compute.batch))
+@given(runs)
+def test_attention_starts_before_the_previous_compute(run):
+    for number, step in enumerate(run.computes):
+        started = run.place.get(run.attention(step))
         if started is not None:
-            assert started < place[before] and before.batch != compute.batch
+            before = run.computes[number - 1]
+            assert started < run.place[before] and before.batch != step.batch
             # And no earlier: a single one waits beside the one that computes.
-            earlier = computes[computes.index(before) - 1]
-            assert started > place[earlier]
+            assert started > run.place[run.computes[number - 2]]
 
 
 @pytest.mark.parametrize("sep, last", [(False, 2), (True, 3)])
 def test_layer_steps_of_a_pass(sep, last):
-    layers = {s.layer for s in steps_of(1, 1, 1, True, sep=sep)}
+    layers = {step.layer for step in Run(1, 1, 1, sep=sep).steps}
     assert layers == set(range(last + 1)) and num_layer_steps(1, sep) == last + 1
 
 
-def test_the_zig_zag_is_the_papers():
-    shown = [(s.kind.name, s.forward_pass, s.layer, s.batch) for s in steps_of(1, 1, 2, True)]
+def test_steps_follow_the_zig_zag_of_the_paper():
+    shown = [(s.kind.name, s.forward_pass, s.layer, s.batch) for s in Run(1, 1, 2).steps]
     assert shown[:7] == [
         ("LOAD_WEIGHTS", 0, 0, None), ("LOAD_WEIGHTS", 0, 1, None), ("LOAD_CACHE", 0, 1, 0),
         ("COMPUTE", 0, 0, 0), ("STORE_HIDDEN", 0, 0, 0), ("LOAD_HIDDEN", 0, 1, 0),

@@ -1,4 +1,4 @@
-"""The cache of experts: who has a slot, who gives it up, and what that is worth."""
+"""The eviction policy of expert slots."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def step(policy, layer, keys) -> int:
 
 @given(CHOICES, st.integers(1, 12))
 @settings(max_examples=examples(80))
-def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices, slots):
+def test_each_slot_holds_one_expert_until_it_is_needed(choices, slots):
     policy = SlotPolicy(slots, LAYERS)
     seen = set()
     for layer, keys in passes(choices):
@@ -53,7 +53,7 @@ def test_slots_belong_to_one_expert_each_and_stay_until_they_are_needed(choices,
 
 @given(CHOICES, st.integers(2, 12), st.randoms(use_true_random=False))
 @settings(max_examples=examples(80))
-def test_a_pinned_expert_keeps_its_slot_and_the_victim_is_worth_least(choices, slots, chance):
+def test_the_unpinned_expert_of_least_score_is_evicted(choices, slots, chance):
     policy = SlotPolicy(slots, LAYERS)
     pinned: dict = {}
     for layer, keys in passes(choices):
@@ -79,7 +79,7 @@ def test_a_pinned_expert_keeps_its_slot_and_the_victim_is_worth_least(choices, s
 
 
 @given(CHOICES)
-def test_worth_is_the_uses_faded_by_the_passes_of_the_layer(choices):
+def test_scores_are_uses_that_decay_with_each_pass(choices):
     policy = SlotPolicy(1, LAYERS)
     wanted = {(layer, expert): 0.0 for layer in range(LAYERS) for expert in range(EXPERTS)}
     for layer, keys in passes(choices):
@@ -105,13 +105,13 @@ def hit_rate(weights, slots, passes=60):
     return hits / uses
 
 
-def test_layers_in_turn_do_not_flush_the_cache():
+def test_popular_experts_stay_when_layers_alternate():
     """Least recently used would keep nothing of what comes round again."""
     assert hit_rate([1] * EXPERTS, slots=12) > 0.35, "half of the experts have slots"
     assert hit_rate([20, 20, 20, 1, 1, 1], slots=12) > 0.75
 
 
-def test_an_expert_that_is_forgotten_has_no_slot():
+def test_an_evicted_expert_has_no_slot():
     policy = SlotPolicy(2, LAYERS)
     step(policy, 0, [(0, 1), (0, 2)])
     policy.pin((0, 1))

@@ -29,14 +29,14 @@ def decode(tokens) -> str:
 
 @given(st.lists(texts, min_size=1, max_size=3),
        st.lists(st.integers(0, len(TOKEN_BYTES) - 1), max_size=60))
-def test_the_end_is_where_the_whole_text_first_holds_one(strings, tokens):
+def test_stops_where_the_text_first_has_one(strings, tokens):
     expected = next((i for i in range(1, len(tokens) + 1)
                      if any(text in decode(tokens[:i]) for text in strings)), None)
     stops = StopStrings(strings, TOKEN_BYTES.__getitem__)
     assert next((i for i in range(1, len(tokens) + 1) if stops(tokens[:i])), None) == expected
 
 
-def test_only_a_tail_is_looked_at():
+def test_only_the_last_tokens_are_decoded():
     seen = []
     stops = StopStrings(["##", "€"], lambda token: seen.append(token) or b"#")
     assert stops([0, 0])
@@ -56,13 +56,13 @@ def test_bad_stop_strings(bad):
         SamplingParams(stop_strings=bad)
 
 
-def test_one_or_several():
+def test_stop_strings_are_one_or_several():
     assert SamplingParams(stop_strings="ab").stop_strings == ("ab",)
     assert SamplingParams(stop_strings=["ab", "c"]).stop_strings == ("ab", "c")
     assert SamplingParams().stop_strings is None
 
 
-def test_a_generation_ends_with_the_first_and_the_others_go_on(tiny_model, tmp_path):
+def test_each_generation_ends_at_its_first_stop_string(tiny_model, tmp_path):
     from transformers import AutoTokenizer
 
     tiny = tiny_model("llama")
@@ -93,7 +93,7 @@ def test_a_generation_ends_with_the_first_and_the_others_go_on(tiny_model, tmp_p
     assert len(one[0].token_ids) <= 6
 
 
-def test_the_same_end_as_transformers():
+def test_stops_equal_those_of_transformers():
     """With a real tokenizer, whose tokens are parts of words and characters."""
     from transformers import AutoTokenizer
     from transformers.generation import StopStringCriteria
@@ -111,7 +111,7 @@ def test_the_same_end_as_transformers():
         assert (found[0] is None) == (text in ("none", "four fives"))
 
 
-def test_without_a_tokenizer_there_is_no_text_to_look_in(tiny_model):
+def test_stop_strings_need_a_tokenizer(tiny_model):
     with LLM(str(tiny_model("llama").folder), device="cpu") as llm:
         with pytest.raises(UserError, match="no tokenizer here, and stop_strings are text"):
             llm.generate([[1, 2]], max_new_tokens=2, stop_strings="a")

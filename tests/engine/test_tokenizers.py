@@ -15,14 +15,14 @@ from flexgen_h2o import LLM
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 
 TEXT = "w1 w2 ### w118"
-INFERENCE_HAS_NO_USE_FOR = ("torch._dynamo", "torch._inductor", "sympy", "triton", "accelerate",
+TRAINING_MODULES = ("torch._dynamo", "torch._inductor", "sympy", "triton", "accelerate",
                             "scipy", "matplotlib")
 
 
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "TokenizersBackend",
                                         "LlamaTokenizerFast", "NoSuchTokenizer", None])
 @pytest.mark.parametrize("key", ["llama", "opt"])
-def test_a_tokenizer_is_what_transformers_makes_of_it(tiny_model, tmp_path, key, class_name):
+def test_tokenizers_equal_those_of_transformers(tiny_model, tmp_path, key, class_name):
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"
@@ -36,14 +36,14 @@ def test_a_tokenizer_is_what_transformers_makes_of_it(tiny_model, tmp_path, key,
     assert ours.get_vocab() == theirs.get_vocab()
 
 
-def test_generating_loads_nothing_that_inference_has_no_use_for(tiny_model, tmp_path):
+def test_generating_imports_no_training_modules(tiny_model, tmp_path):
     folder = with_words(tiny_model("llama").folder, tmp_path / "model")
     code = f"""
 import sys
 from flexgen_h2o import LLM, H2OConfig
 with LLM({folder!r}, h2o=H2OConfig(heavy_ratio=0.2), device="cpu", progress=False) as llm:
     llm.generate([{TEXT!r}], max_new_tokens=2, do_sample=True, temperature=0.5, top_k=9)
-print(*[name for name in {INFERENCE_HAS_NO_USE_FOR} if name in sys.modules])
+print(*[name for name in {TRAINING_MODULES} if name in sys.modules])
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "\n", ran.stdout
@@ -84,7 +84,7 @@ def test_a_text_gets_one_bos(tiny_model, tmp_path, text, special, ids):
             lambda: llm.generate([text], add_special_tokens="no"))
 
 
-def test_what_a_tokenizer_adds_none_of_stays_twice(tiny_model, tmp_path):
+def test_tokenizers_that_add_no_bos_keep_both(tiny_model, tmp_path):
     folder = with_bos(tiny_model("llama").folder, tmp_path / "model", adds=False)
     with LLM(folder, dtype="float32", device="cpu") as llm:
         assert llm.encode("w1 w1 w5") == [1, 1, 5]
@@ -93,7 +93,7 @@ def test_what_a_tokenizer_adds_none_of_stays_twice(tiny_model, tmp_path):
 # Folders
 
 
-def test_a_sentencepiece_model_alone_names_the_package(tmp_path, monkeypatch):
+def test_a_sentencepiece_model_needs_its_package(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
@@ -101,7 +101,7 @@ def test_a_sentencepiece_model_alone_names_the_package(tmp_path, monkeypatch):
     refused(lambda: load_tokenizer(tmp_path), "SentencePiece", "flexgen-h2o[sentencepiece]")
 
 
-def test_a_tokenizer_of_own_code_is_read_from_its_json(tiny_model, tmp_path):
+def test_tokenizers_with_own_code_are_read_from_json(tiny_model, tmp_path):
     folder = tmp_path / "model"
     with_words(tiny_model("llama").folder, folder)
     path = folder / "tokenizer_config.json"
@@ -116,8 +116,7 @@ def test_a_tokenizer_of_own_code_is_read_from_its_json(tiny_model, tmp_path):
     refused(lambda: load_tokenizer(folder), "code of the model's own", "tokenizer.json")
 
 
-def test_a_tokenizers_limit_below_the_models_is_no_warning(tiny_model, tmp_path, monkeypatch,
-                                                           caplog):
+def test_a_short_limit_of_a_tokenizer_is_no_warning(tiny_model, tmp_path, monkeypatch, caplog):
     folder = tmp_path / "model"
     with_words(tiny_model("llama").folder, folder)
     path = folder / "tokenizer_config.json"

@@ -49,7 +49,7 @@ def flip(extent: Extent, place: int) -> None:
 
 
 @pytest.mark.parametrize("part", KINDS)
-def test_one_bit_that_changes_between_passes_ends_the_run(opened, device, part):
+def test_a_changed_bit_on_disk_ends_the_run(opened, device, part):
     """In tensors of each unit; a run goes on when the bit is back. Unasked, nothing is checked."""
     with opened(**KINDS[part]) as llm:
         expected = tokens(llm)
@@ -73,7 +73,7 @@ def test_one_bit_that_changes_between_passes_ends_the_run(opened, device, part):
         tokens(llm)
 
 
-def test_a_bit_that_changes_during_a_run_leaves_no_token(opened, monkeypatch):
+def test_a_bit_that_changes_during_a_run_ends_it(opened, monkeypatch):
     with opened() as llm:
         extent = extents_of(llm)["model.layers.0.mlp.up_proj.weight"]
         taken = []
@@ -84,7 +84,7 @@ def test_a_bit_that_changes_during_a_run_leaves_no_token(opened, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"weight_bits": 4}, {"dtype": "float16"}])
-def test_a_copy_in_the_cache_is_held_against_what_was_written(opened, options):
+def test_copies_in_the_weight_cache_are_verified(opened, options):
     """It may have changed before this run opened it, or be of a version that kept no checksums."""
     with opened(**options) as llm:
         expected = tokens(llm)
@@ -99,7 +99,7 @@ def test_a_copy_in_the_cache_is_held_against_what_was_written(opened, options):
         assert tokens(llm) == expected
 
 
-def test_a_written_file_keeps_checksums(tmp_path):
+def test_written_files_have_checksums(tmp_path):
     tensors = {"a": torch.arange(9.0), "none": torch.empty(0), "b": torch.ones(3, 5)}
     path = tmp_path / "a.safetensors"
     layout = {name: (each.dtype, tuple(each.shape)) for name, each in tensors.items()}
@@ -115,7 +115,7 @@ def test_a_written_file_keeps_checksums(tmp_path):
     refused(lambda: known.read(infos["a"].extent, torch.zeros(36, dtype=torch.uint8)), str(path))
 
 
-def test_it_is_refused_where_it_would_check_nothing(tmp_path, monkeypatch, capfd):
+def test_verify_without_weights_on_disk_is_an_error(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     command_refused(generate.main, capfd, ["--verify"], "--verify has no effect on weights in "
                     "memory: let --percent leave some on disk")

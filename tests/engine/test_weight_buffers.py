@@ -1,4 +1,4 @@
-"""Where weights lie in memory."""
+"""Alignment of weights in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def moved(source, target, remainder):
 @pytest.mark.parametrize(("device", "placement"), [
     *((LazyDevice, placement) for placement in PLACEMENTS), (PoisonedDevice, (60, 40, 0))])
 @pytest.mark.parametrize("remainder", [0, 8, 56])
-def test_matrices_are_aligned_wherever_a_file_has_them(
+def test_matrices_are_aligned_for_every_file_offset(
         tiny_model, tmp_path, monkeypatch, device, placement, remainder):
     """safetensors files of others begin at any multiple of 8 bytes."""
     tiny = tiny_model("llama")
@@ -56,7 +56,7 @@ def test_matrices_are_aligned_wherever_a_file_has_them(
 @pytest.mark.parametrize(("places", "lead"), [
     ({}, 0), ({"a": 64}, 0), ({"a": 72, "b": 136, "c": 201}, 8), ({"a": 5, "b": 104, "c": 168}, 0),
     ({"a": 40, "b": 104}, 40)])
-def test_what_a_copy_leaves_out(places, lead):
+def test_copies_leave_the_lead_out(places, lead):
     buffer = WeightBuffer(300, places)
     host = torch.arange(400).to(torch.uint8)
     assert buffer.lead == lead

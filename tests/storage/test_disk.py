@@ -239,18 +239,6 @@ def test_truncated_and_missing_files_are_errors(tmp_path, disk):
         disk.read([AlignedRead(tmp_path / "b", 0, PAGE, 0)], Device().host_empty(PAGE))
 
 
-@pytest.mark.parametrize("code, words", [(errno.ENOSPC, "is full"), (errno.EIO, "failed")])
-def test_write_errors_reach_the_caller(tmp_path, disk, monkeypatch, code, words):
-    def fail(*_):
-        raise OSError(code, os.strerror(code))
-
-    path = tmp_path / "a"
-    path.write_bytes(bytes(PAGE))
-    monkeypatch.setattr(os, "pwritev", fail)
-    with pytest.raises(UserError, match=words):
-        disk.write(Extent(path, 0, PAGE), Device().host_empty(PAGE))
-
-
 def test_full_disk_is_an_error_at_allocation(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -35,7 +35,7 @@ def test_a_buffer_takes_its_own_size(of):
 
 @given(st.lists(st.integers(0, 3 * PAGE) | st.sampled_from([ARENA_BYTES, ARENA_BYTES + 1]),
                 max_size=6))
-def test_an_arenas_buffers_lie_apart(sizes):
+def test_buffers_of_an_arena_are_disjoint(sizes):
     arena = Arena(Device())
     taken = [arena.take(size) for size in sizes]
     for size, buffer in zip(sizes, taken, strict=True):
