@@ -482,16 +482,15 @@ def test_planned_touched_experts_are_those_of_a_run(skewed):
         assert abs(foreseen / (stats.expert_touches / LAYERS) - 1) < 0.15, sequences
 
 
-@pytest.mark.parametrize(("sequences", "slots"), [
-    (16, 80), (16, 60)] if selection.every_case else [(4, 40)])
-def test_planned_expert_loads_are_those_of_a_run(skewed, tmp_path, sequences, slots):
+@pytest.mark.full
+@pytest.mark.parametrize("slots", [80, 60])
+def test_planned_expert_loads_are_those_of_a_run(skewed, tmp_path, slots):
     """By counts of another run, within 15 %; without prefetches, some of which are wrong."""
     folder, choices = skewed
     policy = {"weights": HERE, "experts": Placement(20, 0, 80), "expert_slots": slots,
               "expert_choices": choices}
-    stats, config = drawn(folder, sequences, seed=2, offload_dir=tmp_path, overlap=False,
-                          **policy)
-    run = planned(config, sequences, **policy)
+    stats, config = drawn(folder, 16, seed=2, offload_dir=tmp_path, overlap=False, **policy)
+    run = planned(config, 16, **policy)
     found = estimate(machine(gpu=False, read=1.0), run)
     prefill, step = (phase.resources["disk->cpu"] / run.expert_bytes
                      for phase in (found.prefill, found.step))
