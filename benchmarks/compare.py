@@ -194,6 +194,7 @@ class Cells:
         row |= origin() | self._place(group, system) | {
             "documented": baseline_class(settings.baseline).documented, "status": last["status"],
             "reason": last.get("reason"), "page_cache": last["page_cache"],
+            **chosen.quality(group.scenario.model),
             **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
         if last["status"] == OK:
             row |= group.figures(settings, outcomes) | beside
@@ -268,6 +269,7 @@ class _Group:
             "timeout": self.scenario.timeout,
             "loads_beyond": baseline_class(system.baseline).loads_beyond(system.options),
             "loads_alike": baseline_class(system.baseline).loads_alike,
+            "environment": baseline_class(system.baseline).environment,
             "settings": {
                 "dtype": self.scenario.dtype, "batch": len(prompts),
                 "prompt_len": max(map(len, prompts)), "gen_len": self.scenario.gen_len - before,
@@ -380,14 +382,15 @@ def check_limits(config: Comparison) -> None:
 
 def summary(rows: Sequence[dict[str, str]]) -> str:
     """Format the rows as an aligned table. Rows of the batch size search are omitted."""
-    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal")]
+    lines = [("scenario", "at", "batch", "system", "tokens/s", "step s", "x roofline", "equal",
+              "x perplexity")]
     for row in rows:
         if row["at"] == SEARCH:
             continue
         figures = [row[name] for name in ("tokens_per_s", "decode_step_s", "total_over_roofline",
-                                          "equal_tokens")]
+                                          "equal_tokens", "perplexity_factor")]
         if row["status"] != OK:
-            figures = [row["status"], "", "", ""]
+            figures = [row["status"], "", "", "", ""]
         elif row["projected"] == "True":
             figures[0] += " (projected)"
         lines.append((row["scenario"], row["at"], row["batch"], row["system"], *figures))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import random
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,13 @@ from msgspec.structs import asdict, replace
 from processes import LOADING, REFUSED
 
 from flexgen_h2o.cli.values import load_yaml, parse_size
-from flexgen_h2o.config.validation import Count, StrictStruct, check_keys, validate
+from flexgen_h2o.config.validation import (
+    Count,
+    StrictStruct,
+    check_keys,
+    check_number,
+    validate,
+)
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import read_json_texts
 from flexgen_h2o.files.rows import ResumableCsv, format_cell
@@ -28,13 +35,31 @@ _Tokens = Annotated[int, Meta(ge=2)]
 _Named = Annotated[dict[str, dict[str, Any]], Meta(min_length=1)]
 
 
+QUALITY = Path(__file__).parent / "results" / "quality" / "check_quality.csv"
+QUALITY_MODEL = "qwen2.5-coder-1.5b"
+_OF_SYSTEM = ("baseline", "mode", "perplexity_factor")
+
+
 @dataclass(frozen=True)
 class System:
-    """A system: its name in the config, its baseline and all options."""
+    """A system of a config.
+
+    Attributes
+    ----------
+    name, baseline : str
+    options : mapping
+        All options of the baseline.
+    mode : str or None
+        The mode of `check_quality.py` with the same numerics.
+    perplexity_factor : float or None
+        Perplexity over that of the 16-bit model, measured elsewhere.
+    """
 
     name: str
     baseline: str
     options: Mapping[str, Any]
+    mode: str | None = None
+    perplexity_factor: float | None = None
 
     @property
     def weight_bits(self) -> int:
@@ -56,6 +81,20 @@ class System:
     def exact(self) -> bool:
         """Whether it generates the same tokens as the unmodified model."""
         return self.weight_bits == self.cache_bits == 16 and self.cache_share == 1
+
+    def quality(self, model: str) -> dict[str, object]:
+        """Return the perplexity factor, of `model` if it was measured, or else of `QUALITY_MODEL`.
+        """
+        row: dict[str, object] = {"mode": self.mode, "perplexity_model": None,
+                                  "perplexity_factor": self.perplexity_factor}
+        if self.mode is not None:
+            with open(QUALITY, newline="", encoding="utf-8") as file:
+                factors = {each["model"]: float(each["factor"]) for each in csv.DictReader(file)
+                           if each["mode"] == self.mode and each["context_tokens"] == "256"}
+            measured = model if model in factors else QUALITY_MODEL
+            if measured in factors:
+                row |= {"perplexity_model": measured, "perplexity_factor": factors[measured]}
+        return row
 
 
 class ComparisonScenario(StrictStruct):
@@ -179,8 +218,11 @@ def load(path: Path, *, models: Path, systems: Iterable[str] = (), scenarios: It
 def _system(name: str, spec: Mapping[str, Any]) -> System:
     if "baseline" not in spec:
         raise UserError(f"system {name}: give its baseline")
-    options = {key: value for key, value in spec.items() if key != "baseline"}
-    return System(name, spec["baseline"], baseline_class(spec["baseline"]).check(name, options))
+    options = {key: value for key, value in spec.items() if key not in _OF_SYSTEM}
+    own = {key: spec.get(key) for key in _OF_SYSTEM}
+    if own["perplexity_factor"] is not None:
+        check_number(f"system {name}: perplexity_factor", own["perplexity_factor"], gt=0)
+    return System(name, options=baseline_class(spec["baseline"]).check(name, options), **own)
 
 
 def _scenario(name: str, spec: Mapping[str, Any], selected: Mapping[str, System],
@@ -269,7 +311,7 @@ def subject_of(scenario: ComparisonScenario, models: Path) -> ComparisonSubject:
 
 def _fetched(scenario: ComparisonScenario, folder: Path) -> Path:
     """Fetch a model that is not below ``--models``. `UserError` if the user has to make it."""
-    shapes = (f"{owner}/{scenario.model}" for owner in ("facebook", "meta-llama"))
+    shapes = (f"{owner}/{scenario.model}" for owner in ("facebook", "meta-llama", "Qwen"))
     shape = next((name for name in shapes if published(name) is not None), None)
     if shape is not None:
         raise UserError(f"scenario {scenario.name}: there is no folder {folder}: python "
@@ -290,8 +332,9 @@ COLUMNS = (
     "settings", "documented", "versions", "at", "batch", "repeats", "status", "reason",
     "steps_from", "prefill_s", "decode_step_s", "total_s", "tokens_per_s", "projected", "load_s",
     "peak_rss_gb", "peak_memory_gb", "peak_device_gb", "gb_read", "equal_tokens",
-    "equal_tokens_with", "prefill_roofline_s", "decode_step_roofline_s", "total_over_roofline",
-    "disk_gb_per_s", "memory_gb_per_s", "link_gb_per_s", "gemm_tflop_per_s",
+    "equal_tokens_with", "mode", "perplexity_model", "perplexity_factor", "prefill_roofline_s",
+    "decode_step_roofline_s", "total_over_roofline", "disk_gb_per_s", "memory_gb_per_s",
+    "link_gb_per_s", "gemm_tflop_per_s",
 )
 EQUAL, SEARCH, BEST = "equal", "search", "best"
 """Values of `at`: all at the same batch size, a search step, each at its best batch size."""

@@ -14,6 +14,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,10 +33,10 @@ from flexgen_h2o.models.safetensors_io import write_safetensors
 
 
 def hf_config(cfg: ModelConfig, dtype: str) -> dict:
-    """Return the config.json of an OPT, LLaMA or Qwen3-MoE shape."""
+    """Return the config.json of an OPT, LLaMA, Qwen2 or Qwen3-MoE shape."""
     if cfg.family not in _CONFIGS:
-        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT, LLaMA and Qwen3-MoE "
-                        "shapes only")
+        raise UserError(f"{cfg.name}: benchmark checkpoints are made of OPT, LLaMA, Qwen2 and "
+                        "Qwen3-MoE shapes only")
     return {"dtype": dtype, "vocab_size": cfg.vocab_size, "hidden_size": cfg.hidden_size,
             "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
             "max_position_embeddings": cfg.max_positions, **_CONFIGS[cfg.family](cfg)}
@@ -68,6 +69,13 @@ def _llama(cfg: ModelConfig) -> dict:
     }
 
 
+def _qwen2(cfg: ModelConfig) -> dict:
+    if cfg.qk_norm or cfg.mlp_bias:
+        raise UserError(f"{cfg.name}: of Qwen's dense shapes, only those of Qwen2 can be made")
+    return _llama(replace(cfg, attention_bias=False)) | {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
 def _qwen3_moe(cfg: ModelConfig) -> dict:
     return _llama(cfg) | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
@@ -77,7 +85,7 @@ def _qwen3_moe(cfg: ModelConfig) -> dict:
     }
 
 
-_CONFIGS = {"opt": _opt, "llama": _llama, "qwen3_moe": _qwen3_moe}
+_CONFIGS = {"opt": _opt, "llama": _llama, "qwen": _qwen2, "qwen3_moe": _qwen3_moe}
 
 
 def shape_of(model: str, layers: int | None = None) -> ModelConfig:
@@ -162,7 +170,7 @@ def _stacked(shapes: Sequence[tuple[int, ...]], cfg: ModelConfig) -> tuple[int, 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="facebook/opt-1.3b",
-                        help="published OPT, LLaMA or Qwen3-MoE shape")
+                        help="published OPT, LLaMA, Qwen2 or Qwen3-MoE shape")
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")

@@ -144,7 +144,8 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
     job : dict
         Keys of `worker.py`. `scratch`, a temporary folder, is added. With `loads_beyond`, the
         process enters its cgroup through `door` after loading. With `loads_alike`, a failure before
-        the end of loading gets the suffix `LOADING`.
+        the end of loading gets the suffix `LOADING`. With `environment`, a folder below the
+        repository, it runs with that folder's Python if there is one.
     threads : int
         Compute threads.
     timeout : int
@@ -180,6 +181,9 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
             result = {"status": TIME, "reason": f"killed after {timeout} s"}
         elif status == -signal.SIGKILL:
             result = {"status": MEMORY, "reason": "killed, as the system does for want of memory"}
+        elif status < 0:
+            killer = signal.Signals(-status).name
+            result = {"status": FAILED, "reason": f"killed by {killer}: {text}"}
         else:
             result = {"status": FAILED, "reason": f"exit status {status}: {text}"}
         # The killed process may be a child of the worker.
@@ -195,13 +199,18 @@ def run_job(job: dict, *, threads: int, timeout: int, memory: int | None, scratc
 def _spawn(job: dict, group: MemoryGroup | None, *, threads: int, timeout: int
            ) -> tuple[int | None, str]:
     """Return the worker's exit status, None after a timeout, and the end of its stderr."""
+    python = sys.executable
+    if job.get("environment"):
+        own = BENCHMARKS.parent / job["environment"] / "bin" / "python"
+        python = str(own) if own.exists() else python  # without it, the worker says what is missing
     # Programs of packages are beside Python, such as ninja, which DeepSpeed needs.
-    programs = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", "")))
+    programs = os.pathsep.join((os.path.dirname(python), os.environ.get("PATH", "")))
+    paths = (str(BENCHMARKS), str(BENCHMARKS.parent), os.environ.get("PYTHONPATH"))
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "GLIBC_TUNABLES": TUNED,
-                                "PATH": programs, "PYTHONPATH": os.pathsep.join(filter(
-                                    None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))}
+                                "PATH": programs,
+                                "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     worker = subprocess.Popen(
-        [sys.executable, *WORKER], env=environment, stdin=subprocess.PIPE,
+        [python, *WORKER], env=environment, stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
         preexec_fn=None if group is None else group.enter)
     try:

@@ -75,6 +75,9 @@ class Baseline(ABC):
         Whether a first call of `generate` is a warm-up.
     loads_alike : bool
         Whether `prepare` does the same at every batch size.
+    environment : str or None
+        Folder of its own Python environment, below the repository. Without that folder, and for
+        None, the Python of `compare.py` runs it.
 
     Parameters
     ----------
@@ -86,6 +89,7 @@ class Baseline(ABC):
     options: Mapping[str, Any] = {}
     warms = True
     loads_alike = True
+    environment: str | None = None
 
     def __init__(self, settings: BaselineSettings):
         self.settings = settings
@@ -138,10 +142,11 @@ class Baseline(ABC):
         return {**cls.options, **options}
 
 
-def missing(package: str, extra: str) -> str | None:
+def missing(package: str, extra: str, environment: str | None = None) -> str | None:
     """Return why a package cannot be used; None if it is installed."""
     if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed: pip install '.[{extra}]'"
+        how = f"make {environment}/.have" if environment else f"pip install '.[{extra}]'"
+        return f"{package} is not installed: {how}"
     return None
 
 
@@ -172,6 +177,9 @@ CLASSES = {
     "flexgen": ("flexgen", "FlexGen"),
     "h2o_fork": ("flexgen", "H2OFork"),
     "llama_cpp": ("llama_cpp", "LlamaCpp"),
+    "ik_llama": ("llama_cpp", "IkLlama"),
+    "openvino_genai": ("serving_engines", "OpenVinoGenAI"),
+    "vllm_cpu": ("serving_engines", "VllmCpu"),
 }
 """Name in a config to the module of this package and the class in it."""
 

@@ -1,4 +1,4 @@
-"""llama.cpp on a CPU, by the low-level functions of llama-cpp-python: parallel sequences, greedy.
+"""llama.cpp and ik_llama.cpp on a CPU, by low-level functions: parallel sequences, greedy.
 
 One context holds all sequences of the batch, each in its own stream, as in `llama-batched-bench`. A
 decode step is one call. The argmax is taken outside, as llama.cpp's sampler copies all logits into
@@ -10,14 +10,17 @@ the tensor names that the engine reads. They have no tokenizer: benchmarks give 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 N_BATCH, PADDED = 2048, 256
 """Tokens of a call (llama.cpp's default), and the multiple of a sequence's capacity."""
 PROBE_TOKENS, PROBE_STEPS, PROBES = 16, 4, 2
-_ERROR = 3  # level of log messages
+_HEARD = (3, 4)  # levels of log messages: warnings and errors
 
 
 class LlamaCpp(Baseline):
@@ -55,6 +58,7 @@ class LlamaCpp(Baseline):
     options: Mapping[str, Any] = {"weights": "Q4_0", "threads": None, "n_ubatch": 512,
                                   "flash_attention": True, "repack": True}
     loads_alike = False  # the cache depends on the batch size
+    _repack, _flash_attention = "use_extra_bufts", "flash_attn_type"  # names of parameters
     _lib: Any = None
     _model = _context = _batch = None
 
@@ -87,10 +91,8 @@ class LlamaCpp(Baseline):
         gguf_file(model, self.settings.options["weights"])
 
     def prepare(self, model: Path) -> str:
-        import llama_cpp
-
-        self._lib, options = llama_cpp, self.settings.options
-        max_sequences = llama_cpp.llama_max_parallel_sequences()
+        self._lib, options = self._library(), self.settings.options
+        max_sequences = self._lib.llama_max_parallel_sequences()
         if self.settings.batch > max_sequences:
             raise UserError(f"llama.cpp runs at most {max_sequences} sequences at once")
         self._listen()
@@ -105,11 +107,17 @@ class LlamaCpp(Baseline):
                 f"{'repacked' if options['repack'] else 'as in the file'}; "
                 f"{' '.join(info.split())}")
 
+    def _library(self) -> Any:
+        """Return llama.cpp's functions by name."""
+        import llama_cpp
+
+        return llama_cpp
+
     def _listen(self) -> None:
-        """Record error messages and print nothing."""
+        """Record warnings and errors, and print nothing."""
         @self._lib.llama_log_callback
         def heard(level: int, text: bytes, _) -> None:
-            if level == _ERROR:
+            if level in _HEARD:
                 self._errors.append(text.decode(errors="replace").strip())
 
         self._heard = heard  # must outlive the calls
@@ -120,7 +128,7 @@ class LlamaCpp(Baseline):
         settings = self.settings
         model_params = self._lib.llama_model_default_params()
         model_params.n_gpu_layers = 0
-        model_params.use_extra_bufts = settings.options["repack"]
+        setattr(model_params, self._repack, settings.options["repack"])
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), model_params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {' '.join(self._errors[-3:])}")
@@ -131,7 +139,7 @@ class LlamaCpp(Baseline):
         context_params.n_ctx, context_params.n_seq_max = room * settings.batch, settings.batch
         context_params.kv_unified = False  # one stream a sequence; else other sequences are masked
         context_params.n_batch, context_params.n_ubatch = N_BATCH, settings.options["n_ubatch"]
-        context_params.flash_attn_type = int(settings.options["flash_attention"])
+        setattr(context_params, self._flash_attention, int(settings.options["flash_attention"]))
         self._context = self._lib.llama_init_from_model(self._model, context_params)
         if not self._context:
             raise RuntimeError(f"llama.cpp makes no context: {' '.join(self._errors[-3:])}")
@@ -207,6 +215,42 @@ class LlamaCpp(Baseline):
         if self._lib is not None:
             self._lib.llama_log_set(self._lib.llama_log_callback(), None)
         self._model = self._context = self._batch = None
+
+
+class IkLlama(LlamaCpp):
+    """ik_llama.cpp, a fork with kernels of its own, by ik-llama-cpp-python.
+
+    All sequences are in one cache, as it has no streams. Its flash attention fails there (assertion
+    `S > 0`), so it is off by default. Repacking reads the file without a map.
+    """
+
+    documented = "https://github.com/ikawrakow/ik_llama.cpp#readme"
+    options: Mapping[str, Any] = {**LlamaCpp.options, "flash_attention": False}
+    _repack, _flash_attention = "repack_tensors", "flash_attn"
+
+    def refusal(self) -> str | None:
+        return missing("ik_llama_cpp", "bench-ik-llama")
+
+    def version(self) -> str:
+        return installed("ik_llama_cpp_python")
+
+    def _library(self) -> Any:
+        """Return its functions by llama.cpp's later names, with those that are not bound."""
+        from ik_llama_cpp import _ctypes_api as bound
+
+        raw, heard = bound._lib, ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p,
+                                                  ctypes.c_void_p)
+        raw.llama_log_set.argtypes = (heard, ctypes.c_void_p)
+        raw.llama_print_system_info.restype = ctypes.c_char_p
+        raw.llama_set_n_threads.argtypes = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32)
+        return SimpleNamespace(**{
+            **vars(bound), "llama_log_callback": heard, "llama_log_set": raw.llama_log_set,
+            "llama_print_system_info": raw.llama_print_system_info,
+            "llama_set_n_threads": raw.llama_set_n_threads,
+            "llama_max_parallel_sequences": lambda: sys.maxsize,
+            "llama_get_memory": lambda context: context,
+            "llama_memory_clear": lambda context, _: bound.llama_kv_cache_clear(context),
+            "llama_model_free": bound.llama_free_model})
 
 
 BITS: Mapping[str, int] = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "F32": 16}

@@ -9,9 +9,10 @@ from helpers import planning_cases
 from helpers.programs import benchmark_modules
 
 from flexgen_h2o.models.model_config import ModelConfig
+from flexgen_h2o.models.registry import from_transformers, published
 
 MODULES = ("worker", "rooflines", "processes", "baselines", "baselines.huggingface",
-           "baselines.flexgen", "baselines.ours")
+           "baselines.flexgen", "baselines.ours", "baselines.serving_engines", "make_checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +73,37 @@ def test_engine_baseline_plans_its_policy(tiny_model, bench, tmp_path, monkeypat
     assert kept == {path: path.stat().st_mtime_ns for path in kept}, "used as they are"
     assert [len(tokens) for tokens in found.tokens] == [2] * 3, "cut: the settings have 3"
     assert len(found.steps) == 1 and found.prefill > 0
+
+
+def test_a_stepped_engine_is_timed_until_each_sequence_has_its_tokens(bench, monkeypatch):
+    """The second prompt is computed while the first sequence is decoded."""
+    clock = iter((0.0, 1.0, 3.0, 4.0, 6.0))
+    monkeypatch.setattr(bench.serving_engines.time, "perf_counter", lambda: next(clock))
+    steps = iter(([(0, [7])], [(0, [8]), (1, [7])], [(0, [9]), (1, [8])], [(1, [9])]))
+
+    class Fake(bench.serving_engines.ServingEngine):
+        refusal = version = prepare = lambda self, *_: None
+
+        def add(self, row, prompt, gen_len):
+            assert (list(prompt), gen_len) == ([5] * (row + 1), 3)
+
+        def step(self):
+            return next(steps)
+
+    found = Fake(settings_of(bench)).generate([[5], [5, 5]], 3)
+    assert (found.prefill, found.steps, found.tokens) == (3, (1.5, 1.5), ((7, 8, 9), (7, 8, 9)))
+
+
+@pytest.mark.parametrize("share, text, kept", [(None, 256, None), (1, 256, None), (0.2, 256, 96),
+                                               (0.2, 1024, 192)])
+def test_openvinos_eviction_keeps_whole_blocks(bench, share, text, kept):
+    options = bench.serving_engines.OpenVinoGenAI.check("o", {"cache_share": share})
+    settings = settings_of(bench, mean_prompt_len=text / 2, gen_len=text // 2, options=options)
+    assert bench.serving_engines.OpenVinoGenAI(settings).kept_tokens() == kept
+
+
+@pytest.mark.parametrize("name", ["facebook/opt-1.3b", "meta-llama/Llama-3.2-1B",
+                                  "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-30B-A3B"])
+def test_checkpoints_have_the_published_shape(bench, name):
+    shape = published(name)
+    assert from_transformers(bench.make_checkpoint.hf_config(shape, shape.dtype), name) == shape

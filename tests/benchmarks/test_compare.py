@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,40 @@ def test_batch_search_stops_when_out_of_memory(bench, tiny_model, tmp_path):
     assert failed["reason"] == "killed" and failed["tokens_per_s"] == failed["total_s"] == ""
     assert rows[0]["total_over_roofline"] == "" and rows[-1]["total_over_roofline"] != ""
     assert rows[-1]["equal_tokens"] == "1", "of the prompts that both had"
+
+
+def test_an_environment_that_is_missing_is_a_row_with_the_reason(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.processes, "drop_page_cache", lambda: False)
+    job = {"kind": "run", "baseline": "openvino_genai", "environment": ".venv-none", "settings": {
+        "dtype": "float32", "batch": 1, "prompt_len": 1, "gen_len": 2, "mean_prompt_len": 1}}
+    run = partial(bench.processes.run_job, threads=1, timeout=60, memory=None, scratch=tmp_path)
+    answer = run(job)
+    assert answer["status"] == "refused"
+    assert answer["reason"] == "openvino_genai is not installed: make .venv-openvino/.have"
+    python = tmp_path / "own" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho it needs another CPU >&2\nkill -ILL $$\n")
+    python.chmod(0o755)
+    answer = run(job | {"environment": str(python.parents[1])})
+    assert answer["status"] == "failed"
+    assert answer["reason"] == "killed by SIGILL: it needs another CPU"
+
+
+def test_a_row_has_the_perplexity_factor_of_its_mode(bench, tmp_path, monkeypatch):
+    path = tmp_path / "quality.csv"
+    path.write_text("model,mode,context_tokens,factor\na,m,256,1.5\na,m,3840,9\nb,m,256,2\n")
+    monkeypatch.setattr(bench.comparison, "QUALITY", path)
+    monkeypatch.setattr(bench.comparison, "QUALITY_MODEL", "b")
+    system = partial(bench.comparison.System, "s", "ours", {})
+
+    def quality(model, **others):
+        return tuple(system(**others).quality(model).values())
+
+    assert quality("a", mode="m") == ("m", "a", 1.5)
+    assert quality("opt", mode="m") == ("m", "b", 2)
+    assert quality("a", mode="other") == ("other", None, None)
+    assert quality("a", perplexity_factor=1.25) == (None, None, 1.25)
+    assert quality("a") == (None, None, None)
 
 
 @pytest.mark.full
