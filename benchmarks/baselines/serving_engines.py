@@ -171,8 +171,7 @@ def export(folder: Path, made: Path, bits: int) -> None:
     import openvino
     from openvino_tokenizers import convert_tokenizer
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     grouped = {"group_size": GROUP, "ratio": 1.0} if bits == 4 else {}
@@ -181,9 +180,12 @@ def export(folder: Path, made: Path, bits: int) -> None:
         quantization_config=OVWeightQuantizationConfig(bits=bits, sym=False, **grouped)
         if bits < 16 else None).save_pretrained(made)
     # The pipeline wants a tokenizer, also for token ids. Benchmark checkpoints have none.
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE({"a": 0, "b": 1}, [])))
-    for name, part in zip(("tokenizer", "detokenizer"),
-                          convert_tokenizer(tokenizer, with_detokenizer=True), strict=True):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    parts = convert_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer),
+                              with_detokenizer=True)
+    for name, part in zip(("tokenizer", "detokenizer"), parts, strict=True):
         openvino.save_model(part, made / f"openvino_{name}.xml")
 
 
