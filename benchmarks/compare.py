@@ -194,7 +194,7 @@ class Cells:
         row |= origin() | self._place(group, system) | {
             "documented": baseline_class(settings.baseline).documented, "status": last["status"],
             "reason": last.get("reason"), "page_cache": last["page_cache"],
-            **chosen.quality(group.scenario.model),
+            **settings.quality(group.scenario.model),
             **{name: rates[0][name] if rates else None for name in ("cpu", "device")}}
         if last["status"] == OK:
             row |= group.figures(settings, outcomes) | beside

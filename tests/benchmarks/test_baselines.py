@@ -75,6 +75,12 @@ def test_engine_baseline_plans_its_policy(tiny_model, bench, tmp_path, monkeypat
     assert len(found.steps) == 1 and found.prefill > 0
 
 
+def settings_of(bench, **others):
+    return bench.baselines.BaselineSettings(**{
+        "dtype": "float32", "batch": 2, "prompt_len": 2, "gen_len": 3, "scratch": "scratch",
+        "mean_prompt_len": 1.5, **others})
+
+
 def test_a_stepped_engine_is_timed_until_each_sequence_has_its_tokens(bench, monkeypatch):
     """The second prompt is computed while the first sequence is decoded."""
     clock = iter((0.0, 1.0, 3.0, 4.0, 6.0))
