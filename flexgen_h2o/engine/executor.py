@@ -131,7 +131,7 @@ class Executor:
             self._exchange.begin(len(batches))
         self._timing = timing = Timing()
         self._draft_autotune = DraftAutotune()
-        self._before_pass = 0, 0  # generated and drafted tokens
+        self._before_pass = 0, 0, 0  # sequences computed, drafted tokens, accepted tokens
         batch_layout = batches[0].batch_layout
         passes = batch_layout.prefill_passes + batch_layout.new
         self._ended = [0] * passes
@@ -186,13 +186,14 @@ class Executor:
         return now
 
     def _record_drafts(self, timing: Timing, seconds: float) -> None:
-        """Let the autotune decide whether drafts pay. The first decode step is not typical."""
-        generated = timing.slots - timing.idle_slots + timing.accepted_tokens
-        before, drafted_before = self._before_pass
-        self._before_pass = generated, timing.draft_tokens
-        if self._drafter is not None and before:
-            self._draft_autotune.record(seconds, generated - before,
-                                        drafted=timing.draft_tokens > drafted_before)
+        """Let the autotune choose the length of the next drafts."""
+        totals = timing.slots, timing.draft_tokens, timing.accepted_tokens
+        sequences, drafted, accepted = (
+            total - before for total, before in zip(totals, self._before_pass, strict=True))
+        self._before_pass = totals
+        if self._drafter is not None and len(timing.steps) > 1:
+            self._draft_autotune.record(seconds, sequences=sequences, drafted=drafted,
+                                        accepted=accepted)
 
     def _send_last(self, step: LayerStep) -> None:
         """Send the last results to the other ranks if a block ends before its schedule does."""
@@ -275,10 +276,11 @@ class Executor:
     def _next_drafts(self, drafter: Drafter, batch: Batch) -> list[int]:
         """Return the drafts for a batch's next forward pass, within the sequence's limit."""
         request, layout = batch.requests[0], batch.batch_layout
-        most = min(layout.draft_tokens, layout.limit(0) - len(request.generated))
-        if not request.generated or not self._draft_autotune.enabled:
-            most = 0
-        return drafter.draft(request, max(0, most))
+        if not request.generated:
+            return []
+        return drafter.draft(request, max(0, min(
+            self._draft_autotune.length, layout.draft_tokens,
+            layout.limit(0) - len(request.generated))))
 
     def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Let the consumer apply reduced logits, of rows from index `row` on, to the requests."""

@@ -20,8 +20,14 @@ NGRAM_SIZES = (4, 3, 2)
 _MEASURED_STEPS = 8
 """Newest decode steps, with drafts and without, whose times are compared."""
 
-_LONGEST_PAUSE = 32
-"""The most decode steps without drafts before they are tried again."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 64
+"""Decode steps without drafts before they are tried again; doubled each time they do not pay."""
+
+_SHORTEST_DRAFT = 2
+"""Drafted tokens of the first steps with drafts, until their cost is known."""
+
+_CHEAP = 1.05
+"""Drafts are always verified while that makes a decode step longer by less than this factor."""
 
 
 class Drafter(Protocol):
@@ -65,40 +71,57 @@ class NgramDrafter:
 
 
 class DraftAutotune:
-    """Measures decode steps with and without drafts, and pauses drafts that do not pay.
+    """Measures decode steps with and without drafts, and chooses the length of drafts.
 
-    Verifying a draft costs compute. It is nearly free if decode steps wait for weights from disk.
+    Verifying a draft costs compute. That is nearly free if decode steps wait for weights from disk,
+    and drafts are then as long as possible. Otherwise they grow while they are accepted, and pause
+    where a step with drafts takes more time than the steps that it replaces.
 
     Attributes
     ----------
-    enabled : bool
-        Whether the next decode step may verify drafts.
+    length : int
+        The most drafted tokens of the next decode step; 0 during a pause.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[bool, deque[tuple[float, int]]] = {
+        self._steps: dict[bool, deque[tuple[float, float]]] = {
             drafted: deque(maxlen=_MEASURED_STEPS) for drafted in (False, True)}
-        self._pause = self._paused = 0
+        self._length = _SHORTEST_DRAFT
+        self._pause = _SHORTEST_PAUSE
+        self._paused = 2  # for steps to compare with: the first one is not typical
 
     @property
-    def enabled(self) -> bool:
-        return not self._paused
+    def length(self) -> int:
+        return 0 if self._paused else self._length
 
-    def record(self, seconds: float, tokens: int, *, drafted: bool) -> None:
-        """Add a decode step that generated some tokens, and decide about the next ones."""
-        self._steps[drafted].append((seconds, tokens))
-        if not drafted:
-            self._paused = max(0, self._paused - 1)
-            return
+    def record(self, seconds: float, *, sequences: int, drafted: int, accepted: int) -> None:
+        """Add a decode step, and decide about the next ones.
+
+        Parameters
+        ----------
+        seconds : float
+        sequences : int
+            Sequences that were computed.
+        drafted, accepted : int
+            Drafted tokens that were verified, and accepted.
+        """
+        self._paused = max(0, self._paused - 1)
+        self._steps[drafted > 0].append((seconds / sequences, 1 + accepted / sequences))
         plain, verified = self._steps[False], self._steps[True]
-        if not plain and len(verified) == _MEASURED_STEPS:
-            self._paused = 1  # there is nothing to compare with
-        elif plain and len(verified) > 1 and _per_token(verified) > _per_token(plain):
-            self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
-            self._paused = self._pause
-        else:
-            self._pause = 0
+        if not drafted or not plain:
+            return
+        (cost, _), (verified_cost, tokens) = map(_means, (plain, verified))
+        cheap = verified_cost < _CHEAP * cost
+        if cheap or accepted == drafted:
+            self._length *= 2
+        elif not accepted:
+            self._length = max(_SHORTEST_DRAFT, self._length // 2)
+        if cheap or verified_cost < tokens * cost:
+            self._pause = _SHORTEST_PAUSE
+        elif len(verified) > 1 or self._pause > _SHORTEST_PAUSE:
+            self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+            verified.clear()  # the text may have changed by the next trial
 
 
-def _per_token(steps: deque[tuple[float, int]]) -> float:
-    return sum(seconds for seconds, _ in steps) / sum(tokens for _, tokens in steps)
+def _means(steps: deque[tuple[float, float]]) -> tuple[float, ...]:
+    return tuple(sum(column) / len(steps) for column in zip(*steps, strict=True))

@@ -72,7 +72,7 @@ def draft_with(monkeypatch):
     def set_drafter(drafter):
         monkeypatch.setattr(Runner, "drafter", lambda self: drafter)
 
-    monkeypatch.setattr(DraftAutotune, "enabled", True)
+    monkeypatch.setattr(DraftAutotune, "length", 99)
     return set_drafter
 
 
@@ -232,20 +232,27 @@ def test_a_finished_request_needs_no_drafts():
     assert drafter.draft(request, 3) == []
 
 
+def steps_of(autotune: DraftAutotune, count: int, seconds_of_row: float, accepted: float) -> list:
+    """The length of the drafts of each of some steps, of which this share is accepted."""
+    lengths = []
+    for _ in range(count):
+        lengths.append(min(8, autotune.length))
+        autotune.record(1.0 + seconds_of_row * lengths[-1], sequences=1, drafted=lengths[-1],
+                        accepted=int(accepted * lengths[-1]))
+    return lengths
+
+
 def test_drafts_that_do_not_pay_are_paused_and_tried_again():
-    autotune, verified = DraftAutotune(), 0
-    for _ in range(400):
-        drafted = autotune.enabled
-        verified += drafted
-        autotune.record(2.0 if drafted else 1.0, 1, drafted=drafted)
-    assert 5 < verified < 30
-    for _ in range(100):  # they are accepted from here on
-        drafted = autotune.enabled
-        autotune.record(2.0 if drafted else 1.0, 4 if drafted else 1, drafted=drafted)
-    assert autotune.enabled
-    for _ in range(20):
-        autotune.record(2.0, 4, drafted=True)
-        assert autotune.enabled
+    autotune = DraftAutotune()
+    lengths = steps_of(autotune, 400, seconds_of_row=0.5, accepted=0)
+    assert sum(length > 0 for length in lengths) > 5 and sum(lengths) * 0.5 < 0.03 * 400
+    assert steps_of(autotune, 200, seconds_of_row=0.5, accepted=1)[-50:] == [8] * 50
+    assert steps_of(DraftAutotune(), 20, seconds_of_row=0.5, accepted=1)[-10:] == [8] * 10
+    assert steps_of(DraftAutotune(), 400, seconds_of_row=1.5, accepted=1)[-50:].count(0) > 40
+
+
+def test_drafts_that_cost_nothing_are_always_verified():
+    assert steps_of(DraftAutotune(), 20, seconds_of_row=0.001, accepted=0)[-14:] == [8] * 14
 
 
 @pytest.mark.parametrize(("options", "words"), [
