@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
+from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.engine import captured_step
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.runner import Runner
@@ -270,3 +271,22 @@ def test_refused_combinations(tiny_model, options, words):
 def test_bad_values(options):
     with pytest.raises(UserError, match=next(iter(options))):
         Policy(**options)
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ({"speculate": "ngram", "pipeline_parallel": 2}, "--pipeline-parallel"),
+    ({"speculate": "ngram", "fetch_chosen": True, "recall": True, "hh_ratio": 0.1,
+      "percent": (100, 0, 0, 0)}, "fetch_chosen"),
+    ({"num_speculative_tokens": 4}, "without --speculate"),
+    ({"speculate": "oracle"}, "--speculate must be one of ngram"),
+])
+def test_refused_flags(flags, words):
+    with pytest.raises(UserError, match=words):
+        RunConfig(**flags)
+
+
+def test_a_block_has_as_many_sequences():
+    config = RunConfig(speculate="ngram", gpu_batch_size=4, num_gpu_batches=2)
+    policy = config.policy()
+    assert (policy.gpu_batch_size, policy.num_gpu_batches, policy.draft_tokens) == (1, 8, 8)
+    assert RunConfig(speculate="ngram").policy().num_gpu_batches == 1
