@@ -6,8 +6,8 @@ import csv
 
 import pytest
 import torch
+from helpers.generation import make_prompts
 from helpers.programs import BENCHMARKS, program
-from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o import test_h2o
-from h2o.test_h2o import MODES, VARIANTS, run
+from helpers.generation import MODES, PLACES, VARIANTS, run
 from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import PLACES
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cache.chunked_prefill import LayerAttention, SequenceState, append_chunk

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from h2o import test_h2o
-from h2o.test_h2o import run
+from helpers.generation import answers, open_llm, prompts_of, run
 from helpers.selection import full
-from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import disk_recall
@@ -121,7 +120,7 @@ def test_full_and_windowed_layers_are_fetched_whole(tiny_model, small_records):
 
 def test_a_conversation_on_disk_continues(tiny_model, small_records):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
-    turns = turns_of(tiny, [14, 3, 9, 1])
+    turns = prompts_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, h2o, chunk=6) as llm:
         expected = answers(llm, turns, 6, max_tokens=70)
     with open_llm(tiny, h2o, chunk=6, **FETCHED) as llm:

@@ -7,13 +7,11 @@ import math
 import pytest
 import torch
 from h2o import test_h2o
-from h2o.test_h2o import run
+from helpers.generation import PLACES, answers, open_llm, prompts_of, run
 from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.test_sparse_attention import run as run_sparsely
-from llm.test_conversation import answers, open_llm, turns_of
-from llm.test_llm import PLACES
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.cache import tiers
@@ -112,7 +110,7 @@ def test_equal_prompts_on_every_tier(tiny_model, device, monkeypatch):
 
 def test_cache_of_a_conversation_grows(tiny_model, device, monkeypatch):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, [14, 3, 9, 1])
+    turns = prompts_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, chunk=8) as llm:
         expected = answers(llm, turns, 8, max_tokens=70)
     for growth, place in ((LOG, DISK), (5, Placement(0, 100, 0))):

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 from h2o import test_h2o
-from h2o.test_h2o import run
 from helpers.fakes import LazyDevice
+from helpers.generation import answers, open_llm, prompts_of, run
 from helpers.internals import cache_of, open_devices
 from helpers.selection import full
-from llm.test_conversation import answers, open_llm, turns_of
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache.hot_set import ZeroCopyPart
@@ -98,7 +97,7 @@ def test_full_and_windowed_layers_are_fetched_whole(tiny_model, loaded, fetch):
 @pytest.mark.parametrize("fetch", [False, True])
 def test_a_conversation_continues_in_host_memory(tiny_model, loaded, fetch):
     tiny, h2o = tiny_model("llama"), H2OConfig(heavy_tokens=5, recall=True)
-    turns = turns_of(tiny, [14, 3, 9, 1])
+    turns = prompts_of(tiny, [14, 3, 9, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
         expected = answers(llm, turns, 6, max_tokens=70)
     with open_llm(tiny, h2o, chunk=6, cache=HOST, fetch_chosen=fetch) as llm:

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.generation import make_prompts
 from helpers.kernel_cases import BUILT
 from helpers.selection import full_cases
 from helpers.tiny_models import TINY
-from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.engine import captured_step

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import selection
+from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import (
     before,
     before_reads,
@@ -20,7 +21,6 @@ from helpers.internals import (
 )
 from helpers.mixture_cases import MIXTURES
 from helpers.planning_cases import machine
-from llm.test_llm import make_prompts, transformers_tokens
 from safetensors.torch import load_file, save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 from helpers.fakes import LazyDevice, PoisonedDevice
+from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import (
     before_early_attention,
     before_token_layers,
@@ -18,7 +19,6 @@ from helpers.internals import (
 from helpers.selection import examples, full_cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.cache import decode_attention, kv_cache, tiers

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.generation import transformers_tokens
 from helpers.internals import weight_sizes, weights_of
 from helpers.mixture_cases import MIXTURES, limit_as_configured
-from llm.test_llm import transformers_tokens
 from safetensors.torch import save_file
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.generation import make_prompts
 from helpers.internals import plan_with, stage_of, weights_of
 from helpers.selection import full_cases
 from hypothesis import given
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts
 from torch.distributed import TCPStore
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

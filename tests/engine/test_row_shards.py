@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.generation import make_prompts
 from helpers.internals import shards_out_of_order, staging_bytes, weights_of
 from helpers.selection import examples
 from helpers.tiny_models import TINY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config import limits

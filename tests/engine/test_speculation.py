@@ -6,12 +6,12 @@ import random
 
 import pytest
 import torch
+from helpers.generation import make_prompts
 from helpers.internals import before_blocks, cache_of, junk_after_tokens, states_of
 from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 from hypothesis import given
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cli.run_config import RunConfig

@@ -7,47 +7,28 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.fakes import LazyDevice
+from helpers.generation import (
+    LOGGED,
+    MODES,
+    NEW,
+    PLACES,
+    VARIANTS,
+    bits_of,
+    in_turn,
+    prompts_of,
+    run,
+    tokens,
+    transformers_tokens,
+)
 from helpers.internals import buffer_bytes, cache_of, open_devices
 from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import PLACES, in_turn, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.errors import UserError
 
-NEW = 12
-LOGGED = 18  # more than the write-back log of a cache on disk
-LENGTHS = [34, 21, 7, 13, 1]
 HOST = Placement(0, 100, 0)
-
-MODES = [("opt", "original"), ("opt_350m_style", "original"), ("llama", "original"),
-         ("llama", "rolling"), ("llama3_rope", "rolling"), ("llama_linear_rope", "rolling"),
-         ("neox", "original"), ("neox", "rolling"), ("neox_linear_rope", "rolling")]
-
-
-def bits_of(bits) -> dict[str, int]:
-    """Arguments of `LLM` for the bits of the cache, or of (keys, values)."""
-    if isinstance(bits, int):
-        return {"cache_bits": bits}
-    return dict(zip(("key_bits", "value_bits"), bits, strict=True))
-
-
-def run(tiny, prompts, h2o, *, new=NEW, cache_bits=16, **policy):
-    """Tokens of every prompt, and the engine's figures."""
-    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
-    with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", progress=False,
-             **bits_of(cache_bits)) as llm:
-        outputs = llm.generate(prompts, max_new_tokens=new, eos_token_id=-1)
-        return [out.token_ids for out in outputs], llm.stats
-
-
-def tokens(*args, **options):
-    return run(*args, **options)[0]
-
-
-def prompts_of(tiny, lengths=LENGTHS, seed=0):
-    return make_prompts(tiny.model.config.vocab_size, lengths, seed)
 
 
 # The definition
@@ -66,24 +47,6 @@ def test_kernels_give_the_reference_tokens(tiny_model, monkeypatch, mode, bits):
         assert tokens(tiny, prompts, h2o, cache_bits=bits) == fused
 
 
-VARIANTS = {
-    "mean": {"heavy_ratio": 0.1, "score": "mean"},
-    "decay": {"heavy_ratio": 0.1, "score": "decay", "decay": 0.8},
-    "caote": {"heavy_ratio": 0.1, "score": "caote"},
-    "window": {"heavy_tokens": 0, "recent_ratio": 0.2},
-    "sinks and window": {"heavy_tokens": 0, "recent_tokens": 5, "sink_tokens": 3},
-    "sinks and heavy": {"heavy_tokens": 4, "recent_ratio": 0.05, "sink_tokens": 2},
-    "of the text": {"heavy_ratio": 0.1, "budget_of": "text"},
-    "half of the text": {"heavy_ratio": 0.3, "recent_ratio": 0.2, "budget_of": "text"},
-    "by layer, of the text": {"heavy_ratio": [0.1, 0.11, 0.5], "recent_ratio": 0.1,
-                              "budget_of": "text"},
-    "prompt only": {"heavy_ratio": 0.1, "evict_generated": False},
-    "counts": {"heavy_tokens": 6, "recent_tokens": 2},
-    "one token": {"heavy_tokens": 0, "recent_tokens": 1},
-    "crossed mid-run": {"heavy_tokens": 9, "recent_tokens": 9},
-    "pyramid": {"heavy_ratio": [0.4, 0.2, 0.05], "recent_ratio": [0.05, 0.2, 0.4]},
-    "one layer full": {"heavy_ratio": [1, 0.1, 0.1]},
-}
 RARE = ["counts", "sinks and window", "of the text", "half of the text", "crossed mid-run"]
 SHARES = [{"heavy_ratio": 0.02}, {"heavy_ratio": 0.1}, {"heavy_ratio": 0.3}]
 

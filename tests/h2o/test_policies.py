@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from h2o.test_h2o import LOGGED, prompts_of, tokens
+from helpers.generation import LOGGED, prompts_of, tokens
 from helpers.selection import examples, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,16 +89,18 @@ def nan_in_empty_slots(state: PolicyState) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
-def test_a_registered_policy(tiny_model, positions):
+def test_a_registered_policy(tiny_model, positions, caplog):
     """It equals its simulation, and the sum under another name equals the sum."""
-    register_policy("longest keys", longest_keys, needs=["keys"])
+    register_policy(f"longest keys, {positions}", longest_keys, needs=["keys"])
     register_policy("total", total)
     tiny = tiny_model("llama")
     prompts = prompts_of(tiny)
-    options = {"heavy_ratio": 0.1, "positions": positions, "score": "longest keys"}
+    options = {"heavy_ratio": 0.1, "positions": positions, "score": f"longest keys, {positions}"}
     expected = tokens(tiny, prompts, H2OConfig(simulate=True, **options))
     for chunk in (None, 16):
         assert tokens(tiny, prompts, H2OConfig(**options), prefill_chunk=chunk) == expected
+    assert sum(f"'longest keys, {positions}' is none of the kernels' own" in line
+               for line in caplog.messages) == 1
     plain = tokens(tiny, prompts, H2OConfig(**options | {"score": "sum"}))
     assert plain != expected
     assert tokens(tiny, prompts, H2OConfig(**options | {"score": "total"})) == plain
@@ -113,14 +115,6 @@ def test_caote_on_mixed_tiers(tiny_model, key, bits):
     for options in ({"gpu_batch_size": 5}, {"cpu_cache_compute": True}):
         assert expected == tokens(tiny, prompts, h2o, new=LOGGED, cache_bits=bits,
                                   cache=Placement(30, 30, 40), **options)
-
-
-def test_a_policy_without_kernels_is_logged_once(tiny_model, caplog):
-    register_policy("said once", lambda state: state.attention)
-    prompts = prompts_of(tiny_model("llama"))
-    for _ in range(2):
-        tokens(tiny_model("llama"), prompts, H2OConfig(heavy_ratio=0.1, score="said once"), new=3)
-    assert sum("'said once' is none of the kernels' own" in line for line in caplog.messages) == 1
 
 
 def test_registration(tiny_model):

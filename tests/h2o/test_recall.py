@@ -6,10 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import LENGTHS, LOGGED, NEW, prompts_of, tokens
+from helpers.generation import (
+    LENGTHS,
+    LOGGED,
+    NEW,
+    PLACES,
+    answers,
+    open_llm,
+    prompts_of,
+    tokens,
+    transformers_tokens,
+)
 from helpers.selection import full_cases
-from llm.test_conversation import answers, open_llm, turns_of
-from llm.test_llm import PLACES, transformers_tokens
 
 from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.config.cache_layout import IndexLayout
@@ -45,7 +53,7 @@ def test_recall_does_not_depend_on_placement_or_split(tiny_model):
 @pytest.mark.parametrize("key", ["llama", "gemma2"])  # the latter has windows
 def test_a_conversation_with_recall(tiny_model, key):
     tiny, h2o = tiny_model(key), H2OConfig(heavy_tokens=5, recall=True)
-    turns = turns_of(tiny, [30, 3, 21, 1])
+    turns = prompts_of(tiny, [30, 3, 21, 1])
     with open_llm(tiny, replace(h2o, simulate=True), chunk=6) as llm:
         expected = answers(llm, turns, 6, max_tokens=140)
     with open_llm(tiny, h2o, chunk=6, cache=Placement(0, 0, 100)) as llm:
@@ -56,7 +64,7 @@ def test_a_conversation_with_recall(tiny_model, key):
 
 def test_scoring_with_recall_in_chunks(tiny_model):
     tiny = tiny_model("llama")
-    (text,) = turns_of(tiny, [40])
+    (text,) = prompts_of(tiny, [40])
     with (open_llm(tiny, H2OConfig(heavy_tokens=2, recall=True)) as llm,
           llm.stream(max_tokens=40) as whole, llm.stream(max_tokens=40) as parts):
         found = [each for token in text for each in parts.loglikelihood([token])]

@@ -14,13 +14,12 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from h2o.test_h2o import bits_of
+from helpers.generation import bits_of, make_prompts, transformers_tokens
 from helpers.internals import slots_of
 from helpers.programs import program
 from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts, transformers_tokens
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig

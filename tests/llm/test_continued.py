@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import selection
+from helpers.generation import PLACES, make_prompts
 from helpers.internals import before_continued
 from helpers.selection import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.cache.kv_cache import KVCache

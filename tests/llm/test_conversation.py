@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from h2o.test_h2o import MODES, bits_of
+from helpers.generation import MODES, PLACES, answers, open_llm, prompts_of, transformers_tokens
 from helpers.internals import buffer_bytes, cache_of, scratch_bytes
 from helpers.selection import examples, full, full_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llm.test_llm import PLACES, transformers_tokens
 
-from flexgen_h2o import LLM, H2OConfig, Placement, Policy
+from flexgen_h2o import H2OConfig, Placement
 from flexgen_h2o.errors import UserError
 
 SMALL = H2OConfig(heavy_tokens=9, recent_tokens=8)
-
-
-def open_llm(tiny, h2o=None, *, chunk=None, cache_bits=16, **policy):
-    policy = Policy(**{"gpu_batch_size": 1, "prefill_chunk": chunk} | policy)
-    return LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", **bits_of(cache_bits),
-               progress=False)
-
-
-def turns_of(tiny, lengths, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, tiny.model.config.vocab_size) for _ in range(n)] for n in lengths]
-
-
-def answers(llm, turns, new=12, **options):
-    """What a stream answers to each turn."""
-    with llm.stream(**options) as stream:
-        return [stream.generate(turn, max_new_tokens=new, eos_token_id=-1).token_ids
-                for turn in turns]
 
 
 # The full cache: the text so far as one prompt
@@ -48,7 +28,7 @@ def answers(llm, turns, new=12, **options):
                                    [None, 1, 4]))])
 def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
     tiny = tiny_model(key)
-    turns = turns_of(tiny, [7, 1, 13, 2])
+    turns = prompts_of(tiny, [7, 1, 13, 2])
     with open_llm(tiny, chunk=chunk) as llm:
         found = answers(llm, turns, 6, max_tokens=100)
     text = []
@@ -60,7 +40,7 @@ def test_turns_on_a_full_cache_are_one_text(tiny_model, key, chunk):
 
 def test_log_probabilities_are_those_of_one_text(tiny_model):
     tiny = tiny_model("llama")
-    (text,) = turns_of(tiny, [60])
+    (text,) = prompts_of(tiny, [60])
     with open_llm(tiny) as llm:
         (whole,) = llm.loglikelihood([(text[:1], text[1:])])
         with llm.stream(max_tokens=60) as stream:
@@ -82,7 +62,7 @@ def test_log_probabilities_are_those_of_one_text(tiny_model):
     ("mistral_window", "original"), *full_cases(*MODES)])
 def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
     tiny = tiny_model(key)
-    turns = turns_of(tiny, [20, 3, 13, 1])
+    turns = prompts_of(tiny, [20, 3, 13, 1])
     h2o = replace(SMALL, positions=positions)
     if key == "mistral_window":
         h2o = H2OConfig(heavy_tokens=3, recent_tokens=2)
@@ -98,7 +78,7 @@ def test_an_evicting_stream_equals_its_simulation(tiny_model, key, positions):
 @given(data=st.data())
 def test_any_turns_and_budget_equal_the_simulation(tiny_model, data):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=3)))
+    turns = prompts_of(tiny, data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=3)))
     h2o = H2OConfig(heavy_tokens=data.draw(st.integers(0, 8)),
                     recent_tokens=data.draw(st.integers(1, 8)),
                     sink_tokens=data.draw(st.integers(0, 3)),
@@ -116,7 +96,7 @@ def test_any_turns_and_budget_equal_the_simulation(tiny_model, data):
     *full((SMALL, 4))], ids=str)
 def test_the_same_answers_on_every_tier(tiny_model, device, case):
     (h2o, bits), tiny = case, tiny_model("llama")
-    turns, most = turns_of(tiny, [18, 3, 13, 1]), 140 if h2o is None else None
+    turns, most = prompts_of(tiny, [18, 3, 13, 1]), 140 if h2o is None else None
     with open_llm(tiny, h2o, chunk=8, cache_bits=bits) as llm:
         expected = answers(llm, turns, 5, max_tokens=most)
     host, disk = Placement(0, 100, 0), Placement(0, 0, 100)
@@ -127,17 +107,6 @@ def test_the_same_answers_on_every_tier(tiny_model, device, case):
             assert answers(llm, turns, 5, max_tokens=most) == expected, (place, options)
 
 
-def test_chunks_of_one_token_are_cached_as_decoded(tiny_model):
-    tiny = tiny_model("llama")
-    first, second = turns_of(tiny, [25, 10])
-    with open_llm(tiny, SMALL, chunk=1) as llm:
-        expected = answers(llm, [first, second])
-        with llm.stream() as stream:
-            stream.loglikelihood(first[:-1])
-            assert stream.generate(first[-1:], max_new_tokens=12,
-                                   eos_token_id=-1).token_ids == expected[0]
-
-
 def test_a_long_stream_takes_constant_memory(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
     h2o = replace(SMALL, positions="rolling")
@@ -146,7 +115,7 @@ def test_a_long_stream_takes_constant_memory(tiny_model):
         token = llm.model_config.kv_bytes_per_token(4)
         assert buffer_bytes(part) <= 17 * token + 3 * 4096
         buffers = []
-        for turn in turns_of(tiny, [120] * 3):
+        for turn in prompts_of(tiny, [120] * 3):
             stream.generate(turn, max_new_tokens=5, eos_token_id=-1)
             assert stream.stats.kv_cache_bytes == 17 * token
             buffers.append(scratch_bytes(stream))
@@ -156,7 +125,7 @@ def test_a_long_stream_takes_constant_memory(tiny_model):
 
 def test_streams_exceed_the_context_on_request(tiny_model):
     tiny = tiny_model("llama")  # 256 positions
-    turns = turns_of(tiny, [230, 20])
+    turns = prompts_of(tiny, [230, 20])
     for h2o, most in ((None, 400), (SMALL, None)):
         with open_llm(tiny, h2o) as llm:
             with llm.stream(max_tokens=most) as stream:
@@ -185,7 +154,7 @@ class Recorder:
 
 def test_a_streamer_gets_the_turn_and_each_token(tiny_model):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, [6, 4])
+    turns = prompts_of(tiny, [6, 4])
     with open_llm(tiny) as llm, llm.stream(max_tokens=60) as stream:
         for turn in turns:
             recorder = Recorder()
@@ -196,7 +165,7 @@ def test_a_streamer_gets_the_turn_and_each_token(tiny_model):
 
 def test_an_end_token_ends_the_turn_and_not_the_text(tiny_model):
     tiny = tiny_model("llama")
-    (first, second) = turns_of(tiny, [6, 4])
+    (first, second) = prompts_of(tiny, [6, 4])
     with open_llm(tiny) as llm:
         (usual, _) = answers(llm, [first, second], max_tokens=60)
         end = usual[3]
@@ -211,7 +180,7 @@ def test_an_end_token_ends_the_turn_and_not_the_text(tiny_model):
 
 def test_streams_and_calls_take_turns(tiny_model):
     tiny = tiny_model("llama")
-    turns = turns_of(tiny, [12, 5, 9])
+    turns = prompts_of(tiny, [12, 5, 9])
     with open_llm(tiny, SMALL) as llm:
         alone = answers(llm, turns)
         usual = llm.generate([turns[0]], max_new_tokens=12, eos_token_id=-1)[0].token_ids
@@ -229,7 +198,7 @@ def test_streams_and_calls_take_turns(tiny_model):
 
 def test_an_error_ends_the_stream_and_not_the_llm(tiny_model):
     tiny = tiny_model("llama")
-    (turn,) = turns_of(tiny, [12])
+    (turn,) = prompts_of(tiny, [12])
 
     class Failing(Recorder):
         def put(self, value):

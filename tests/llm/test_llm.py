@@ -1,7 +1,6 @@
 """The engine end to end on tiny random models: the same tokens whatever the policy."""
 
 import itertools
-import random
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import selection
+from helpers.generation import (
+    LOGGED,
+    PLACES,
+    make_prompts,
+    prompts_of,
+    tokens,
+    transformers_tokens,
+)
 from helpers.selection import full
 from helpers.tiny_tokenizers import with_words
 
@@ -21,92 +27,40 @@ from flexgen_h2o.kernels import ops
 from flexgen_h2o.metrics.trace import Trace
 
 NEW = 8
-DISK_NEW = 17  # more than the write-back log of a cache on disk
-
-
-def make_prompts(vocab, lengths, seed=0):
-    rng = random.Random(seed)
-    return [[rng.randrange(3, vocab) for _ in range(n)] for n in lengths]
-
-
-_generated: dict[tuple, tuple[torch.nn.Module, list[int]]] = {}
-
-
-def transformers_tokens(tiny, prompts, new=NEW, **options):
-    """Return transformers' tokens of each prompt; each is generated once per session."""
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
-    tokens = []
-    for prompt in prompts:
-        key = id(tiny.model), new, repr((prompt, options))
-        if key not in _generated:
-            ids = torch.tensor([prompt])
-            found = tiny.model.generate(ids, attention_mask=torch.ones_like(ids),
-                                        max_new_tokens=new, **options)
-            _generated[key] = tiny.model, found[0, len(prompt):].tolist()
-        tokens.append(list(_generated[key][1]))
-    return tokens
-
-
-def tokens_of(folder, prompts, *, new=NEW, offload_dir=None, sampling=None, **policy):
-    sampling = {"eos_token_id": -1} | (sampling or {})
-    with LLM(str(folder), policy=Policy(**policy), dtype="float32", offload_dir=offload_dir) as llm:
-        outputs = llm.generate(prompts, max_new_tokens=new, **sampling)
-    return [out.token_ids for out in outputs]
-
-
-PLACES = [Placement(100, 0, 0), Placement(0, 100, 0), Placement(0, 0, 100),
-          Placement(40, 30, 30)]
 FAMILIES = ["opt", "llama", "neox"]
-
-
-def in_turn(options: list[dict]) -> list[tuple[Placement, dict]]:
-    """Each placement with one of the options, with --all with two."""
-    return [(place, options[(i + j) % len(options)]) for i, place in enumerate(PLACES)
-            for j in range(1 + selection.every_case)]
+BATCHES = [(2, 2), (1, 1), (3, 1), (8, 2)]
 
 
 @pytest.mark.parametrize("case", [("opt", 0), ("llama", 1), ("neox", 2), ("llama", 3),
                                   *full(*itertools.product(FAMILIES, range(4)))], ids=str)
 def test_the_same_tokens_for_every_placement(tiny_model, tmp_path, device, case):
-    """Pads; a partial block; in all cases, every placement of weights with every one of the cache.
-    """
+    """Pads, partial blocks, and in all cases each pair of placements of weights and cache."""
     (key, shift), tiny = case, tiny_model(case[0])
-    prompts = make_prompts(tiny.model.config.vocab_size, [9, 4, 1, 7, 12])
-    expected = transformers_tokens(tiny, prompts, DISK_NEW)
-    for i, weights in enumerate(PLACES):
+    prompts = prompts_of(tiny, [9, 4, 1, 7, 12])
+    expected = transformers_tokens(tiny, prompts, LOGGED)
+    for i, (weights, (size, batches)) in enumerate(zip(PLACES, BATCHES, strict=True)):
         cache, activations = PLACES[(i + shift) % 4], PLACES[(2 * i + shift) % 4]
-        got = tokens_of(tiny.folder, prompts, new=DISK_NEW, weights=weights, cache=cache,
-                        activations=activations, gpu_batch_size=2, num_gpu_batches=2,
-                        overlap=key != "llama", offload_dir=str(tmp_path / "offload"))
+        got = tokens(tiny, prompts, new=LOGGED, weights=weights, cache=cache,
+                     activations=activations, gpu_batch_size=size, num_gpu_batches=batches,
+                     overlap=key != "llama", offload_dir=str(tmp_path / "offload"))
         assert got == expected, (weights, cache, activations)
     assert not (tmp_path / "offload").exists() or not list((tmp_path / "offload").iterdir())
-
-
-@pytest.mark.parametrize("split", [(1, 1), (1, 5), (3, 1), (2, 3), (8, 2)])
-def test_the_same_tokens_for_every_batch_split(tiny_model, tmp_path, split):
-    tiny = tiny_model("llama")
-    prompts = make_prompts(tiny.model.config.vocab_size, [3, 11, 6, 6, 2, 30, 1])
-    got = tokens_of(tiny.folder, prompts, new=DISK_NEW, gpu_batch_size=split[0],
-                    num_gpu_batches=split[1], weights=Placement(50, 0, 50),
-                    cache=Placement(50, 0, 50), offload_dir=str(tmp_path))
-    assert got == transformers_tokens(tiny, prompts, DISK_NEW)
 
 
 def test_calls_in_the_same_workspace(tiny_model, tmp_path, device):
     """Smaller blocks after larger ones, scoring in between, an early end with loads under way."""
     tiny = tiny_model("llama")
-    vocab = tiny.model.config.vocab_size
     policy = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=Placement(0, 0, 100),
                     cache=Placement(30, 30, 40), activations=Placement(30, 30, 40))
-    calls = [make_prompts(vocab, lengths, seed) for seed, lengths in enumerate(
+    calls = [prompts_of(tiny, lengths, seed) for seed, lengths in enumerate(
         [[12, 9, 18, 4, 4], [5], [20, 1, 1, 1, 1, 1, 1], [7, 8]])]
     with torch.inference_mode(), LLM(str(tiny.folder), policy=policy, dtype="float32",
                                      offload_dir=str(tmp_path)) as llm:
         for prompts in calls:
-            expected = transformers_tokens(tiny, prompts)
+            expected = transformers_tokens(tiny, prompts, NEW)
             got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
             assert [out.token_ids for out in got] == expected
-            stops = [tokens[2] for tokens in expected]
+            stops = [one[2] for one in expected]
             got = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=stops)
             assert all(out.token_ids[-1] in stops for out in got)
             scores = llm.loglikelihood(list(zip(prompts, expected, strict=True)))
@@ -120,8 +74,8 @@ def test_prompts_longer_than_a_chunk_of_rows(tiny_model, monkeypatch):
     monkeypatch.setitem(decoder.CHUNK_ROWS, "cpu", 8)
     monkeypatch.setattr(decoder, "LOGIT_ROWS", 2)
     tiny = tiny_model("opt")
-    prompts = make_prompts(tiny.model.config.vocab_size, [5, 3, 20, 8, 1])
-    assert tokens_of(tiny.folder, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts)
+    prompts = prompts_of(tiny, [5, 3, 20, 8, 1])
+    assert tokens(tiny, prompts, gpu_batch_size=5) == transformers_tokens(tiny, prompts, 12)
 
 
 def test_outputs_come_block_by_block(tiny_model, tmp_path):
@@ -163,13 +117,10 @@ def test_outputs_come_block_by_block(tiny_model, tmp_path):
 
 def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
     tiny = tiny_model("opt")
-    prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 7])
-    free = transformers_tokens(tiny, prompts)
-    eos = [tokens[3] for tokens in free]
-    expected = []
-    for tokens in free:
-        end = next(i for i, t in enumerate(tokens) if t in eos)
-        expected.append(tokens[: end + 1])
+    prompts = prompts_of(tiny, [5, 9, 7])
+    free = transformers_tokens(tiny, prompts, NEW)
+    eos = [one[3] for one in free]
+    expected = [one[: next(i for i, token in enumerate(one) if token in eos) + 1] for one in free]
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2)
     with LLM(str(tiny.folder), policy=policy, dtype="float32") as llm:
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=eos)
@@ -180,19 +131,21 @@ def test_a_sequence_ends_at_eos_and_a_block_when_all_have(tiny_model):
         used = sum(map(len, expected)) - len(expected)
         assert llm.stats.decode_slots - llm.stats.idle_slots == used
         again = llm.generate(prompts, max_new_tokens=4, eos_token_id=-1)
-        assert [out.token_ids for out in again] == [tokens[:4] for tokens in free]
+        assert [out.token_ids for out in again] == [one[:4] for one in free]
         assert {out.finish_reason for out in again} == {"length"}
 
 
 def test_sampling_depends_on_the_seed_and_not_on_the_batch(tiny_model):
     tiny = tiny_model("neox")
-    prompts = make_prompts(tiny.model.config.vocab_size, [5, 9, 2, 5, 5])
+    prompts = prompts_of(tiny, [5, 9, 2, 5, 5])
     options = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.9}
-    runs = {
-        (seed, size): tokens_of(tiny.folder, prompts, gpu_batch_size=size, num_gpu_batches=2,
-                                sampling=options | {"seed": seed})
-        for seed, size in ((1, 1), (1, 2), (1, 5), (2, 2))
-    }
+    runs = {}
+    for seed, size in ((1, 1), (1, 2), (1, 5), (2, 2)):
+        policy = Policy(gpu_batch_size=size, num_gpu_batches=2)
+        with LLM(str(tiny.folder), dtype="float32", policy=policy) as llm:
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1, seed=seed,
+                                   **options)
+            runs[seed, size] = [out.token_ids for out in outputs]
     assert runs[1, 1] == runs[1, 2] == runs[1, 5] != runs[2, 2]
 
 
@@ -222,7 +175,7 @@ def test_prompts_have_sampling_parameters_of_their_own(tiny_model):
 @pytest.mark.parametrize("key", FAMILIES)
 def test_loglikelihood_equals_transformers(tiny_model, key):
     tiny = tiny_model(key)
-    tokens = make_prompts(tiny.model.config.vocab_size, [9, 5, 14, 3])
+    tokens = prompts_of(tiny, [9, 5, 14, 3])
     pairs = [(t[:cut], t[cut:]) for t, cut in zip(tokens, [3, 1, 12, 2], strict=True)]
     with LLM(str(tiny.folder), policy=Policy(gpu_batch_size=3), dtype="float32") as llm:
         got = llm.loglikelihood(pairs)
@@ -350,7 +303,7 @@ def test_paths_need_not_be_text(tiny_model, tmp_path):
 def test_calls_of_several_threads_take_turns(tiny_model, tmp_path, place):
     tiny = tiny_model("opt")
     prompts = make_prompts(96, [5, 3, 9, 7])
-    expected = transformers_tokens(tiny, prompts)
+    expected = transformers_tokens(tiny, prompts, NEW)
     policy = Policy(gpu_batch_size=1, weights=place, cache=place)
     begin = threading.Barrier(4)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.generation import PLACES, make_prompts
 from helpers.selection import full
 from hypothesis import given
 from hypothesis import strategies as st
-from llm.test_llm import PLACES, make_prompts
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.config.limits import SHARED_PREFIX

@@ -75,18 +75,12 @@ def test_greedy_tokens_are_those_of_transformers(llm, expected):
 
 ALIKE = {  # by name: options of transformers' generate, and ours where they are called otherwise
     "repetition_penalty": ({"repetition_penalty": 1.3}, {}),
-    "repetition_penalty below 1": ({"repetition_penalty": 0.9}, {}),
     "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, {}),
     "eos_token_id": ({"eos_token_id": [198, 30]}, {}),
-    "min_new_tokens": ({"eos_token_id": [198, 30], "min_new_tokens": 20}, {}),
     "stop_strings": ({"stop_strings": ["killed sail", "\n\n"]}, {}),
     "logit_bias": ({"sequence_bias": [[[9357], -4.0], [[30], 3.5]]},
                    {"logit_bias": {9357: -4.0, 30: 3.5}}),
     "stop_token_ids": ({"eos_token_id": [2, 30]}, {"eos_token_id": 2, "stop_token_ids": [30]}),
-    "top_k": ({"do_sample": True, "top_k": 1}, {}),
-    "top_p": ({"do_sample": True, "top_k": 0, "top_p": 0.0}, {}),
-    "min_p": ({"do_sample": True, "top_k": 0, "min_p": 1.0}, {}),
-    "temperature": ({"do_sample": True, "top_k": 0, "temperature": 1e-3}, {}),
     "together": ({"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 12,
                   "eos_token_id": [30], "sequence_bias": [[[525], 2.0]]},
                  {"logit_bias": {525: 2.0}})}
@@ -104,8 +98,7 @@ def test_each_parameter_gives_the_tokens_of_transformers(llm, generate):
     for (name, (theirs, _)), out in zip(SOME.items(), outputs, strict=True):
         want = generate(STORY, max_new_tokens=24, **theirs)
         assert out.token_ids == want, name
-        greedy = name in ("top_k", "top_p", "min_p", "temperature")
-        assert (want == plain) == greedy, f"{name} should change something"
+        assert want != plain, f"{name} should change something"
 
 
 @pytest.mark.parametrize("bits", ["auto", *full(16)])

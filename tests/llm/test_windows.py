@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from engine.test_pipeline import tokens as tokens_of_ranks
+from helpers.generation import NEW, PLACES, make_prompts, tokens, transformers_tokens
 from helpers.internals import attend_with, cache_of, change_configs
 from helpers.selection import full
-from llm.test_llm import PLACES, make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.cache_layout import CacheOptions
@@ -22,7 +22,6 @@ from flexgen_h2o.h2o.budget import Budget, budget, num_cached, num_slots
 from flexgen_h2o.planning.memory_plan import memory_plan
 from flexgen_h2o.planning.planned_run import layer_slots
 
-NEW = 8
 WINDOW = 7  # of the tiny model, in all of its layers
 LENGTHS = [6, 7, 8, 19, 1]  # around the window, and far longer
 MIXED = (AttentionForm(window=5, softcap=1.5), AttentionForm(scale=0.2), AttentionForm(window=9))
@@ -48,21 +47,13 @@ def mixed(monkeypatch):
     change_configs(monkeypatch, lambda config: replace(config, attention=MIXED))
 
 
-def tokens_of(tiny, prompts, *, h2o=None, offload_dir=None, cache_bits=16, **policy):
-    policy = Policy(**{"gpu_batch_size": 3, "num_gpu_batches": 2} | policy)
-    with LLM(str(tiny.folder), policy=policy, h2o=h2o, dtype="float32", cache_bits=cache_bits,
-             offload_dir=offload_dir) as llm:
-        return [out.token_ids for out in llm.generate(prompts, max_new_tokens=NEW,
-                                                      eos_token_id=-1)]
-
-
 @pytest.mark.parametrize("case", [
     (PLACES[0], None, 3), (PLACES[1], 4, 1), (PLACES[2], 4, 3), (PLACES[3], None, 3),
     *full(*itertools.product(PLACES, (None, 4), (1, 3)))], ids=str)
 def test_transformers_tokens_on_every_tier(tiny, tmp_path, device, case):
     place, chunk, size = case
     prompts = make_prompts(120, LENGTHS)
-    assert tokens_of(tiny, prompts, cache=place, weights=place, gpu_batch_size=size,
+    assert tokens(tiny, prompts, cache=place, weights=place, gpu_batch_size=size,
                      overlap=size == 3, prefill_chunk=chunk, cpu_cache_compute=size == 3,
                      offload_dir=str(tmp_path)) == transformers_tokens(tiny, prompts, NEW)
 
@@ -78,10 +69,10 @@ def test_the_cache_has_the_slots_of_the_window(tiny):
 @pytest.mark.parametrize("h2o", SMALL, ids=str)
 def test_h2o_equals_its_simulation(tiny, h2o):
     prompts = make_prompts(120, LENGTHS)
-    simulated = tokens_of(tiny, prompts, h2o=replace(h2o, simulate=True), gpu_batch_size=1)
-    assert tokens_of(tiny, prompts, h2o=h2o) == simulated
+    simulated = tokens(tiny, prompts, h2o=replace(h2o, simulate=True), gpu_batch_size=1)
+    assert tokens(tiny, prompts, h2o=h2o) == simulated
     if h2o.prompt_chunk is None:
-        assert tokens_of(tiny, prompts, h2o=h2o, prefill_chunk=4, gpu_batch_size=2,
+        assert tokens(tiny, prompts, h2o=h2o, prefill_chunk=4, gpu_batch_size=2,
                          cache=Placement(0, 0, 100)) == simulated
 
 
@@ -91,8 +82,8 @@ def test_layers_of_several_forms_equal_the_simulation(tiny_model, mixed, h2o):
     tiny = tiny_model("llama")
     prompts = make_prompts(120, LENGTHS)
     simulated = replace(h2o or H2OConfig(), simulate=True)
-    expected = tokens_of(tiny, prompts, h2o=simulated, gpu_batch_size=1)
-    assert tokens_of(tiny, prompts, h2o=h2o) == expected
+    expected = tokens(tiny, prompts, h2o=simulated, gpu_batch_size=1)
+    assert tokens(tiny, prompts, h2o=h2o) == expected
     assert expected != transformers_tokens(tiny, prompts, NEW)
 
 
@@ -163,11 +154,11 @@ def test_options_that_windows_do_not_support(tiny):
 def test_attention_sinks_and_windows_on_every_tier(tiny_model, mixed, monkeypatch):
     """Learned sinks come with a layer's weights: as in a simulation, and not as without."""
     tiny, prompts = tiny_model("llama"), make_prompts(120, LENGTHS)
-    without = tokens_of(tiny, prompts)
+    without = tokens(tiny, prompts)
     monkeypatch.setitem(globals(), "MIXED", tuple(replace(form, sinks=True) for form in MIXED))
     attend_with(monkeypatch, sinks=torch.tensor([2.0, -1.0, 0.5, 3.0, 0.0, 1.0]))
-    expected = tokens_of(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
+    expected = tokens(tiny, prompts, h2o=H2OConfig(simulate=True), gpu_batch_size=1)
     assert expected != without
     for place, chunk in zip(PLACES, (None, 4, 4, None), strict=True):
-        assert tokens_of(tiny, prompts, cache=place, prefill_chunk=chunk,
+        assert tokens(tiny, prompts, cache=place, prefill_chunk=chunk,
                          cpu_cache_compute=True) == expected

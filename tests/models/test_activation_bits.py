@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from llm.test_llm import make_prompts
+from helpers.generation import make_prompts
 from models.test_weight_bits import LENGTHS, NEW, Rounded
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy

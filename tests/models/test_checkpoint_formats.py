@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import packings
+from helpers.generation import make_prompts, transformers_tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from llm.test_llm import make_prompts, transformers_tokens
 from models.test_checkpoint import read
 from safetensors.torch import save_file
 from torch import Tensor

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import selection
+from helpers.generation import transformers_tokens
 from helpers.selection import full
 from helpers.tiny_models import LINEAR_ROPE, LLAMA3_ROPE, LONG_ROPE, TINY, YARN_ROPE
-from llm.test_llm import transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy, SamplingParams
 from flexgen_h2o.errors import UserError

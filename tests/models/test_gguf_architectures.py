@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from helpers.error_cases import refused
+from helpers.generation import transformers_tokens
 from helpers.gguf_cases import CASES, add_tokenizer, make
 from helpers.selection import full
-from llm.test_llm import transformers_tokens
 from safetensors.torch import load_file
 
 from flexgen_h2o import LLM

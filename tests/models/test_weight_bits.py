@@ -9,10 +9,10 @@ import shutil
 
 import pytest
 import torch
+from helpers.generation import make_prompts, transformers_tokens
 from helpers.internals import quantize_in_a_new_way, weight_sizes, weights_of
 from helpers.selection import full, full_cases
 from helpers.tiny_models import TINY
-from llm.test_llm import make_prompts, transformers_tokens
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.config.weight_layout import MatrixLayout, WeightOptions
