@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o import test_h2o
+from helpers import generation
 from helpers.generation import MODES, PLACES, VARIANTS, run
 from helpers.internals import buffer_bytes, cache_of, gathers_prompts_in_place, rows_of
 from helpers.selection import examples, full, full_cases
@@ -24,7 +24,7 @@ NEW = 8
 
 
 def prompts_of(tiny, lengths=(24, 17, 7, 12, 1)):
-    return test_h2o.prompts_of(tiny, lengths)
+    return generation.prompts_of(tiny, lengths)
 
 
 def tokens(*args, **options):

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from h2o import test_h2o
-from helpers.generation import answers, open_llm, prompts_of, run
+from helpers import generation
+from helpers.generation import answers, open_llm, run
 from helpers.selection import full
 
 from flexgen_h2o import H2OConfig, Placement
@@ -28,8 +28,8 @@ FETCHED = {"cache": DISK, "fetch_chosen": True}
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 
 
-def prompts_of(tiny):
-    return test_h2o.prompts_of(tiny, [30, 23, 7, 12, 1])
+def prompts_of(tiny, lengths=(30, 23, 7, 12, 1)):
+    return generation.prompts_of(tiny, lengths)
 
 
 def tokens(*args, **options):

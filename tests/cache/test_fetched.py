@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from h2o import test_h2o
-from helpers.generation import PLACES, answers, open_llm, prompts_of, run
+from helpers import generation
+from helpers.generation import PLACES, answers, open_llm, run
 from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ LOG = 4  # tokens, by the fixture of all tests in this folder
 
 
 def prompts_of(tiny, lengths=(20, 13, 7, 11, 1)):
-    return test_h2o.prompts_of(tiny, lengths)
+    return generation.prompts_of(tiny, lengths)
 
 
 def tokens(*args, **options):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from h2o import test_h2o
+from helpers import generation
 from helpers.fakes import LazyDevice
-from helpers.generation import answers, open_llm, prompts_of, run
+from helpers.generation import answers, open_llm, run
 from helpers.internals import cache_of, open_devices
 from helpers.selection import full
 
@@ -21,8 +21,8 @@ RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 HOST = Placement(0, 100, 0)
 
 
-def prompts_of(tiny):
-    return test_h2o.prompts_of(tiny, [30, 23, 7, 12, 1])
+def prompts_of(tiny, lengths=(30, 23, 7, 12, 1)):
+    return generation.prompts_of(tiny, lengths)
 
 
 def tokens(*args, **options):
