@@ -153,10 +153,24 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     if config.fetch_chosen and not best.run.policy.fetch_chosen:
         lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
                                   "cache on a slower tier from which tokens are fetched"))
+    if config.speculate is not None and best.estimate.steps:
+        lines.append(line("speculation", _speculation(subject.hardware, best)))
     if config.percent == AUTO:
         config = _with_policy(config, best.run)
     return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
                 recall)
+
+
+def _speculation(hardware: Hardware, choice: Choice) -> str:
+    """Return a text that says from which share of accepted drafts on speculation pays."""
+    run, drafts = choice.run, choice.run.policy.draft_tokens
+    # A drafted token costs as much as one of another sequence.
+    rows = replace(run, workload=replace(run.workload, gpu_batch_size=1 + drafts))
+    seconds = predict(hardware, rows).estimate.step.seconds
+    share = (seconds / choice.estimate.step.seconds - 1) / drafts
+    advice = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
+              "does not pay even if all of them are accepted: leave --speculate out")
+    return f"a decode step with {drafts} drafts takes {seconds:.4g} s: it {advice}"
 
 
 def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:

@@ -671,3 +671,16 @@ def test_a_planned_gguf_prints_the_bits_that_were_given(tmp_path):
     for bits, shown in (({}, False), ({"weight_bits": 16}, True), ({"weight_bits": 8}, True)):
         plan = plan_of(tmp_path, GPU, path=None, model=str(source), prompt_len=9, **bits)
         assert ("--weight-bits" in plan.text) == shown, "what is printed runs the same"
+
+
+@pytest.mark.parametrize("percent", ["auto", "0 100 100 0", "100 0 100 0"])
+def test_a_plan_with_speculation_says_when_drafts_pay(tmp_path, capsys, percent):
+    save_hardware(CPU, tmp_path / "cpu.yaml")
+    generate.main(["--model", "facebook/opt-30b", "--path", "_DUMMY_", "--plan-only", "--percent",
+                   *percent.split(), "--hardware", str(tmp_path / "cpu.yaml"), "--speculate",
+                   "ngram", "--weight-bits", "4", "--prompt-len", "64"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--gpu-batch-size 1" in text and "--speculate ngram" in text
+    share = float(re.search(r"speculation a decode step with 8 drafts takes .* s: it pays if more "
+                            r"than ([\d.e+-]+) % of", text)[1])
+    assert 0 <= share < 100
