@@ -21,7 +21,6 @@ from flexgen_h2o.kernels.reference import layers as reference_layers
 pytestmark = BUILT
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-SIZES = st.integers(1, 70)
 WAYS = st.sampled_from([*SETS, None])
 """An instruction set, or the reference."""
 ROUNDING = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-10}
@@ -69,26 +68,6 @@ def test_norms(way, dtype, rows, width, centered, weighted, biased, in_place, se
     slack = 300 if centered else 10
     near(out, expected, ROUNDING[dtype], beside=slack)
     assert poison[:, width:].isnan().all()
-
-
-@given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 3), SIZES, st.integers(0, 5),
-       st.integers(0, 2**31))
-@settings(max_examples=examples(100))
-def test_rotations(way, dtype, rows, heads, half, rest, seed):
-    dim = 2 * half + rest
-    x, whole = wide(rows, heads * (dim + 2), dtype, seed=seed)
-    heads_of_x = x.unflatten(1, (heads, dim + 2))[..., :dim]
-    kept = heads_of_x.clone()
-    untouched = whole.clone()
-    angles = torch.randn(rows, half, generator=torch.Generator().manual_seed(seed))
-    cos, sin = angles.cos(), angles.sin()
-    run(way, "rotate", heads_of_x, cos, sin)
-    first, second, passed = kept.double().split([half, half, rest], -1)
-    c, s = cos.double()[:, None], sin.double()[:, None]
-    expected = torch.cat([first * c - second * s, second * c + first * s, passed], -1)
-    near(heads_of_x, expected, ROUNDING[dtype])
-    x.unflatten(1, (heads, dim + 2))[..., :dim] = kept
-    assert torch.equal(whole.nan_to_num(7.0), untouched.nan_to_num(7.0))
 
 
 @given(WAYS, DTYPES, st.integers(1, 4), st.integers(1, 2), st.integers(1, 3),

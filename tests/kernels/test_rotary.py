@@ -30,7 +30,7 @@ def test_rotations(monkeypatch, dtype, rows, dim):
 
 @pytest.mark.parametrize("kernels", ["", "reference"])
 @pytest.mark.parametrize("dtype", BOUND)
-def test_strided_rotation_rounds_once(monkeypatch, kernels, dtype):
+def test_strided_rotation_rounds_once(isa, monkeypatch, kernels, dtype):
     """Prompts' queries and keys, where one matrix gives both; a rounding of the tables or of a
     product would be off by more than the last one alone."""
     monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)

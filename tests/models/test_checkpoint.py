@@ -241,10 +241,7 @@ def test_damaged_bin(tmp_path, change):
     torch.save({"w": torch.ones(500)}, path)
     path.write_bytes(change(path.read_bytes()))
     refused(lambda: open_checkpoint(tmp_path), "pytorch_model.bin", "safetensors")
-
-
-def test_bin_of_something_else(tmp_path):
-    torch.save([torch.ones(1)], tmp_path / "pytorch_model.bin")
+    torch.save([torch.ones(1)], path)
     refused(lambda: open_checkpoint(tmp_path), "pytorch_model.bin", "list")
 
 

@@ -290,7 +290,7 @@ BOMBS = {
     "itself": "model: &a [*a]\n",
     "merged with itself": "model: &a {<<: *a}\n",
     "keys": "? &a [*a]\n: 1\n",
-    "depth": "model: " + "[" * 10**5,
+    "depth": "model: " + "[" * 10**4,
     "size": "model: " + "a" * (2 << 20),
     "objects": "model: !!python/object/apply:os.system ['touch ran']\n",
     "digits": "gen_len: " + "9" * 10**5,

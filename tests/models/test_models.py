@@ -77,36 +77,6 @@ def test_activations_equal_transformers_in_place(name):
     torch.testing.assert_close(x, wanted, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kernels", ["", "reference"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_activations_and_norms_of_strided_rows(
-        monkeypatch, dtype, kernels):
-    """Halves of wider rows, as those of a fused matrix are, with a factor and in place."""
-    monkeypatch.setenv("FLEXGEN_H2O_KERNELS", kernels)
-    eps = torch.finfo(dtype).eps
-    for name in ACTIVATIONS:
-        gate, up = torch.randn(70, 48).to(dtype).split(24, dim=-1)
-        wanted = layers.activate_(gate.double(), name, up.double())
-        got = layers.activate_(gate, name, up)
-        assert got.data_ptr() == gate.data_ptr()
-        torch.testing.assert_close(gate.double(), wanted, atol=2e-6, rtol=2 * eps)
-    x, weight = torch.randn(70, 48).to(dtype)[:, 24:], torch.randn(24).to(dtype)
-    centred = x.double() - x.double().mean(-1, keepdim=True)
-    scale = centred.square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    wanted = centred * scale * weight.double() + weight.double()
-    for got in (layers.layer_norm(x, weight, weight, eps=1e-5),
-                layers.layer_norm(x, weight, weight, eps=1e-5,
-                                  out=torch.full_like(x, float("nan")))):
-        torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=2 * eps)
-    scale = x.double().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    wanted = x.double() * scale * weight.double()
-    for got in (layers.rms_norm(x, weight, eps=1e-5),
-                layers.rms_norm(x, weight, eps=1e-5, out=torch.full_like(x, float("nan"))),
-                layers.rms_norm(x, weight, eps=1e-5, out=x)):  # last, as it overwrites x
-        torch.testing.assert_close(got.double(), wanted, atol=2e-6, rtol=2 * eps)
-
-
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
 REQUESTS = st.lists(st.tuples(st.sampled_from("abc"), SHAPES, DTYPES), min_size=1, max_size=12)
