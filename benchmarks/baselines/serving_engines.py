@@ -110,7 +110,7 @@ class OpenVinoGenAI(ServingEngine):
 
         folder, bits = model.resolve(), self.settings.options["weight_bits"]
         return build_once(weight_files(folder), f"openvino-{bits}", model_title(folder),
-                          lambda made: export(folder, made, bits), keep=converted())
+                          lambda target: export(folder, target, bits), cache=converted())
 
     def prepare(self, model: Path) -> str:
         import openvino_genai
@@ -166,7 +166,7 @@ class OpenVinoGenAI(ServingEngine):
         self._pipeline = self._requests = None
 
 
-def export(folder: Path, made: Path, bits: int) -> None:
+def export(folder: Path, target: Path, bits: int) -> None:
     """Write a Hugging Face folder as an OpenVINO model with quantized weights."""
     import openvino
     from openvino_tokenizers import convert_tokenizer
@@ -178,7 +178,7 @@ def export(folder: Path, made: Path, bits: int) -> None:
     OVModelForCausalLM.from_pretrained(
         folder, export=True, compile=False, load_in_8bit=False,
         quantization_config=OVWeightQuantizationConfig(bits=bits, sym=False, **grouped)
-        if bits < 16 else None).save_pretrained(made)
+        if bits < 16 else None).save_pretrained(target)
     # The pipeline wants a tokenizer, also for token ids. Benchmark checkpoints have none.
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
@@ -186,7 +186,7 @@ def export(folder: Path, made: Path, bits: int) -> None:
     parts = convert_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer),
                               with_detokenizer=True)
     for name, part in zip(("tokenizer", "detokenizer"), parts, strict=True):
-        openvino.save_model(part, made / f"openvino_{name}.xml")
+        openvino.save_model(part, target / f"openvino_{name}.xml")
 
 
 VLLM_BLOCK = 128
