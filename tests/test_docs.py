@@ -60,14 +60,14 @@ def flag_page():
     return program("tools/command_line_page.py")
 
 
-def test_the_page_of_flags_is_what_the_tables_say(flag_page, capsys):
+def test_flag_reference_page_is_up_to_date(flag_page, capsys):
     assert read(flag_page.PAGE) == flag_page.page(), (
         "python tools/command_line_page.py --write")
     assert flag_page.main([]) == 0 and capsys.readouterr().out == flag_page.page()
     assert flag_page.main(["--what"]) == 2
 
 
-def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
+def test_each_flag_is_explained_in_a_written_page(flag_page):
     written = "\n".join(read(page) for page in PAGES if page != flag_page.PAGE)
     named = set(re.findall(r"--[a-z0-9-]*[a-z0-9]", written))
     known = {command: set(flag_page.flags(command)) for command in flag_page.COMMANDS}
@@ -80,7 +80,7 @@ def test_each_flag_is_explained_on_a_page_that_somebody_wrote(flag_page):
 
 
 @pytest.mark.parametrize("page", LINKING, ids=name)
-def test_each_link_leads_somewhere(page):
+def test_links_resolve(page):
     for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", prose(read(page))):
         path, _, anchor = target.partition("#")
         file = Path(os.path.normpath(page.parent / path)) if path else page
@@ -94,7 +94,7 @@ def test_each_link_leads_somewhere(page):
 
 
 @pytest.mark.parametrize("page, words", OURS, ids=[f"{page} {words[0]}" for page, words in OURS])
-def test_each_command_takes_the_flags_that_are_shown(page, words, monkeypatch):
+def test_shown_commands_parse(page, words, monkeypatch):
     monkeypatch.chdir(ROOT)
     name = words[0].removeprefix("flexgen_h2o.")
     if name.startswith("integrations"):
@@ -102,7 +102,7 @@ def test_each_command_takes_the_flags_that_are_shown(page, words, monkeypatch):
     (parser if name == "flex_opt" else commands.command_module(name)).parse_args(words[1:])
 
 
-def test_each_file_that_a_command_reads_is_in_the_repository():
+def test_files_of_shown_commands_exist():
     assert len(COMMANDS) > 25
     targets = re.findall(r"^([\w-]+):", read(ROOT / "Makefile"), re.MULTILINE)
     for page, words in COMMANDS:
@@ -116,7 +116,7 @@ def test_each_file_that_a_command_reads_is_in_the_repository():
             assert words[1] in targets, f"{page}: make {words[1]}"
 
 
-def test_python_that_is_shown_compiles_and_imports_what_there_is():
+def test_shown_python_compiles_and_imports():
     found = 0
     for page in PAGES:
         for block in re.findall(r"(?:^(?: {4}.*)?\n)+", read(page), re.MULTILINE):
@@ -129,7 +129,7 @@ def test_python_that_is_shown_compiles_and_imports_what_there_is():
     assert found >= 4
 
 
-def test_each_file_that_the_reading_path_names_is_there():
+def test_files_of_the_reading_path_exist():
     page = read(ROOT / "docs" / "architecture.md")
     paths = set(re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.py|\.cpp|/))`", page))
     assert len(paths) > 25
@@ -150,7 +150,7 @@ def documented() -> dict[str, object]:
     return found
 
 
-def test_the_page_of_names_has_all_that_the_package_exports():
+def test_api_page_lists_all_exports():
     exported = {getattr(flexgen_h2o, each) for each in flexgen_h2o.__all__} - {
         flexgen_h2o.__version__}
     assert exported <= set(documented().values())

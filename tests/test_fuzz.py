@@ -119,7 +119,7 @@ def test_every_target_is_tried(targets):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_damage_is_refused_in_a_line_or_taken(targets, watch, name):
+def test_damaged_input_is_refused_or_parsed(targets, watch, name):
     target, outcomes, cases = targets[name], [], max(20, CASES // EXPENSIVE.get(name, 1))
     sizes: list[int] = []
 

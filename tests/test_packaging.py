@@ -34,7 +34,7 @@ def test_the_installed_command_is_the_command_line(wheel):
     assert wheel.SCRIPT == parser.SCRIPT
 
 
-def test_the_manifest_covers_what_the_sdist_has_to_have(wheel):
+def test_manifest_covers_the_sources(wheel):
     lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()
              if line and not line.startswith("#")]
     # setuptools adds these by itself.
@@ -64,7 +64,7 @@ def test_missing_or_extra_files_stop_the_check(wheel):
         wheel.check_contents("sdist", ["a.py", "x/__pycache__/a.pyc"], {"a.py"})
 
 
-def test_a_wheel_for_newer_systems_alone_stops_the_check(wheel):
+def test_wheel_check_refuses_a_newer_glibc(wheel):
     report = 'is consistent with the following platform tag:\n"manylinux_2_{}_x86_64".'
     wheel.check_platform(report.format(27))
     with pytest.raises(SystemExit, match="newer glibc"):
@@ -73,7 +73,7 @@ def test_a_wheel_for_newer_systems_alone_stops_the_check(wheel):
         wheel.check_platform("linux_x86_64")
 
 
-def test_a_command_that_fails_stops_the_check_with_what_it_said(wheel, tmp_path, monkeypatch):
+def test_wheel_check_shows_output_of_failed_commands(wheel, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "leads back")
     code = "import os; print(os.environ.get('PYTHONPATH'), os.getcwd())"
     assert wheel.run(sys.executable, "-c", code, folder=tmp_path).split() == [

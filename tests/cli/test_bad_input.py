@@ -223,7 +223,7 @@ def test_a_tied_model_with_an_output_matrix(model, here, capfd, monkeypatch):
     "config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
     "pytorch_model.bin.index.json", "tokenizer.json", "merges.txt", "generation_config.json"])
 @pytest.mark.parametrize("kind", ["a pipe", "a device"])
-def test_what_is_no_file_is_not_waited_for(model, here, capfd, name, kind):
+def test_pipes_and_devices_are_refused(model, here, capfd, name, kind):
     path = model / name
     if "model" in name:
         (model / "model.safetensors").unlink()
@@ -353,7 +353,7 @@ def test_prompt_longer_than_the_positions(model, here, capfd):
 
 
 @pytest.mark.parametrize("refused", [refused, plan_refused])
-def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monkeypatch, refused):
+def test_too_long_prompt_is_refused_by_token_count(model, here, capfd, monkeypatch, refused):
     """And not for the memory that so many would take, which is not there either."""
     monkeypatch.setattr(memory_check, "free_memory", lambda *_: MemoryLimits(None, 10**9, 10**9))
     words = with_words(model, here / "words")
@@ -372,7 +372,7 @@ def test_a_line_far_too_long_is_refused_for_its_tokens(model, here, capfd, monke
     (launch.read_prompts, "prompt"), (articles.read_articles, "article"),
     (articles.read_summary_tasks, "article summary_gt stop"),
     (articles.read_conversations, "turns")])
-def test_half_a_surrogate_pair_in_a_file_is_named_by_its_line(here, read, keys):
+def test_lone_surrogates_in_files_are_refused(here, read, keys):
     """In each text that is read, and a whole pair is none."""
     for key in keys.split():
         lines = [{name: ["w1 " + text] if name in ("stop", "turns") else "w1 " + text
@@ -472,7 +472,7 @@ def test_a_process_refuses_bytes_that_are_no_text(model, here):
     assert tree(here) == before and tree(here.parent / "tmp") == {}
 
 
-def test_any_number_of_signals_leaves_nothing(model, here):
+def test_repeated_signals_leave_no_files(model, here):
     sent = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
     work = subprocess.Popen(
         [sys.executable, "-m", "flexgen_h2o.flex_opt", *SHORT, *RESULTS, *DISK, "--model", "model",

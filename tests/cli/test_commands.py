@@ -34,7 +34,7 @@ def printed(capsys, call, *argv: object) -> str:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_has_help_and_a_version_in_every_spelling(name, capsys, monkeypatch):
+def test_each_command_has_help_and_version(name, capsys, monkeypatch):
     main = commands.command_module(name).main
     for called, usage in (("/usr/bin/flexgen-h2o", f"flexgen-h2o {name}"),
                           ("/src/flexgen_h2o/__main__.py", f"python -m flexgen_h2o {name}"),
@@ -78,7 +78,7 @@ def test_flags_alone_are_those_of_generate(monkeypatch):
     assert ran == [parser.parse_args(flags)] * 2
 
 
-def test_a_name_that_is_no_command_is_told_in_a_line(capsys):
+def test_unknown_command_suggests_a_name(capsys):
     command_refused(commands.main, capsys, ["sumarize", "--gen-len", "3"],
                     "unknown command 'sumarize': did you mean summarize?")
     command_refused(commands.main, capsys, ["xyz"], "unknown command 'xyz': see --help")
@@ -106,7 +106,7 @@ def test_plan_prints_what_plan_only_prints(capsys, tmp_path):
     ["summarize", "--from-csv", str(ROOT / "benchmarks/results/quality/summarize.csv")],
     ["--print-completion", "bash"]], ids=["summarize", "completion"])
 @pytest.mark.parametrize(("stdout", "status"), [("head", 0), ("full", 2)])
-def test_what_cannot_be_printed_is_told_in_a_line(argv, stdout, status, capsys, monkeypatch):
+def test_failure_to_print_is_one_error_line(argv, stdout, status, capsys, monkeypatch):
     reader, writer = os.pipe() if stdout == "head" else (None, os.open("/dev/full", os.O_WRONLY))
     if reader is not None:
         os.close(reader)

@@ -25,7 +25,7 @@ from flexgen_h2o.errors import UserError
 
 @settings(max_examples=examples(100))
 @given(st.floats(0, 100), st.floats(0, 1))
-def test_placement_takes_what_sums_to_100(gpu, part):
+def test_placement_accepts_shares_that_sum_to_100(gpu, part):
     cpu = (100 - gpu) * part
     placement = Placement(gpu, cpu, 100 - gpu - cpu if gpu + cpu < 100 else 0)
     assert math.isclose(sum(placement.fractions()), 1)
@@ -313,7 +313,7 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("values", "expected"), SIZES)
-def test_what_stays_cached(values, expected):
+def test_cache_flags_become_h2o_config(values, expected):
     assert RunConfig.from_mapping(values).h2o() == expected
 
 
@@ -366,7 +366,7 @@ def test_cache_refusals(values, match):
     ({"hh_all": False}, "--hh-all false"),
     ({"evict_while_prefilling": True, "prefill_chunk": 64}, "--evict-while-prefilling"),
 ])
-def test_what_would_be_ignored_by_the_full_cache_is_refused(values, flag):
+def test_flags_without_effect_on_the_full_cache(values, flag):
     message = refused(lambda: RunConfig(**values), "no effect on the full cache")
     assert message.startswith(flag) and "give --hh-ratio or --num-window-length" in message
     if "eviction" not in values:

@@ -26,7 +26,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_counts_of_one_run_are_what_the_next_goes_by(tiny_model, capfd):
+def test_expert_counts_are_written_and_read_back(tiny_model, capfd):
     model = ("--model", str(tiny_model("qwen3_moe").folder))
     argv = [*model, *SHORT, "--no-log", "--verbose", "0"]
     assert generate.main([*argv, "--count-experts", "c.json", "--warm-up"]) == 0
@@ -81,7 +81,7 @@ def test_a_model_without_experts_has_nothing_to_count(command, tiny_model, capfd
     (("--expert-counts", "none.json"), "cannot read --expert-counts none.json"),
     (("--expert-counts", "c.json"), "on experts that are all in one place"),
 ])
-def test_flags_that_cannot_be(argv, words, capfd):
+def test_invalid_count_flags(argv, words, capfd):
     Path("c.json").write_text(made())
     assert words in command_refused(generate.main, capfd, ["--model", "m", *argv])
 
@@ -102,7 +102,7 @@ def made(**values) -> str:
     (made(texts=7), "contradict each other"),
     (made(text_experts=5), "contradict each other"),
 ])
-def test_files_that_hold_no_counts(text, words):
+def test_invalid_count_files(text, words):
     Path("c.json").write_text(text)
     with pytest.raises(UserError) as error:
         read_expert_counts("c.json")

@@ -100,7 +100,7 @@ def through_the_benchmarks(given):
     through_generate, through_a_task, through_the_harness, through_the_benchmarks])
 @pytest.mark.parametrize(("given", "keyword", "value"), FIELDS,
                          ids=["-".join(given) for given, *_ in FIELDS])
-def test_each_option_arrives_by_every_command(opening, front_end, given, keyword, value):
+def test_each_option_reaches_llm_from_every_command(opening, front_end, given, keyword, value):
     with pytest.raises(Opened) as caught:
         front_end(given)
     (found,) = caught.value.args

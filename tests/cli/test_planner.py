@@ -114,7 +114,7 @@ requests = st.fixed_dictionaries({
 
 @settings(max_examples=examples(40))
 @given(machines, requests, st.tuples(*[st.none() | st.integers(1, 9)] * 2))
-def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given_sizes):
+def test_proposed_policies_fit_and_keep_given_values(hardware, request, given_sizes):
     size, count = given_sizes
     limits = limits_of(hardware)
     try:
@@ -148,7 +148,7 @@ def test_what_is_proposed_fits_and_keeps_what_was_given(hardware, request, given
 @settings(max_examples=examples(15))
 @given(machines, requests, st.sampled_from(["gpu", "cpu", "disk", *GPU.links]),
        st.sampled_from([1.05, 1.5, 4]))
-def test_more_of_anything_never_makes_it_slower(hardware, request, more, factor):
+def test_more_resources_never_lower_throughput(hardware, request, more, factor):
     if not selection.every_case:
         request |= {"gpu_batch_size": 8}  # a search over all batch sizes takes seconds
     try:
@@ -191,7 +191,7 @@ def brute_force(hardware: Hardware, request: PlanRequest) -> float:
 @settings(max_examples=examples(12))
 @given(machines, st.sampled_from([(1, 1), (3, 4), (8, 2), (32, 1)]), st.sampled_from([8, 128]),
        st.none() | st.just(7), st.booleans(), st.sampled_from([None, H2OConfig(heavy_ratio=0.1)]))
-def test_as_good_as_trying_everything(hardware, batch, gen_len, prompts, overlap, h2o):
+def test_search_is_close_to_brute_force(hardware, batch, gen_len, prompts, overlap, h2o):
     request = PlanRequest(model=published("opt-1.3b"), prompt_len=300, gen_len=gen_len, itemsize=2,
                           prompts=prompts, policy=Policy(overlap=overlap), gpu_batch_size=batch[0],
                           num_gpu_batches=batch[1], caches=(CacheOptions(h2o),))
@@ -219,7 +219,7 @@ def test_weights_and_cache_share_little_memory_optimally(memory, lengths):
 
 
 @pytest.mark.parametrize("memory", [2.0, *full(1.6, 2.4)])
-def test_few_prompts_are_split_as_well_as_can_be(memory):
+def test_few_prompts_are_split_optimally(memory):
     """In one batch, whose weights come in chunks, or in several, which share whole layers."""
     small = replace(CPU, cpu_bytes=int(memory * GB), interference=0.05, read_interference=0.6)
     request = {"model": published("opt-1.3b"), "prompt_len": 128, "gen_len": 512, "prompts": 4}
@@ -229,7 +229,7 @@ def test_few_prompts_are_split_as_well_as_can_be(memory):
 
 
 @pytest.mark.full
-def test_batch_sizes_are_as_good_as_trying_them_all():
+def test_batch_sizes_are_close_to_brute_force():
     small = replace(GPU, gpu_bytes=2 * GB, cpu_bytes=5 * GB)
     for hardware in (small, replace(CPU, cpu_bytes=3 * GB)):
         request = {"model": published("opt-1.3b"), "prompt_len": 300, "gen_len": 32}
@@ -244,14 +244,14 @@ def test_batch_sizes_are_as_good_as_trying_them_all():
         assert chosen >= 0.97 * most > 0
 
 
-def test_a_model_that_fits_stays_where_it_computes():
+def test_a_model_that_fits_stays_on_the_device():
     """However large the disk: its bytes need more than 64 bits."""
     for hardware in (replace(GPU, host_attention=None, disk_bytes=10**24), CPU):
         policy = find(hardware)[0].run.policy
         assert all(getattr(policy, kind) == Placement(100, 0, 0) for kind in PLACED)
 
 
-def test_two_that_attend_are_faster_than_one():
+def test_host_attention_beside_the_gpu_is_faster():
     """But where it hardly matters, attention is where all else is computed."""
     even = replace(GPU, host_attention=replace(GPU.host_attention, head_seconds=1e-7,
                                                decode_attention=dict.fromkeys(BITS, 2e11)))
@@ -265,7 +265,7 @@ def test_two_that_attend_are_faster_than_one():
     assert said_why(even, choices) == {"attends where all else is computed"}
 
 
-def test_a_model_larger_than_the_gpu_shares_each_load_among_many():
+def test_large_models_share_each_load_among_batches():
     choice = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32,
                   written_bits=frozenset(BITS))[0]
     assert choice.run.policy.weights.cpu + choice.run.policy.weights.disk > 50
@@ -316,7 +316,7 @@ def test_the_goal_latency_is_a_single_sequence():
     assert batches(given[0]) == (5, 1) and given[0].run.policy.gpu_batch_size == 8
 
 
-def test_compression_is_chosen_where_it_gains_and_only_there():
+def test_compression_is_chosen_only_where_it_gains():
     tight = replace(GPU, gpu_bytes=3 * GB, links={link: GB for link in GPU.links})
     options = {"model": published("opt-6.7b"), "prompt_len": 300, "gpu_batch_size": 16,
                "num_gpu_batches": 2}
@@ -331,7 +331,7 @@ def test_compression_is_chosen_where_it_gains_and_only_there():
     assert said_why(CPU, choices) == {"keeps more bits"}
 
 
-def test_a_little_disk_is_not_used_for_next_to_nothing():
+def test_slow_disk_is_not_used_for_tiny_gains():
     """A disk so slow that it could take a thousandth of the load."""
     slow = replace(GPU, links=GPU.links | {"disk->cpu": GB // 100})
     choice = find(slow, model=published("opt-30b"), prompt_len=512, gen_len=32)[0]
@@ -357,7 +357,7 @@ def test_flags_are_read_back_as_the_same_policy(percent, batch, bits, switches, 
     assert parser.parse_args(shlex.split(policy_flags(mixed))).cache() == mixed.cache
 
 
-def test_the_plan_says_what_binds_and_what_is_next_best():
+def test_plan_text_shows_bound_and_alternatives():
     choices = find(GPU, model=published("opt-30b"), prompt_len=512, gen_len=32, gpu_batch_size=16)
     lines = plan_text(GPU, choices, limits_of(GPU)).splitlines()
     assert "opt-30b on a GPU, 512 + 32 tokens" in lines[0]
@@ -422,7 +422,7 @@ def test_from_disk_recall_is_proposed_where_it_reads_less(tmp_path):
         assert plan.recall.choice.run.recalls_from_disk
 
 
-def test_reads_of_what_is_chosen_have_to_have_an_effect(tmp_path):
+def test_fetch_chosen_without_effect_is_dropped(tmp_path):
     recall = {"model": "opt-125m", "hh_ratio": 0.1, "recall": True, "fetch_chosen": True,
               "percent": "auto", "num_prompts": 4}
     plan = plan_of(tmp_path, CPU, **recall)
@@ -528,7 +528,7 @@ def shown_flags(out: str) -> str:
     return re.search(r"^policy +(--percent .*)$", out.replace("\\\n", " "), re.MULTILINE)[1]
 
 
-def test_what_was_predicted_stands_in_the_results(here, capsys):
+def test_predictions_are_in_the_results(here, capsys):
     assert generate.main([*RUN, "--csv", "c.csv", "--no-log", "--num-prompts", "5"]) == 0
     (llm,) = FakeLLM.opened
     load = llm.options["workload"]
@@ -600,7 +600,7 @@ def test_given_batch_sizes_and_bits_are_kept(here, bits, expected):
     assert llm.options["weight_bits"] in BITS and len(llm.prompts) == 15
 
 
-def test_what_can_be_refused_is_refused_before_measuring(here, capsys):
+def test_errors_come_before_calibration(here, capsys):
     for argv in (["--output", "none/x"], ["--log-file", "none/x"], ["--prompts", "none.txt"],
                  ["--hh-ratio", "0.1", "0.2"], ["--path", "none"], ["--prompt-len", "3000"],
                  ["--device-memory-limit", "6GB"]):

@@ -101,7 +101,7 @@ def runs(tmp_path, words, capsys) -> Runs:
 # --- whole jobs
 
 
-def test_requests_are_answered_as_the_engine_answers_each_alone(runs, words):
+def test_answers_equal_those_of_single_calls(runs, words):
     chat = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": {
         "model": Path(words).name, "messages": [{"role": "user", "content": "w5 w6"}],
         "max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}}
@@ -212,7 +212,7 @@ def test_a_job_with_only_failures_has_its_own_exit_status(runs):
     runs("--overwrite")
 
 
-def test_requests_that_cannot_run_are_lines_and_the_job_goes_on(runs):
+def test_failed_requests_do_not_stop_the_job(runs):
     long = " ".join(["w4"] * 400)
     bad = [{"id": "r0", "prompt": "w3"}, "{broken\n", {"id": "t", "prompt": "w3", "tools": [1]},
            {"id": "long", "prompt": long}, {"id": "much", "prompt": "w3", "max_tokens": 300},
@@ -387,7 +387,7 @@ def test_a_model_whose_logits_are_not_finite_ends_the_job(tmp_path):
     assert len(read_jsonl(tmp_path / "out")) == 1
 
 
-def test_what_a_job_tells(runs, tmp_path):
+def test_job_writes_progress_csv_and_plot(runs, tmp_path):
     """A progress file, a CSV row, a picture, and the settings beside the results."""
     runs.input([*some(), "{broken\n"])
     files = {name: tmp_path / name for name in ("p.json", "r.csv", "p.png")}
@@ -609,7 +609,7 @@ print("ended", *codes)
 
 
 @pytest.mark.full
-def test_a_killed_job_answers_as_an_undisturbed_one(runs):
+def test_killed_job_resumes_with_the_same_answers(runs):
     moments = 20
     runs.input(["{broken\n", *some(90)])
     done = subprocess.run([sys.executable, "-c", KILLER, *runs.argv("--window", "7"),

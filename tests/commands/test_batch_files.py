@@ -41,7 +41,7 @@ def line_of(found: JobInput, place: int) -> bytes:
 # --- the input
 
 
-def test_an_index_knows_ids_duplicates_and_what_cannot_be_read(tmp_path):
+def test_index_finds_ids_duplicates_and_invalid_lines(tmp_path):
     path = write(tmp_path / "a.jsonl", b"\xef\xbb\xbf", {"prompt": "x", "id": "a"}, b"\n \n",
                  {"prompt": "y", "id": "b"}, b"{broken\n", {"prompt": "z", "id": "a"},
                  b'{"custom_id": 3}\n', {"prompt": "z", "id": "a"}, {"prompt": "no id"},
@@ -62,7 +62,7 @@ def test_an_index_knows_ids_duplicates_and_what_cannot_be_read(tmp_path):
         assert found.keys[:2].tolist() == keys[::-1]
 
 
-def test_inputs_that_cannot_be_are_told(tmp_path):
+def test_invalid_inputs_are_refused(tmp_path):
     refused(lambda: JobInput(str(tmp_path / "no")), "cannot read --input", "No such file")
     refused(lambda: JobInput(write(tmp_path / "e", b"\n\n")), "holds no requests")
     os.mkfifo(tmp_path / "pipe")
@@ -110,7 +110,7 @@ def requests(tmp_path, count: int = 3) -> str:
                                           for number in range(count)), b"{broken\n")
 
 
-def test_results_cut_at_any_byte_are_gone_on_with(tmp_path, monkeypatch):
+def test_results_truncated_at_any_byte_are_resumed(tmp_path, monkeypatch):
     """Whatever a killed job leaves: whole lines count, and the rest is written again."""
     monkeypatch.setattr(job_results.os, "fsync", lambda descriptor: None)  # a thousand take seconds
     path = str(tmp_path / "out.jsonl")
@@ -131,7 +131,7 @@ def test_results_cut_at_any_byte_are_gone_on_with(tmp_path, monkeypatch):
                 assert file.read() == whole
 
 
-def test_a_file_that_is_no_results_stays_as_it_is(tmp_path):
+def test_other_files_are_refused_and_unchanged(tmp_path):
     """A file that was named by mistake is not taken for a torn line."""
     for text in (b"notes without an end", b"a line\nand one without an end", b'{"id": 7}', b"[]\n",
                  b'{"id": "batch_req_zz", "response": null}\n',
@@ -171,7 +171,7 @@ def test_one_job_writes_a_file_at_a_time(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_lines_that_cannot_be_written_whole_are_not_there_at_all(tmp_path, monkeypatch, number):
+def test_lines_are_written_whole_or_not_at_all(tmp_path, monkeypatch, number):
     path = str(tmp_path / "out")
     full, real = [], os.write
 

@@ -188,7 +188,7 @@ def test_a_job_survives_its_ranks(folder, words, whole, ran, capsys, name):
     assert not list(folder.glob(f"{name}.jsonl.rank*"))
 
 
-def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, capsys):
+def test_world_size_must_match_the_flags(folder, words, monkeypatch, capsys):
     (folder / "a.jsonl").write_text('{"prompt": "w3"}\n')
     for started, flags, message in (
             (None, ["--pipeline-parallel", "2"],
@@ -209,7 +209,7 @@ def test_ranks_that_were_not_started_so_are_refused(folder, words, monkeypatch, 
     assert not (folder / "none.jsonl").exists()
 
 
-def test_the_rank_is_what_the_variables_say():
+def test_rank_comes_from_torchrun_variables():
     given = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "host",
              "MASTER_PORT": "29500"}
     assert torchrun_env(given) == TorchrunEnv(1, 3, 1, 2)

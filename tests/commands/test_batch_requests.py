@@ -157,7 +157,7 @@ def test_messages_are_texts_whose_parts_are_joined():
                             {"role": "assistant", "content": "c"})
 
 
-def test_what_changes_nothing_is_ignored():
+def test_neutral_fields_are_ignored():
     idle = {name: {"any": [1]} for name in requests.IGNORED} | {
         "stream": False, "tools": [], "tool_choice": "none", "logit_bias": {}, "echo": False,
         "use_beam_search": False, "length_penalty": 1, "include_stop_str_in_output": False,
@@ -297,7 +297,7 @@ def test_answers_have_the_shape_of_the_api():
                 "token": "token_id:5", "logprob": -0.25, "bytes": [*b"token_id:5"]}]}]}}]
 
 
-def test_log_probs_of_parts_of_a_character_have_its_bytes():
+def test_log_probs_of_partial_characters_have_bytes():
     tokenizer = tiny_tokenizer("llama")
     names = ["▁a", "a", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "t", "</s>"]
     ids = dict(zip(names, tokenizer.convert_tokens_to_ids(names), strict=True))

@@ -115,7 +115,7 @@ def test_flags_that_do_nothing_are_refused(given, words, capsys, tmp_path, monke
     command_refused(bench.main, capsys, given, words)
 
 
-def test_what_was_measured_earlier_is_found(tmp_path, monkeypatch):
+def test_earlier_calibration_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
     device = calibrate.Device()
     assert calibrate.load_calibration(device, tmp_path) is None

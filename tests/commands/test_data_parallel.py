@@ -88,7 +88,7 @@ def test_each_window_is_done_once_or_retried_if_lost(states):
     assert clock.now > 5 or "held" not in states
 
 
-def test_a_slow_replica_does_not_take_back_what_another_has():
+def test_slow_replica_does_not_take_back_a_window():
     store, clock = DictStore(), Clock()
     slow = clock.queue(store, 1).windows(2)
     assert next(slow) == 0
@@ -190,7 +190,7 @@ def answers(path: Path) -> dict[str, object]:
     return found
 
 
-def test_files_that_replicas_have_left_are_gone_on_with(job, tmp_path, capsys):
+def test_leftover_replica_files_are_resumed(job, tmp_path, capsys):
     out, bad = tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
     flags = [*job, "-o", str(out), "--errors", str(bad)]
     assert batch.main(flags) == 0

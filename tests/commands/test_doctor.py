@@ -59,7 +59,7 @@ def diagnosis(capsys, folder) -> tuple[dict[str, dict[str, str]], list[str]]:
     return found, [*found.pop(verdict).values()]
 
 
-def test_this_machine_is_looked_at_and_left_as_it_was(capsys, tmp_path):
+def test_doctor_leaves_the_machine_unchanged(capsys, tmp_path):
     found, _ = diagnosis(capsys, tmp_path / "not" / "there")
     assert found["versions"]["torch"] == torch.__version__
     assert found["environment"] == {"FLEXGEN_H2O_CACHE": str(tmp_path / "cache")}
@@ -114,7 +114,7 @@ def test_doctor_reports_missing_and_forced_instruction_sets(capsys, tmp_path, mo
     assert any("plain vectors" in line for line in slow)
 
 
-def test_what_was_measured_is_told_by_operation_and_rows(monkeypatch):
+def test_measured_choices_are_listed_by_operation(monkeypatch):
     winners = {"linear_quantized": {4: {1: "codes", 16: "codes", 64: "unpacked"}}}
     compute = SimpleNamespace(compute=SimpleNamespace(implementations=winners))
     monkeypatch.setattr(calibrate, "load_calibration", lambda device, offload_dir: compute)
@@ -154,7 +154,7 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
     (doctor.disk(DiskFacts("/d", "tmpfs", 9 * GB, 5 * GB, 0.1e9, 1e9)),
      ("/d is host memory (tmpfs): the disk tier takes memory",)),
 ])
-def test_what_would_be_slow_and_why(section, slow):
+def test_slow_settings_are_explained(section, slow):
     assert len(section.slow) == len(slow)
     assert all(line.startswith(start) for line, start in zip(section.slow, slow, strict=True))
     assert len(section.text().splitlines()) > len(section.rows)

@@ -83,7 +83,7 @@ def test_a_conversation_of_any_length(model, questions, tmp_path, capsys, flags)
     assert text.splitlines()[-1].startswith("12 turns of ")
 
 
-def test_a_chunk_decides_and_its_text_is_the_same_again(model, questions, tmp_path):
+def test_text_depends_on_the_chunk_size_alone(model, questions, tmp_path):
     """What is kept depends on the chunk, and on nothing else that is not said."""
     folder, out = model("llama"), tmp_path / "out.jsonl"
     texts = []

@@ -125,7 +125,7 @@ def test_conversations_are_read(questions):
     (b'{"turns": ["a", " "]}\n', "line 1 has no list of texts"),
     (b'{"turns": ["a"], "question_id": [1]}\n', "line 1 has a `question_id`"),
 ])
-def test_a_bad_file_of_conversations_is_told_in_one_line(tmp_path, content, message, capsys):
+def test_invalid_conversation_files(tmp_path, content, message, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     assert run(path) == 2

@@ -131,7 +131,7 @@ def row(number: int, summary: str | None, new: int = 4) -> dict:
             "seconds": 2.0, "kv_cache_bytes": 100 * number, "device": "cpu", "dtype": "float32"}
 
 
-def test_only_articles_that_every_cache_has_summarised_count():
+def test_only_articles_of_every_cache_are_scored():
     """Numbers 1 and 3 of four: the full cache lacks 0, the other 2."""
     articles = [Article("Text. More.", f"text {number}") for number in range(4)]
     h2o = H2OConfig(heavy_tokens=3, recent_tokens=4, sink_tokens=1, positions="rolling")
@@ -199,7 +199,7 @@ def test_a_file_cut_anywhere_is_continued(cut, tmp_path_factory):
     (lambda folder: (folder / "o.jsonl.config.yaml").write_text("{"), "is not valid YAML"),
     (lambda folder: (folder / "o.jsonl").write_text("{}\n[1]\n"), "line 2 is not a line of"),
 ])
-def test_lines_that_cannot_be_gone_on_with(tmp_path, damage, message):
+def test_results_that_cannot_be_resumed(tmp_path, damage, message):
     lines(tmp_path).add([{"i": 0}])
     damage(tmp_path)
     before = (tmp_path / "o.jsonl").read_bytes()
@@ -300,7 +300,7 @@ def test_a_whole_run(fake, articles, tmp_path, capsys):
     assert capsys.readouterr().out == text.out
 
 
-def test_lines_with_other_limits_run_apart_and_come_out_in_order(fake, tmp_path):
+def test_lines_with_other_limits_run_apart_in_order(fake, tmp_path):
     records = [article(0), article(1, max_tokens=3), article(2, stop=None), article(3, 9)]
     out = tmp_path / "o.jsonl"
     assert run(write(tmp_path / "in.jsonl", records), out) == 0
@@ -311,7 +311,7 @@ def test_lines_with_other_limits_run_apart_and_come_out_in_order(fake, tmp_path)
 
 
 @pytest.mark.parametrize("failure", [UserError("too small"), KeyboardInterrupt()])
-def test_a_run_that_stops_is_gone_on_with(fake, articles, tmp_path, capsys, failure):
+def test_stopped_run_is_resumed(fake, articles, tmp_path, capsys, failure):
     whole, out = tmp_path / "whole.jsonl", tmp_path / "o.jsonl"
     assert run(articles, whole, "--batch-size", 1) == 0
     text = capsys.readouterr().out

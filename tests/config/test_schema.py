@@ -40,7 +40,7 @@ values = st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dict
 
 
 @given(kind=st.sampled_from(KINDS), value=values)
-def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
+def test_invalid_values_raise_one_line_errors(kind, value):
     try:
         found = validate(kind, value, "here")
     except UserError as error:
@@ -66,7 +66,7 @@ def test_whatever_does_not_fit_is_told_in_one_line(kind, value):
     (Outer, {"name": "x", "names": ["a", "c"]}, "here: Invalid enum value 'c' - at `$.names[1]`"),
     (Outer, {"name": "a", "names": ["a"]}, "here: its own name is among the names"),
 ])
-def test_the_place_and_what_is_wrong_there_are_named(kind, value, said):
+def test_errors_name_path_and_problem(kind, value, said):
     with pytest.raises(UserError) as caught:
         validate(kind, value, "here")
     assert str(caught.value) == said

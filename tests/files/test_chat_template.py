@@ -73,12 +73,12 @@ def renderer(tokenizer):
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_a_chat_is_what_transformers_makes_of_it(renderer, tokenizer, name):
+def test_templates_render_as_in_transformers(renderer, tokenizer, name):
     assert render_with(renderer, GOOD[name], MESSAGES) == tokenizer.apply_chat_template(
         MESSAGES, chat_template=GOOD[name], tokenize=False, add_generation_prompt=True)
 
 
-def test_a_chat_without_the_beginning_of_an_answer(renderer, tokenizer):
+def test_render_without_generation_prompt(renderer, tokenizer):
     arguments = {"add_generation_prompt": False}
     assert render_with(renderer, GOOD["prompt"], MESSAGES, arguments) == (
         tokenizer.apply_chat_template(MESSAGES, chat_template=GOOD["prompt"], tokenize=False))
@@ -100,11 +100,11 @@ def test_the_tokenizers_own_template(tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("messages", [[{"content": b""}], [{1, 2}], ["text"], [[]]])
-def test_messages_that_are_none(renderer, messages):
+def test_invalid_messages_are_refused(renderer, messages):
     refused(lambda: renderer.render(messages), "messages")
 
 
-def test_what_transformers_takes_and_a_template_does_not_see_is_refused(tokenizer):
+def test_arguments_unseen_by_templates_are_refused(tokenizer):
     """It would have no effect."""
     taken, seen = (inspect.signature(call).parameters for call in (
         tokenizer.apply_chat_template, render_jinja_template))
@@ -113,7 +113,7 @@ def test_what_transformers_takes_and_a_template_does_not_see_is_refused(tokenize
     check_arguments("x", {"tools": [], "documents": [], "enable_thinking": False})
 
 
-def test_what_the_process_may_not_do():
+def test_sandboxed_process_may_not_touch_the_system():
     """A template that is out of the sandbox can be no worse than code."""
     code = """if True:
         import os, socket, subprocess

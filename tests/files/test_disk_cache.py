@@ -49,7 +49,7 @@ CONTENT = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=20, max_size=22).map(
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.lists(CONTENT, min_size=1, max_size=2), max_size=6))
 @example([[bytes(20)], [bytes(9) + b"\1" + bytes(10)], [bytes(20)]])
-def test_every_place_gets_the_copy_of_its_content(sources):
+def test_copies_are_keyed_by_content(sources):
     with tempfile.TemporaryDirectory() as name, mock.patch.multiple(
             source_files, _SAMPLES=2, _SAMPLE_BYTES=2, _PART_BYTES=7, _BLOCK_BYTES=3):
         root = Path(name)

@@ -103,7 +103,7 @@ def test_a_row_is_written_whole_or_not_at_all(tmp_path, kind, room):
     assert path.read_bytes() == (lines if kind == "lines" else by_hand([row, row], 6, "\n"))
 
 
-def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):
+def test_files_beside_a_result_are_checked(tmp_path):
     check_writable("--csv", str(tmp_path / "r.csv"), beside=[str(tmp_path / "r.yaml")])
     (tmp_path / "r.yaml").mkdir()
     with pytest.raises(UserError, match=r"^--csv .*r.yaml is not a regular file: take another$"):
@@ -111,7 +111,7 @@ def test_what_stands_beside_a_result_is_looked_at_too(tmp_path):
                        hint=": take another")
 
 
-def test_results_of_generate_go_into_a_stream_with_nothing_beside_it():
+def test_results_go_into_a_pipe():
     """As to /dev/stdout, whatever it is redirected to."""
     reading, writing = os.pipe()
     config = RunConfig(output=f"/dev/fd/{writing}", no_log=True)

@@ -38,7 +38,7 @@ def ordered(some) -> bool:
 
 
 @given(intervals, intervals)
-def test_sets_of_instants(one, other):
+def test_interval_set_operations(one, other):
     a, b = union(one), union(other)
     assert ordered(a) and cells(a) == cells(one) and seconds(a) == len(cells(one))
     assert cells(difference(a, b)) == cells(one) - cells(other)
@@ -107,7 +107,7 @@ def test_the_table_says_what_each_phase_is_bound_by():
     assert report.breakdown_table(RUN[:1]) == report.breakdown_table([]) == nothing
 
 
-def test_a_run_says_when_its_phases_were_and_where_compute_waited(tiny_model, tmp_path):
+def test_run_records_phases_and_waits(tiny_model, tmp_path):
     trace = Trace()
     policy = Policy(weights=Placement(0, 0, 100), cache=Placement(0, 0, 100), gpu_batch_size=2)
     with LLM(str(tiny_model("opt").folder), policy=policy, dtype="float32", trace=trace,

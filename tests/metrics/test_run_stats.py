@@ -60,7 +60,7 @@ def test_the_table_shows_what_was_measured_alone(measured, shown):
     assert all(words in table and words not in plain for words in shown)
 
 
-def test_two_runs_are_as_one():
+def test_runs_merge():
     """Sums, the larger of each peak, links by name; and a share of all slots."""
     first = make_stats(decode_slots=30, idle_slots=6, peak_device_bytes=7)
     second = make_stats(decode_slots=10, idle_slots=4, peak_device_bytes=3,

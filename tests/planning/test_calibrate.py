@@ -59,7 +59,7 @@ def check(hardware: Hardware, *, count: int) -> None:
 CPU_FIGURES = 38
 
 
-def test_every_figure_of_a_cpu(tmp_path):
+def test_calibration_of_a_cpu(tmp_path):
     heard = []
     hardware = calibrate(Device(), tmp_path / "new", progress=heard.append, sizes=TINY)
     check(hardware, count=CPU_FIGURES)
@@ -73,7 +73,7 @@ def test_every_figure_of_a_cpu(tmp_path):
     assert load_hardware(tmp_path / "kept.yaml") == hardware
 
 
-def test_every_figure_of_a_gpu(tmp_path):
+def test_calibration_of_a_gpu(tmp_path):
     hardware = calibrate(LazyDevice(), tmp_path, progress=ignore, sizes=TINY)
     # Its memory, two links, host attention; no layer is bound there.
     check(hardware, count=CPU_FIGURES - 2 - 4 - 1 + 1 + 2 + 4)
@@ -138,7 +138,7 @@ def test_a_calibration_that_breaks_off_leaves_no_file(error, tmp_path, monkeypat
     assert seen and list(tmp_path.iterdir()) == []
 
 
-def test_what_is_measured_is_not_zero(monkeypatch):
+def test_measured_tensors_are_random(monkeypatch):
     """Products and attention of zeros may be faster, and weights that stay in a cache are."""
     taken = []
 
@@ -249,7 +249,7 @@ def test_a_machine_is_measured_once(tmp_path, kept):
     assert this_machine(tmp_path).name == "call 2"
 
 
-def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
+def test_changed_environment_is_calibrated_again(tmp_path, kept, monkeypatch):
     this_machine(tmp_path)
     for count, (target, name, value) in enumerate((
             (module.platform, "node", lambda: "other/host"),
@@ -264,7 +264,7 @@ def test_other_circumstances_are_measured_anew(tmp_path, kept, monkeypatch):
     assert this_machine(tmp_path).name == "call 1"
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path, kept, caplog):
+def test_damaged_calibration_is_repeated(tmp_path, kept, caplog):
     this_machine(tmp_path)
     path, = (tmp_path / "cache" / "hardware").iterdir()
     path.write_text(path.read_text().replace("cpu_gb", "cpu_pounds"))
@@ -274,7 +274,7 @@ def test_a_damaged_file_is_measured_anew(tmp_path, kept, caplog):
     assert this_machine(tmp_path).name == "call 2"
 
 
-def test_memory_is_looked_up_and_not_kept(tmp_path, kept, monkeypatch):
+def test_memory_sizes_are_not_cached(tmp_path, kept, monkeypatch):
     this_machine(tmp_path)
     monkeypatch.setattr("flexgen_h2o.storage.free_memory.cgroup_limit", lambda: 54321)
     hardware = this_machine(tmp_path)

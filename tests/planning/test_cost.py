@@ -46,7 +46,7 @@ def seconds(hardware, run) -> tuple[float, float]:
 # Weights
 
 
-def test_weights_in_host_memory_come_once_a_pass():
+def test_host_weights_are_transferred_once_a_pass():
     run = planned(weights=ON_HOST, batch=(4, 3))
     found = estimate(machine(up=2.0), run)
     # Of the embeddings only the rows travel that are looked up: of the prompts, or new tokens.
@@ -80,7 +80,7 @@ def test_half_of_the_weights_take_half_the_time():
     assert some == pytest.approx(all_ / 2)
 
 
-def test_quantized_weights_travel_as_they_lie():
+def test_quantized_weights_are_transferred_quantized():
     found = estimate(machine(), planned(weights=ON_HOST, bits=(4, 16)))
     options = WeightOptions(4)
     layer = part_bytes(options, OPT.layer_shapes(), 2)
@@ -99,7 +99,7 @@ def test_a_prompt_in_chunks_loads_the_weights_for_each():
 
 @pytest.mark.parametrize(("batch", "prompt", "trips"), [((5, 1), 512, 2), ((1, 1), 5000, 3),
                                                         ((5, 2), 512, 1)])
-def test_chunks_of_weights_come_anew_for_each_2048_rows(batch, prompt, trips):
+def test_weight_chunks_reload_for_each_2048_rows(batch, prompt, trips):
     """Where batches share them they do not."""
     run = planned(weights=ON_DISK, batch=batch, lengths=(prompt, 2), gpu=False)
     rows = batch[0] * batch[1] * prompt
@@ -163,7 +163,7 @@ def test_prefill_attention_is_causal_and_slower_with_scores():
     assert prefill == pytest.approx(3 * flops * (0.5 / 250 + 0.5 / 1000))
 
 
-def test_each_query_of_a_prompt_costs_something_besides():
+def test_each_query_has_a_fixed_cost():
     compute = replace(FREE, query_seconds={"plain": 1.0, "scored": 3.0})
     for h2o, each in ((None, 1), (H2OConfig(heavy_ratio=0.1), 3), (H2OConfig(recent_ratio=0.1), 1)):
         prefill, step = seconds(machine(compute), planned(batch=(3, 1), h2o=h2o))
@@ -172,7 +172,7 @@ def test_each_query_of_a_prompt_costs_something_besides():
 
 
 @pytest.mark.parametrize(("h2o", "kept"), [(None, 64), (H2OConfig(heavy_ratio=0.25), 32)])
-def test_what_stays_of_a_prompt_is_put_into_the_cache(h2o, kept):
+def test_kept_prompt_tokens_are_written_to_the_cache(h2o, kept):
     compute = replace(FREE, caching={16: 1e9, 8: 2e9, 4: 5e9})
     for bits, each in ((16, 1), (4, 5)):
         prefill, step = seconds(machine(compute), planned(batch=(3, 2), h2o=h2o, bits=(16, bits)))
@@ -219,7 +219,7 @@ def test_overlap_takes_the_largest_and_without_it_all_add_up():
 @pytest.mark.parametrize(("options", "itemsize", "layer"), [
     ({}, 2, 0.5), ({"weights": (50, 0)}, 2, 1.75), ({}, 4, 3.0), ({"sep_layer": True}, 2, 3.0),
     ({"activations": (0, 0)}, 2, 3.0)])
-def test_decode_steps_spare_what_is_bound(options, itemsize, layer):
+def test_captured_decode_steps_cost_less(options, itemsize, layer):
     """Of layers in memory; prompts take what an unbound layer does."""
     hardware = machine(replace(FREE, layer_seconds=3.0, captured_layer_seconds=0.5), gpu=False,
                        read=1e30, write=1e30)
@@ -435,7 +435,7 @@ def test_sparse_attention_leaves_values_in_host_memory():
     assert some["gpu->cpu"] == full["gpu->cpu"]
 
 
-def test_what_goes_on_at_the_same_time_interferes():
+def test_concurrent_resources_interfere():
     """Beside the busiest resource a part of what the others would take alone."""
     compute = replace(FREE, layer_seconds=LAYER / 4.0)
     run = planned(weights=ON_DISK, gpu=False)

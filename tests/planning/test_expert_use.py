@@ -28,7 +28,7 @@ def made(draw):
 
 
 @given(made(), st.floats(0.25, 500), st.lists(st.floats(0, 1), min_size=1, max_size=4))
-def test_the_parts_of_what_is_touched_sum_up(pair, tokens, cuts):
+def test_touched_parts_sum_to_the_whole(pair, tokens, cuts):
     _, found = pair
     bounds = [0.0, *sorted(cuts), 1.0]
     parts = [found.touched(tokens, *part) for part in zip(bounds, bounds[1:], strict=False)]
@@ -36,7 +36,7 @@ def test_the_parts_of_what_is_touched_sum_up(pair, tokens, cuts):
 
 
 @given(made())
-def test_frequencies_are_of_tokens_that_choose_so_many(pair):
+def test_frequencies_sum_to_experts_per_token(pair):
     found, use = pair
     keys = [(layer, number) for layer, counts in enumerate(found.counts)
             for number in range(len(counts))]
@@ -69,7 +69,7 @@ def test_equal_counts_are_as_no_counts(count, per_token, tokens):
             (1 - kept / count) * found.touched(tokens), rel=1e-4, abs=1e-6)
 
 
-def test_what_comes_is_what_a_cache_of_the_most_frequent_loads():
+def test_misses_equal_a_simulated_lfu_cache():
     """Beside a simulation of tokens that choose one of 40 experts each, some more often."""
     rng, weights = random.Random(4), [1000 // (rank + 1) for rank in range(40)]
     drawn = rng.choices(range(40), weights, k=100_000)
@@ -79,7 +79,7 @@ def test_what_comes_is_what_a_cache_of_the_most_frequent_loads():
         assert found.missed(1, 1, 0.0, slots) == pytest.approx(loads / len(drawn), rel=0.03)
 
 
-def test_few_texts_say_little_of_others_and_many_much():
+def test_frequencies_shrink_with_few_texts():
     """Of 64 experts, each text keeps to eight of its own: all are chosen alike often."""
     rng = random.Random(0)
 
@@ -100,7 +100,7 @@ def test_few_texts_say_little_of_others_and_many_much():
         assert found.missed(1, 1, 0.0, 8) < 0.2, "a text goes on with its own"
 
 
-def test_a_part_is_of_its_layers_and_runs_add_up():
+def test_choices_are_sliced_and_summed():
     one = ExpertChoices(((1, 3), (), (5, 5)), 1, 4, 8, 6, "a.json")
     assert one.slice_layers(1, 3) == ExpertChoices(((), (5, 5)), 1, 2, 4, 3)
     assert (one.slice_layers(1, 3).source, one.slice_layers(1, 2).texts) == ("a.json", 0)

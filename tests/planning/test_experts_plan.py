@@ -46,7 +46,7 @@ def test_published_shapes_have_the_published_sizes(name, billions):
     assert round(published(name).num_parameters() / 1e9, 2) == billions
 
 
-def test_what_every_token_needs_is_in_the_fastest_memory_first():
+def test_non_expert_weights_get_the_fastest_tier():
     fast, host = place_experts(10, 90, Placement(25, 75, 0), None)
     assert fast == Placement(100, 0, 0)
     assert host.gpu == pytest.approx(100 * 15 / 90) and host.disk == 0
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_moved_experts_first():
         MemoryPlan(run).check(limits)
 
 
-def test_only_the_experts_that_are_touched_travel():
+def test_only_touched_experts_are_transferred():
     run = planned(weights=(100, 0), experts=Placement(0, 0, 100), model=QWEN, batch=(1, 1),
                   expert_slots=1, gpu=False)
     hardware = machine(gpu=False, read=1.0)
@@ -175,7 +175,7 @@ def test_plans_go_by_how_often_experts_are_chosen():
         " --expert-counts 'my counts.json'")
 
 
-def test_a_text_that_keeps_to_some_experts_has_them_at_hand():
+def test_texts_with_few_experts_reuse_their_slots():
     """All experts are chosen alike often, but 64 tokens of a text choose no more than 24."""
     layer = (10**9,) * 128
     kept = ExpertChoices((layer,) * 48, 8, texts=48000, text_tokens=48000 * 64,
@@ -192,7 +192,7 @@ def test_a_text_that_keeps_to_some_experts_has_them_at_hand():
         1, 64) == pytest.approx(24, rel=1e-3)
 
 
-def test_each_rank_of_a_pipeline_goes_by_its_own_layers():
+def test_expert_counts_are_sliced_by_stage():
     counts = tuple((60,) * 127 + (layer,) for layer in range(48))
     run = planned(weights=(100, 0), model=QWEN, gpu=False,
                   expert_choices=ExpertChoices(counts, 8, 480, 960, 7200))
@@ -201,7 +201,7 @@ def test_each_rank_of_a_pipeline_goes_by_its_own_layers():
     assert part.touched(1, 1) == pytest.approx(8)
 
 
-def test_a_part_of_like_layers_is_shrunk_as_the_whole():
+def test_slices_have_the_same_shrinkage():
     layer = tuple(range(60_000, 124_000, 1000)) * 2
     whole = ExpertChoices((layer,) * 48, 8, 48 * 1000, 48 * 1_464_000, 48 * 20_000)
     uses = [ExpertUse(each) for each in (whole, whole.slice_layers(12, 24))]
@@ -211,7 +211,7 @@ def test_a_part_of_like_layers_is_shrunk_as_the_whole():
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU])
-def test_counts_of_equals_place_as_no_counts(hardware):
+def test_uniform_counts_place_as_no_counts(hardware):
     """And the search knows that experts elsewhere have to come."""
     limits = MemoryLimits(hardware.gpu_bytes, 12 * 10**9, 10**12)
     run = planned(model=QWEN, batch=(4, 2), gpu=hardware.has_gpu, bits=(4, 16))
@@ -235,7 +235,7 @@ def test_each_routed_row_has_a_fixed_cost():
     assert seconds == pytest.approx(48 * 2 * 32 * 2048 * (1 + 8))
 
 
-def test_slots_keep_what_is_not_on_its_way():
+def test_resident_slots_exclude_loads_in_flight():
     experts = ExpertsConfig(128, 8, 768)
     assert experts.resident_slots(1, 1000, 100) == pytest.approx(100 - 16)
     assert experts.resident_slots(0.5, 1000, 100) > 100 - 16, "half a token chooses fewer"

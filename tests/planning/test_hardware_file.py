@@ -73,7 +73,7 @@ def machines(draw) -> Hardware:
 
 @settings(max_examples=examples(100))
 @given(hardware=machines())
-def test_what_is_written_comes_back(tmp_path_factory, hardware):
+def test_hardware_files_round_trip(tmp_path_factory, hardware):
     path = tmp_path_factory.mktemp("machines") / "machine.yaml"
     save_hardware(hardware, path)
     assert load_hardware(path) == hardware
@@ -81,7 +81,7 @@ def test_what_is_written_comes_back(tmp_path_factory, hardware):
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.stem)
-def test_the_machines_of_the_papers(path, tmp_path):
+def test_shipped_hardware_files_are_valid(path, tmp_path):
     hardware = load_hardware(path)
     assert hardware.has_gpu and set(hardware.links) == set(LINKS)
     assert all(0 < figure < 1e14 for figure in hardware.links.values())
@@ -170,7 +170,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("where", "value", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_named_with_its_file_and_key(where, value, said, tmp_path):
+def test_errors_name_file_and_key(where, value, said, tmp_path):
     values = cpu()
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False))
@@ -192,7 +192,7 @@ def test_a_mistake_is_named_with_its_file_and_key(where, value, said, tmp_path):
 @pytest.mark.parametrize(("text", "said"), [
     ("name: [", "not valid YAML at line"), ("- 1\n- 2", "object"), ("", "object"),
     ("!!python/object/apply:os.getcwd []", "not valid YAML")])
-def test_a_file_that_holds_no_machine(text, said, tmp_path):
+def test_invalid_hardware_files(text, said, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=said):

@@ -193,7 +193,7 @@ print(json.dumps({"same": same, "rooms": rooms, "fresh": fresh, "bare": bare,
 
 
 @pytest.mark.full
-def test_calls_and_engines_leave_nothing_behind(tmp_path):
+def test_calls_and_engines_leak_nothing(tmp_path):
     """No memory, no file descriptors, no threads, however often one generates or opens."""
     write_model(tmp_path / "tiny", TINY)
     found = measure(CALLS, tmp_path / "tiny", tmp_path / "offload")

@@ -121,7 +121,7 @@ def test_pytorch_is_held_to_the_limit(monkeypatch, nbytes, share):
     assert seen == [(share, "cuda:1")]
 
 
-def test_the_gpu_that_computes_page_locks(monkeypatch):
+def test_memory_is_pinned_by_the_computing_gpu(monkeypatch):
     """In the thread of a lane the first one is current, where another job may have the memory."""
     seen, buffer = [], Device().host_empty(1)
     runtime = types.SimpleNamespace(cudaHostUnregister=seen.append, cudaHostRegister=(

@@ -136,7 +136,7 @@ def test_nothing_fits_and_says_so(writes, limits):
 
 
 @pytest.mark.parametrize("model", [OPT_30B, published("facebook/opt-125m")])
-def test_what_is_needed_reads_as_more_than_what_is_free(model):
+def test_needed_memory_is_shown_above_free_memory(model):
     """One byte more, in GB or in MB; and no two of its parts that differ read the same."""
     plan = memory_plan(model, make_policy(*ALL_GPU), Workload(1, 1, 1, 1), itemsize=2)
     with pytest.raises(UserError) as caught:
@@ -562,14 +562,14 @@ def test_cgroup_v1_and_its_no_limit(tmp_path):
 @pytest.mark.parametrize("inactive, active, mapped, free", [
     (300, 0, 0, 1300), (300, 0, 100, 1200), (300, 500, 100, 1300), (300, 50, 100, 1250),
     (300, 0, 400, 1000)])
-def test_code_that_runs_is_not_free(tmp_path, names, place, line, inactive, active, mapped, free):
+def test_mapped_code_is_not_free(tmp_path, names, place, line, inactive, active, mapped, free):
     """Mapped pages may be on either list; what is sure to go are inactive ones beyond them."""
     group(tmp_path / place, names, limit=3000, used=2000, inactive=inactive, active=active,
           mapped=mapped)
     assert cgroup_free(tmp_path, membership(tmp_path, line)) == free
 
 
-def test_what_was_freed_is_kept_for_the_next():
+def test_free_heap_bytes_are_counted():
     before = resident_bytes()
     assert before > 1 << 20 and free_heap_bytes(before + (1 << 40)) == 0
     assert 0 <= free_heap_bytes(0) <= resident_bytes()

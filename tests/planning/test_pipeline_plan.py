@@ -35,7 +35,7 @@ def run_of(model, **options) -> PlannedRun:
                                   **options)
 
 
-def test_the_layers_times_are_those_of_the_whole_with_the_ends():
+def test_layer_times_sum_to_the_whole_model():
     run = run_of(TIED)
     found = layer_seconds(HARDWARE, replace(run, workload=replace(
         run.workload, num_gpu_batches=1)), 2)
@@ -83,7 +83,7 @@ def test_a_network_counts_where_it_is_slower_than_the_ranks():
     assert late.step.seconds == pytest.approx(60)
 
 
-def test_weights_that_are_fetched_are_so_for_each_group():
+def test_fetched_weights_are_loaded_for_each_group():
     run = run_of(LARGE, weights=planning_cases.ON_DISK)
     first, _ = rank_runs(run, (0, 24, 48))
     assert first.groups == 2
@@ -95,7 +95,7 @@ def test_weights_that_are_fetched_are_so_for_each_group():
     assert rank_runs(run_of(LARGE), (0, 24, 48))[0].groups == 4
 
 
-def test_the_ranks_memory_is_the_whole_and_a_tied_table_twice():
+def test_rank_memory_sums_to_the_whole_model():
     def rows(run):
         return {row.name: row.cpu for row in MemoryPlan(run).rows}
 
