@@ -104,42 +104,12 @@ def plan_refused(capfd, here, *argv: str) -> str:
     return command_refused(generate.main, capfd, [*short(argv), "--plan-only", *argv])
 
 
-def shard(model: Path) -> list[Path]:
-    """Cut a model's one file into two shards with an index."""
-    tensors = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()
-    names = sorted(tensors)
-    parts, homes = (names[: len(names) // 2], names[len(names) // 2 :]), {}
-    for number, part in enumerate(parts, 1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, model / file)
-        homes |= dict.fromkeys(part, file)
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
-    return sorted(model.glob("*.safetensors"))
-
-
 def change_config(model: Path, **values) -> None:
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | values))
 
 
 # The checkpoint
-
-
-def remove_shard(model: Path) -> None:
-    shard(model)[1].unlink()
-
-
-def truncate_shard(model: Path) -> None:
-    file = shard(model)[1]
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def name_shard_outside(model: Path) -> None:
-    files = shard(model)
-    shutil.copy(files[0], model.parent / "stolen.safetensors")  # it exists, so it could be read
-    index = model / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace(files[0].name, "../stolen.safetensors"))
 
 
 def change_tensor(change) -> Callable[[Path], None]:
@@ -165,9 +135,7 @@ def write_config(text: str | None) -> Callable[[Path], None]:
 
 MATRIX = "model.layers.1.mlp.up_proj.weight"
 DAMAGES = {
-    "no shard": (remove_shard, "missing shard model-00002-of-00002.safetensors"),
-    "short shard": (truncate_shard, "model-00002-of-00002.safetensors is truncated"),
-    "shard outside": (name_shard_outside, "outside its folder"),
+    "truncated": (lambda model: os.truncate(model / "model.safetensors", 1000), "is truncated"),
     "no weights": (lambda model: (model / "model.safetensors").unlink(), "no checkpoint in model"),
     "shape": (change_tensor(torch.t), f"{MATRIX} has shape [48, 80]"),
     "no tensor": (change_tensor(lambda tensor: None), f"has no tensor {MATRIX}"),

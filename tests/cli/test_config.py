@@ -55,16 +55,6 @@ def test_percent_reads_shares_and_gives_the_rest_to_disk(pairs, as_text):
     assert len(placements) == 3
 
 
-@settings(max_examples=examples(100))
-@given(st.lists(st.one_of(st.floats(), st.integers(), st.text(max_size=5)), max_size=8))
-def test_percent_takes_or_refuses_anything_in_one_line(values):
-    try:
-        for placement in parse_percent(values):
-            assert placement.gpu + placement.cpu + placement.disk == pytest.approx(100)
-    except UserError as error:
-        assert "--percent" in str(error)
-
-
 @pytest.mark.parametrize(("values", "match"), [
     ([100, 0, 100], "4 or 6 numbers"),
     (["half", 0, 100, 0], "half"),

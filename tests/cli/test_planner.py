@@ -247,7 +247,7 @@ def test_batch_sizes_are_close_to_brute_force():
 def test_a_model_that_fits_stays_on_the_device():
     """However large the disk: its bytes need more than 64 bits."""
     for hardware in (replace(GPU, host_attention=None, disk_bytes=10**24), CPU):
-        policy = find(hardware)[0].run.policy
+        policy = find(hardware, gpu_batch_size=8)[0].run.policy
         assert all(getattr(policy, kind) == Placement(100, 0, 0) for kind in PLACED)
 
 
@@ -309,7 +309,7 @@ def test_all_prompts_count_and_not_full_blocks_alone():
 def test_the_goal_latency_is_a_single_sequence():
     latency = find(GPU, goal="latency")
     assert {batches(choice) for choice in latency} == {(1, 1)}
-    throughput = find(GPU)[0]
+    throughput = find(GPU, gpu_batch_size=32)[0]
     assert latency[0].seconds < throughput.seconds
     assert latency[0].tokens_per_second < throughput.tokens_per_second
     given = find(GPU, goal="latency", gpu_batch_size=8, prompts=5)

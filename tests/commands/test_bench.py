@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from helpers.error_cases import command_refused
 from helpers.fake_llm import run_stats
@@ -113,12 +111,3 @@ def test_flags_that_do_nothing_are_refused(given, words, capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text("output: o.jsonl\n")
     command_refused(bench.main, capsys, given, words)
-
-
-def test_earlier_calibration_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path))
-    device = calibrate.Device()
-    assert calibrate.load_calibration(device, tmp_path) is None
-    monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: replace(CPU, name="measured"))
-    calibrate.load_or_calibrate(device, tmp_path, progress=print)
-    assert calibrate.load_calibration(device, tmp_path).name == "measured"

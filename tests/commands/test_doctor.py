@@ -140,7 +140,6 @@ def test_the_time_that_a_cgroup_allows(tmp_path):
      ("only 1 of 8 CPUs are used", "other processes use the CPUs (load 5)")),
     (doctor.environment({"OMP_WAIT_POLICY": "active", "FLEXGEN_H2O_KERNELS": "reference"}),
      ("FLEXGEN_H2O_KERNELS=reference: plain PyTorch", "OMP_WAIT_POLICY is set")),
-    (doctor.kernels(AVX512), ("avx512 has no bfloat16 matmuls",)),
     (doctor.kernels(replace(AVX512, chosen="avx512bf16", lacking=("amx",))),
      ("the CPU has amx, but the kernels were built for another one: reinstall the package",)),
     (doctor.gpus(GpuFacts((Gpu("T4", GB, GB),), "12.4", True, False)),

@@ -43,23 +43,6 @@ def test_rates_are_as_defined():
     assert stats.latency_p50_seconds == stats.latency_p95_seconds == 0.4
 
 
-@pytest.mark.parametrize(("measured", "shown"), [
-    ({"predicted_prefill_seconds": 1.0, "predicted_decode_seconds": 2.0},
-     ["1.000 + 2.000 s", "0.50 of prefill and decode"]),
-    ({"full_kv_cache_bytes": 4 * 10**6}, ["0.250 of full"]),
-    ({"decode_slots": 40, "idle_slots": 10}, ["idle", "25.0 %"]),
-    ({"expert_touches": 9, "expert_hits": 2, "expert_loads": 6, "expert_bytes": 4 * 10**9},
-     ["experts", "4.000 GB", "25.0 % hits"]),
-    ({"expert_touches": 9}, ["none had to be loaded"]),
-    ({"recall_hits": 9, "recall_loads": 1, "recall_wait_seconds": 0.5},
-     ["recall", "90.0 % in memory", "0.500 s"]),
-    ({"projected": True}, ["(projected)"]),
-])
-def test_the_table_shows_what_was_measured_alone(measured, shown):
-    plain, table = stats_table(make_stats()), stats_table(make_stats(**measured))
-    assert all(words in table and words not in plain for words in shown)
-
-
 def test_runs_merge():
     """Sums, the larger of each peak, links by name; and a share of all slots."""
     first = make_stats(decode_slots=30, idle_slots=6, peak_device_bytes=7)

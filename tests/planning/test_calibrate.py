@@ -242,7 +242,9 @@ def this_machine(folder, **options) -> Hardware:
 
 
 def test_a_machine_is_measured_once(tmp_path, kept):
+    assert module.load_calibration(Device(), tmp_path) is None
     first = this_machine(tmp_path / "not" / "there")
+    assert module.load_calibration(Device(), tmp_path) == first
     assert this_machine(tmp_path) == first  # the same disk
     assert kept == [tmp_path / "not" / "there"]
     assert this_machine(tmp_path, recalibrate=True).name == "call 2"
