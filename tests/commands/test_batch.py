@@ -92,7 +92,10 @@ class Runs:
 
 
 @pytest.fixture
-def runs(tmp_path, words, capsys) -> Runs:
+def runs(tmp_path, words, capsys, monkeypatch) -> Runs:
+    """A folder with a job, on a machine whose rates need not be measured."""
+    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
+                        lambda *_, **__: planning_cases.CPU)
     made = Runs(tmp_path, words, capsys)
     made.input(some())
     return made
@@ -432,10 +435,8 @@ def test_progress_counts_by_a_clock_of_its_own(tmp_path, monkeypatch):
     assert 2048 < len(found.samples) <= 4096 and found.samples[0].seconds == 0
 
 
-def test_a_dry_run_counts_and_predicts(runs, monkeypatch):
+def test_a_dry_run_counts_and_predicts(runs):
     runs.input([*some(), "{broken\n"])
-    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
-                        lambda *_, **__: planning_cases.CPU)
     argv = [flag for flag in runs.argv() if flag not in ("-o", str(runs.output))]
     for flags, status in (([], 0), (["--percent", "auto"], 0), (["--strict"], 2)):
         runs.capsys.readouterr()
@@ -447,9 +448,7 @@ def test_a_dry_run_counts_and_predicts(runs, monkeypatch):
     assert not runs.output.exists()
 
 
-def test_a_planned_job_runs(runs, monkeypatch):
-    monkeypatch.setattr("flexgen_h2o.planning.calibrate.load_or_calibrate",
-                        lambda *_, **__: planning_cases.CPU)
+def test_a_planned_job_runs(runs):
     told = runs("--percent", "auto")
     assert "plan " in told and "12 of 12 requests answered" in told
     runs.input(["{broken\n", "[]\n"])
