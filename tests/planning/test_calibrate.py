@@ -208,6 +208,12 @@ def test_a_slow_call_is_not_made_often(monkeypatch):
     assert clock.seconds(time.work(9.0, 5.0, 3.0), give_up=4.0) == 3.0
 
 
+def test_a_gpu_is_measured_with_larger_sizes():
+    few, many = Sizes.for_device(Device()), Sizes.for_device(LazyDevice())
+    assert many.rotated > few.rotated >= 256 << 20
+    assert many.matrix > few.matrix and many.prompts > few.prompts and many.hidden > few.hidden
+
+
 def test_more_rows_never_take_less(monkeypatch):
     taken = iter([5.0, 7.0, 2.0, 3.0])
     monkeypatch.setattr(Timer, "seconds", lambda clock, work: next(taken))

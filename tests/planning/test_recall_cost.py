@@ -71,6 +71,17 @@ def check(rates: HostAttentionRates, recall: RecallRates,
         assert 1 / bound < predicted / seconds < bound, (tokens, bits)
 
 
+@pytest.mark.parametrize(("path", "bound"), [
+    (RESULTS / "epyc-avx2/kernels_attention.csv", 1.1),
+    (RESULTS / "xeon-avx512/kernels_attention.csv", 1.3),  # of earlier kernels, and in no fit
+    (EARLIER, 1.35),  # in no fit
+])
+def test_default_rates_predict_measured_attention(path, bound):
+    """By the default rates."""
+    rates, times = attention(path)
+    check(rates, RECALL, times, bound)
+
+
 @pytest.mark.parametrize("path", [EARLIER, *(
     RESULTS / machine / "kernels_attention.csv"
     for machine in ("epyc-avx2", "xeon-avx512", "epyc-avx512bf16", "epyc-zen4"))])
