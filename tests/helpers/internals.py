@@ -161,13 +161,14 @@ def count_from(trace, origin: float) -> None:
 # What is done in another way
 
 
-def render_with(renderer, template: str, messages, arguments=None) -> str:
-    """A chat by another template than the renderer's, in the process that it has."""
-    kept, renderer._always["template"] = renderer._always["template"], template
+def render_with(renderer, template: str, messages, arguments=None, **limits: float) -> str:
+    """Render a chat by another template, within other `seconds`, in the renderer's process."""
+    kept = renderer._always
+    renderer._always = {**kept, "template": template, **limits}
     try:
         return renderer.render(messages, arguments)
     finally:
-        renderer._always["template"] = kept
+        renderer._always = kept
 
 
 def before(monkeypatch, owner: type, name: str, look) -> None:
