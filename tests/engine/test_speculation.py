@@ -43,7 +43,7 @@ TIERS = {
     "no overlap, chunks": Policy(gpu_batch_size=2, cache=DISK, weights=DISK, overlap=False,
                                  prefill_chunk=8),
 }
-MODELS = ["llama", "mistral_window", "olmoe", *full("gemma3", "neox", "gpt_oss")]
+MODELS = ["llama", "mistral_window", "olmoe", *full("gemma2", "neox", "gpt_oss")]
 
 
 class Guess:
