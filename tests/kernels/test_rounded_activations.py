@@ -147,7 +147,7 @@ def test_experts_with_mixed_activation_bits_are_errors():
     plain = rounding_matrix(48, 64, 4, 32)
     plain = QuantizedMatrix(plain.data, plain.layout)
     table = native_experts.ExpertTable(1)
-    with pytest.raises(ValueError, match="alike"):
+    with pytest.raises(ValueError, match="same format"):
         table.put(0, plain, rounding_matrix(48, 64, 4, 32), rounding_matrix(64, 48, 4, 32))
 
 
