@@ -6,8 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import generation
-from helpers.generation import PLACES, answers, open_llm, run
+from helpers.generation import PLACES, answers, open_llm, prompts_of, run, tokens
 from helpers.selection import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,14 +18,6 @@ from flexgen_h2o.cache.tiers import SlotUpdate, WriteBackLog, expand_slots
 
 DISK = Placement(0, 0, 100)
 LOG = 4  # tokens, by the fixture of all tests in this folder
-
-
-def prompts_of(tiny, lengths=(20, 13, 7, 11, 1)):
-    return generation.prompts_of(tiny, lengths)
-
-
-def tokens(*args, **options):
-    return run(*args, **{"new": 12} | options)[0]
 
 
 @settings(max_examples=examples(200))

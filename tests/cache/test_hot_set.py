@@ -56,7 +56,7 @@ def histories(draw):
 
 @settings(max_examples=examples(150))
 @given(histories())
-def test_a_hot_set_evicts_the_tokens_of_least_weight(history):
+def test_a_hot_set_evicts_the_least_weights(history):
     slots, steps = history
     fast, models = HotSet(2, TOKENS, slots, NEWEST), [Model(slots), Model(slots)]
     for step in steps:
@@ -70,7 +70,7 @@ def test_a_hot_set_evicts_the_tokens_of_least_weight(history):
         fast.log_weights[:] = torch.tensor(weights)
         most = max(map(len, wanted))
         tokens = [each + [-1] * (most - len(each)) for each in wanted]
-        found, missing, held = fast.take(
+        found, missing, held = fast.assign(
             torch.tensor(tokens, dtype=torch.int32).view(1, 2, most),
             torch.tensor([first], dtype=torch.int32))
         expected = [model.take(each, first, weights)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import generation
 from helpers.fakes import LazyDevice
-from helpers.generation import answers, open_llm, run
+from helpers.generation import answers, open_llm, prompts_of, run, tokens
 from helpers.internals import cache_of, open_devices
 from helpers.selection import full_cases
 
@@ -28,14 +27,6 @@ from flexgen_h2o.storage.tiers import PAGE, Device
 DISK, HOST = Placement(0, 0, 100), Placement(0, 100, 0)
 RECALL = H2OConfig(heavy_ratio=0.1, recall=True)
 SOME_LAYERS = H2OConfig(heavy_ratio=(0.1, 1.0, 0.1), recent_ratio=(0.1, 1.0, 0.1), recall=True)
-
-
-def prompts_of(tiny, lengths=(30, 23, 7, 12, 1)):
-    return generation.prompts_of(tiny, lengths)
-
-
-def tokens(*args, **options):
-    return run(*args, **{"new": 10} | options)[0]
 
 
 @pytest.fixture
