@@ -22,8 +22,7 @@ from flexgen_h2o.storage.tiers import Device
 # torch.compile imports it.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Under nohup hang-ups are ignored, and in the background of a script Ctrl-C is. What is ignored
-# stays so in every program that is started.
+# nohup ignores SIGHUP, and a script's background jobs ignore SIGINT. Subprocesses inherit that.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda number, frame: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -80,34 +79,32 @@ def isa(request):
 
 @pytest.fixture(scope="session", autouse=True)
 def _few_threads():
-    """Tiny products gain nothing from a second thread, and wait for it when the core is taken."""
+    """Use one thread: tiny matmuls gain nothing from a second one, and wait for it."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def refuses_flags(tmp_path, monkeypatch, capsys) -> Callable[..., None]:
-    """A function that holds a command to refusing flags in a line, without engine and files."""
-    def hold(main, flags: list[str], *words: str) -> None:
+    """Return a function that checks that a command rejects flags, without engine and files."""
+    def check(main, flags: list[str], *words: str) -> None:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setitem(sys.modules, "flexgen_h2o.llm", None)  # importing the engine fails
         command_refused(main, capsys, flags, *words)
         assert list(tmp_path.iterdir()) == []
 
-    return hold
+    return check
 
 
 @pytest.fixture
 def on_cpu(monkeypatch) -> None:
-    """Each `LLM` computes on the CPU, beside a GPU too: for what is done there alone."""
-
+    """Let each `LLM` compute on the CPU, also on a machine with a GPU."""
     from helpers import internals  # only now: it loads the engine
     internals.open_devices(monkeypatch, Device)
 
 
 @pytest.fixture(params=["poisoned", "lazy"])
 def device(request, monkeypatch) -> str:
-    """Each of two devices in place of the machine's, whose fresh memory is full of NaN."""
-
+    """Let each `LLM` compute on a fake device, whose fresh memory is full of NaN."""
     kind = {"poisoned": PoisonedDevice, "lazy": LazyDevice}[request.param]
     from helpers import internals  # only now: it loads the engine
     internals.open_devices(monkeypatch, kind)
@@ -116,7 +113,7 @@ def device(request, monkeypatch) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory) -> Callable[[str], TinyModel]:
-    """A function from a key of `TINY` to its model, made once per session and saved to disk."""
+    """Return a function from a key of `TINY` to its model, saved to disk once per session."""
     made: dict[str, TinyModel] = {}
 
     def get(key: str) -> TinyModel:

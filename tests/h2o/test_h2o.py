@@ -14,7 +14,6 @@ from helpers.generation import (
     PLACES,
     VARIANTS,
     bits_of,
-    in_turn,
     prompts_of,
     run,
     tokens,
@@ -85,8 +84,8 @@ def test_the_same_tokens_on_every_tier(tiny_model, device, case):
     tiny = tiny_model(key)
     prompts = prompts_of(tiny, seed=1)  # no key of which lies halfway between two codes
     expected, stats = run(tiny, prompts, h2o, cache_bits=bits, new=LOGGED)
-    for place, options in in_turn([{}, {"overlap": False}, {"prefill_chunk": 16},
-                                   {"cpu_cache_compute": True}]):
+    for place, options in zip(PLACES, ({}, {"overlap": False}, {"prefill_chunk": 16},
+                                       {"cpu_cache_compute": True}), strict=True):
         got = tokens(tiny, prompts, h2o, cache_bits=bits, new=LOGGED, cache=place,
                      activations=place, **options)
         assert got == expected, (place, options)

@@ -9,7 +9,6 @@ import torch
 
 from flexgen_h2o import LLM, H2OConfig, Placement, Policy
 from flexgen_h2o.metrics.run_stats import RunStats
-from helpers import selection
 
 NEW = 12
 LOGGED = 18  # more than the write-back log of a cache on disk
@@ -51,12 +50,6 @@ def make_prompts(vocab: int, lengths: list[int], seed: int = 0) -> list[list[int
 def prompts_of(tiny, lengths: list[int] = LENGTHS, seed: int = 0) -> list[list[int]]:
     """Return random prompts of a model's tokens."""
     return make_prompts(tiny.model.config.vocab_size, lengths, seed)
-
-
-def in_turn(options: list[dict]) -> list[tuple[Placement, dict]]:
-    """Return each placement with one of the options, with --all with two."""
-    return [(place, options[(i + j) % len(options)]) for i, place in enumerate(PLACES)
-            for j in range(1 + selection.every_case)]
 
 
 def transformers_tokens(tiny, prompts: list[list[int]], new: int, **options) -> list[list[int]]:

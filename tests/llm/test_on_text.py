@@ -144,20 +144,6 @@ def test_stream_prints_what_is_printed_without_it(tiny_model, tmp_path, capsys):
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
-def test_an_error_ends_the_line(tiny_model, tmp_path, capsys, monkeypatch):
-    folder = with_words(tiny_model("llama").folder, tmp_path / "words")
-    real = generate._Printer._print
-
-    def interrupted(self, text):
-        real(self, text)
-        if self._mid_line:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(generate._Printer, "_print", interrupted)
-    assert generate.main(["--model", folder, "--prompt", "w3", "--no-log", "--stream"]) == 130
-    assert capsys.readouterr().out.endswith("\n")
-
-
 @pytest.mark.parametrize("flags", [[], ["--prompt", "a", "--verbose", "1"],
                                    ["--prompt", "a", "--plan-only"]])
 def test_stream_is_refused_where_no_text_is_printed(flags, capsys):
