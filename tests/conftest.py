@@ -54,6 +54,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_sessionfinish():
+    """Let libraries free their objects at exit; nanobind's would report leaks."""
+    gc.unfreeze()
+
+
 def pytest_generate_tests(metafunc):
     """Run a test with the fixture `isa` with the best instruction set of this CPU.
 

@@ -158,8 +158,8 @@ def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
         # What decides, beside the budgets of the prompts, how budgets grow with generated tokens.
         if h2o is None:
             return ()
-        ratios = h2o.ratios(layer) if h2o.budget_of == "text" else ()
-        return h2o.evicts_generated_at(layer), *ratios
+        grows = (*h2o.ratios(layer), h2o.window(layer)) if h2o.budget_of == "text" else ()
+        return h2o.evicts_generated_at(layer), *grows
 
     first: dict[tuple, int] = {}
     budgets = [tuple(budget(h2o, layer, length) for length in batch_layout.lengths)

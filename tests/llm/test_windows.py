@@ -77,10 +77,7 @@ def test_h2o_equals_its_simulation(tiny, h2o):
 
 
 @pytest.mark.parametrize("h2o", [
-    None, SMALL[0], *SMALL[-2:], *full(SMALL[1], SMALL[-3]),
-    pytest.param(SMALL[2], marks=[pytest.mark.full, pytest.mark.xfail(
-        reason="a budget of the text that grows to the window of the first layer differs")])],
-    ids=str)
+    None, SMALL[0], SMALL[2], *SMALL[-2:], *full(SMALL[1], SMALL[-3])], ids=str)
 def test_layers_of_several_forms_equal_the_simulation(tiny_model, mixed, h2o):
     tiny = tiny_model("llama")
     prompts = make_prompts(120, LENGTHS)
