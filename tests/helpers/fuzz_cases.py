@@ -277,7 +277,9 @@ def _gguf(folder: Path, work: Callable[[Path], object]) -> Target:
 
 def _yaml(folder: Path) -> Target:
     path = folder / "case.yaml"
-    good = {name: value for name, value in RunConfig().to_dict().items() if value is not None}
+    named = ("model", "path")  # files of the user's choice, which are read wherever they are
+    good = {name: value for name, value in RunConfig().to_dict().items()
+            if value is not None and name not in named}
 
     def draw(rng: random.Random) -> bytes:
         keys = rng.sample(sorted(good), rng.randrange(1, 6))
