@@ -196,6 +196,19 @@ def test_texts_with_and_without_a_form_in_one_call(folder):
         assert (output.finish_reason == "stop") == output.text.endswith("x")
 
 
+def test_drafts_of_speculative_decoding_keep_the_form(folder):
+    params = SamplingParams(max_new_tokens=24, eos_token_id=2, do_sample=True, temperature=0.5,
+                            structured_outputs=StructuredOutputs(regex="((ab|ac)[0-9])+x"))
+    prompts = [list(range(3, 20)) * 2, [40, 41, 42] * 6]
+    outputs = []
+    for policy in (Policy(), Policy(speculate="ngram", num_speculative_tokens=4)):
+        with LLM(folder, dtype="float32", policy=policy) as llm:
+            outputs.append(llm.generate(prompts, params))
+            drafted = llm.stats.draft_tokens
+    assert drafted
+    assert outputs[0] == outputs[1]
+
+
 def read(**body):
     line = json.dumps({"prompt": "x", **body}).encode()
     return read_request(line, 1, Defaults(("m",), max_tokens=8)).params.structured_outputs
