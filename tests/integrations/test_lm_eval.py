@@ -414,6 +414,7 @@ def test_fit_batch_halves_until_the_plan_fits(folder):
         plan_with(llm, poor)
         assert llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=12) == 4
         assert asked == [12, 8, 4]
+        assert llm.fit_batch(prompt_len=10, gen_len=2, max_batch_size=5) == 4
         assert llm.policy.gpu_batch_size == 4
         llm.generate([[5, 6]], max_new_tokens=1)
         assert llm.stats.gpu_batch_size == 4

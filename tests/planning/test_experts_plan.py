@@ -103,6 +103,11 @@ def test_experts_computed_on_the_host_are_not_transferred():
     assert seconds[1]["cpu->gpu"] < seconds[0]["cpu->gpu"] / 50
     assert seconds[1]["cpu attention"] > 0 == seconds[0]["cpu attention"]
     assert seconds[1]["compute"] < seconds[0]["compute"]
+    host = machines[True].host_attention
+    faster = replace(machines[True], host_attention=replace(host, decode_attention={
+        bits: 2 * rate for bits, rate in host.decode_attention.items()}))
+    assert estimate(faster, there).step.resources["cpu attention"] < (
+        seconds[1]["cpu attention"])
     without = [estimate(machines[False], planned(gpu=False, **options, cpu_expert_compute=host))
                for host in (False, True)]
     assert without[0] == without[1], "without a GPU it is all the same"
