@@ -52,7 +52,7 @@ class System:
     mode : str or None
         The mode of `check_quality.py` with the same numerics.
     perplexity_factor : float or None
-        Perplexity over that of the 16-bit model, measured elsewhere.
+        Perplexity divided by the perplexity of the 16-bit model, from another measurement.
     """
 
     name: str

@@ -76,8 +76,8 @@ class Baseline(ABC):
     loads_alike : bool
         Whether `prepare` does the same at every batch size.
     environment : str or None
-        Folder of its own Python environment, below the repository. Without that folder, and for
-        None, the Python of `compare.py` runs it.
+        Folder of a separate virtual environment, relative to the repository. If it is None or does
+        not exist, the interpreter of `compare.py` is used.
 
     Parameters
     ----------

@@ -218,7 +218,7 @@ class LlamaCpp(Baseline):
 
 
 class IkLlama(LlamaCpp):
-    """ik_llama.cpp, a fork with kernels of its own, by ik-llama-cpp-python.
+    """ik_llama.cpp, a fork of llama.cpp with other kernels, through ik-llama-cpp-python.
 
     All sequences are in one cache, as it has no streams. Its flash attention fails there (assertion
     `S > 0`), so it is off by default. Repacking reads the file without a map.

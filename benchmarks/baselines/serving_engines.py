@@ -194,8 +194,10 @@ VLLM_BLOCK = 128
 
 
 class VllmCpu(ServingEngine):
-    """vLLM's CPU build, in this process. `dtype`, by default the scenario's, is that of weights and
-    cache."""
+    """vLLM's CPU build, run in this process.
+
+    `dtype` is the dtype of weights and cache; None is the scenario's.
+    """
 
     documented = "https://docs.vllm.ai/en/latest/getting_started/installation/cpu/"
     environment = ".venv-vllm"

@@ -2,7 +2,7 @@
 
     python benchmarks/studies/quality_by_position.py --input-path xsum_0shot.jsonl
 
-The articles and halves are those of `quality.py`. A budget is a fraction of the prompt, so it
+It uses the articles and halves of `quality.py`. A budget is a fraction of the prompt, so it
 becomes a smaller fraction of the text as the text grows, unless generated tokens are not evicted
 (``evict_generated=False``).
 """

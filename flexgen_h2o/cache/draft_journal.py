@@ -55,7 +55,8 @@ class DraftJournal:
         Parameters
         ----------
         place : tuple of int
-            All drafted tokens of a place are attended before those of another place.
+            Layer, batch and first sequence. Call for all drafted tokens of one place before
+            the next place.
         position : int
             Position of the drafted token.
         cache : Tensor [kinds, sequences, kv_heads, slots, width]

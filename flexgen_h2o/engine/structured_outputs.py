@@ -6,8 +6,8 @@ next step are computed in a thread, beside the step's matrix products.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -98,7 +98,7 @@ class TokenMasks:
         self._ends, self._eos_tokens = ([token for token in tokens if token < vocab_size]
                                         for tokens in (ends, eos_tokens))
         self._states: dict[int, _State] = {}
-        self._ahead: Mapping[int, Future] = {}
+        self._ahead: list[Future] = []
         self._pool: ThreadPoolExecutor | None = None
 
     def apply(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
@@ -109,9 +109,8 @@ class TokenMasks:
         StructureError
             A text left its form, or following it takes too much time or memory.
         """
-        for future in self._ahead.values():
-            future.result()
-        self._ahead = {}
+        wait(self._ahead)  # errors of texts that have ended do not count
+        self._ahead = []
         allowed = np.ones(tuple(logits.shape), bool)
         for row, request in enumerate(requests):
             if not request.finish_reason:
@@ -122,16 +121,14 @@ class TokenMasks:
     def prepare(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         """Start to compute the masks after these tokens, which are not appended yet."""
         self._pool = self._pool or ThreadPoolExecutor(1, "structured outputs")
-        self._ahead = {
-            request.key: self._pool.submit(self._advance, request.key,
-                                           [*request.generated, token])
+        self._ahead = [
+            self._pool.submit(self._advance, request.key, [*request.generated, token])
             for request, token in zip(requests, tokens, strict=True)
-            if not (request.finish_reason or token in self._ends)}
+            if not (request.finish_reason or token in self._ends)]
 
     def forget(self, request: Request) -> None:
         """Drop the parser of a request that ends or begins again."""
-        for future in self._ahead.values():
-            future.result()
+        wait(self._ahead)
         self._states.pop(request.key, None)
 
     def _advance(self, key: int, tokens: Sequence[int]) -> np.ndarray:
@@ -145,6 +142,7 @@ class TokenMasks:
             state.matcher.consume_tokens(list(tokens[state.count :]))
         elif state.allowed is not None:
             return state.allowed
+        state.count, state.allowed = len(tokens), None
         bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8)
         allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
         allowed[self._eos_tokens] = False
@@ -153,5 +151,5 @@ class TokenMasks:
             reason = state.matcher.get_error() or "the vocabulary has no token for it"
             raise StructureError(f"prompt {key} cannot be continued in the form of its "
                                  f"structured_outputs: {reason}", key)
-        state.count, state.allowed = len(tokens), allowed
+        state.allowed = allowed
         return allowed

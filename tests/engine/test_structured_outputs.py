@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
 from helpers.selection import examples
-from helpers.tiny_tokenizers import tiny_tokenizer
+from helpers.tiny_tokenizers import tiny_tokenizer, with_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,6 +55,8 @@ def tokenizer(request):
 
 ENDS = (2, 5)
 """End tokens: the tokenizer's own, and one that is also a part of texts."""
+ASCII = 97
+"""Size of a vocabulary with the ASCII characters of the byte-level tokenizer alone."""
 PADDING = 3
 """Number of token ids of the model that the tokenizer lacks."""
 
@@ -145,6 +146,21 @@ def test_a_text_that_left_its_form_fails_by_its_number(tokenizer):
     assert caught.value.key == 4
 
 
+def test_a_text_that_ends_needs_no_further_token():
+    compiler, outputs = GrammarCompiler(tiny_tokenizer("byte-level"), ASCII), StructuredOutputs(
+        regex="[a-c]{2}é")
+    sampler = Sampler(SamplingParams(), ENDS, compiler.masks(outputs, ENDS))
+    ended, goes_on = requests = [Request(0, [1]), Request(1, [1])]
+    for _ in range(2):
+        for request, token in zip(requests, sampler(torch.zeros(2, ASCII), requests), strict=True):
+            request.generated.append(token)
+    ended.finish_reason = "length"
+    sampler.forget(ended)
+    with pytest.raises(StructureError) as caught:  # no token for é
+        sampler(torch.zeros(2, ASCII), requests)
+    assert caught.value.key == goes_on.key
+
+
 @pytest.mark.parametrize("options", [
     {}, {"regex": "a", "choice": ["b"]}, {"choice": []}, {"choice": "yes"}, {"choice": [1]},
     {"regex": 3}, {"regex": "\ud800"}, {"json": 5}, {"json": {"a": {1, 2}}}, {"json_object": 1},
@@ -175,10 +191,7 @@ def test_a_text_without_end_token_is_refused(tokenizer):
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory) -> str:
     """A model with the first tokens of a byte-level tokenizer: ASCII."""
-    target = tmp_path_factory.mktemp("bytes") / "model"
-    shutil.copytree(tiny_model("llama").folder, target)
-    tiny_tokenizer("byte-level").save_pretrained(target)
-    return str(target)
+    return with_bytes(tiny_model("llama").folder, tmp_path_factory.mktemp("bytes") / "model")
 
 
 def test_texts_with_and_without_a_form_in_one_call(folder):

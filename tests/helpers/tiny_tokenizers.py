@@ -24,6 +24,16 @@ def with_words(folder: Path, target: Path, *, chat_template: str | None = None) 
     return str(target)
 
 
+def with_bytes(folder: Path, target: Path) -> str:
+    """Copy a tiny model and give it a byte-level tokenizer; returns the new folder.
+
+    A small vocabulary has the first tokens alone, which are ASCII.
+    """
+    shutil.copytree(folder, target)
+    tiny_tokenizer("byte-level").save_pretrained(target)
+    return str(target)
+
+
 def tiny_tokenizer(kind: str):
     """A small tokenizer of a kind: byte-level, llama, gemma, unigram, wordpiece or words."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import itertools
-import shutil
 from collections import defaultdict
 
 import pytest
 from helpers.selection import examples
-from helpers.tiny_tokenizers import tiny_tokenizer, with_words
+from helpers.tiny_tokenizers import with_bytes, with_words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,10 +44,7 @@ class Texts:
 @pytest.fixture(scope="module")
 def folder(tiny_model, tmp_path_factory) -> str:
     """A model whose tokens are bytes, most of which are parts of characters."""
-    target = tmp_path_factory.mktemp("bytes") / "model"
-    shutil.copytree(tiny_model("llama").folder, target)
-    tiny_tokenizer("byte-level").save_pretrained(target)
-    return str(target)
+    return with_bytes(tiny_model("llama").folder, tmp_path_factory.mktemp("bytes") / "model")
 
 
 @pytest.fixture(scope="module")
