@@ -29,7 +29,7 @@ LAYERS = """
     distributed
     cache  models
     engine  planning
-    conversation
+    conversation  requests
     llm
     cli
     commands  integrations

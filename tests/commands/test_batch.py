@@ -26,13 +26,14 @@ from flexgen_h2o import LLM
 from flexgen_h2o.cli import commands
 from flexgen_h2o.cli.command import ALL_FAILED, StopRequest
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch import job, progress, results
-from flexgen_h2o.commands.batch.input import JobInput
+from flexgen_h2o.commands.batch import job, progress
 from flexgen_h2o.commands.batch.progress import JobProgress
-from flexgen_h2o.commands.batch.requests import derive_seed
-from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.errors import InsufficientMemory, NonFiniteLogits, UserError
 from flexgen_h2o.outputs import Output
+from flexgen_h2o.requests import results
+from flexgen_h2o.requests.input import JobInput
+from flexgen_h2o.requests.request import derive_seed
+from flexgen_h2o.requests.results import ResultsFile
 
 TEMPLATE = "{% for m in messages %}w1 {{ m.content }} {% endfor %}w2"
 
@@ -574,7 +575,7 @@ from transformers import AutoTokenizer
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.llm import LLM
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.requests.results import ResultsFile
 
 def job(draw):
     # A job that is killed before, within or after a write of the first or second block.

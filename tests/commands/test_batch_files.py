@@ -13,12 +13,12 @@ from helpers import selection
 from helpers.error_cases import refused
 from helpers.read_back import read_jsonl
 
-from flexgen_h2o.commands.batch import input as job_input
-from flexgen_h2o.commands.batch import results as job_results
-from flexgen_h2o.commands.batch.input import DUPLICATE, INVALID, VALID, JobInput
-from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, read_request
-from flexgen_h2o.commands.batch.results import ResultsFile, answer_line, failure_line
 from flexgen_h2o.outputs import Output
+from flexgen_h2o.requests import input as job_input
+from flexgen_h2o.requests import results as job_results
+from flexgen_h2o.requests.input import DUPLICATE, INVALID, VALID, JobInput
+from flexgen_h2o.requests.request import BadRequest, Defaults, read_request
+from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
 
 
 def write(path, *lines: object) -> str:

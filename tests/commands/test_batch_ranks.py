@@ -27,7 +27,7 @@ import flexgen_h2o.llm  # what is imported here, the ranks need not import
 from transformers import AutoTokenizer
 from flexgen_h2o.engine.decoder import DecoderLayers
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch.results import ResultsFile
+from flexgen_h2o.requests.results import ResultsFile
 from flexgen_h2o.distributed import replicas
 
 replicas.TIMEOUT = 2.0

@@ -11,13 +11,13 @@ from helpers.tiny_tokenizers import tiny_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_h2o.commands.batch import requests
 from flexgen_h2o.commands.batch.flags import parse_args
-from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, JobRequest
-from flexgen_h2o.commands.batch.results import answer_line, failure_line
 from flexgen_h2o.config.sampling import mix_seed
 from flexgen_h2o.engine.detokenization import Detokenizer, ReasoningParser
 from flexgen_h2o.outputs import Output, TokenLogProb
+from flexgen_h2o.requests import request as requests
+from flexgen_h2o.requests.request import BadRequest, Defaults, JobRequest
+from flexgen_h2o.requests.results import answer_line, failure_line
 
 DEFAULTS = Defaults({"org/tiny", "tiny"}, max_tokens=16, seed=5)
 HELLO = [{"role": "user", "content": "hello"}]

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.parallel import torchrun_env
 from flexgen_h2o.distributed.replicas import QueueLost, ReplicaRank, WindowQueue
+from flexgen_h2o.requests.results import ResultsFile
 
 # --- the queue
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from flexgen_h2o import LLM, Policy, StructuredOutputs
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch.requests import BadRequest, Defaults, read_request
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.engine.batch import Request
 from flexgen_h2o.engine.detokenization import Detokenizer
 from flexgen_h2o.engine.sampling import Sampler
 from flexgen_h2o.engine.structured_outputs import GrammarCompiler
 from flexgen_h2o.errors import StructureError, UserError
+from flexgen_h2o.requests.request import BadRequest, Defaults, read_request
 
 SCHEMA = {"type": "object", "required": ["name", "age", "tags"], "additionalProperties": False,
           "properties": {"name": {"type": "string", "maxLength": 4},

@@ -24,7 +24,6 @@ from flexgen_h2o.cli.launch import read_prompts
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import load_yaml
 from flexgen_h2o.commands import generate
-from flexgen_h2o.commands.batch import requests
 from flexgen_h2o.engine.source import find_model
 from flexgen_h2o.engine.tokenizer import load_tokenizer
 from flexgen_h2o.models.checkpoint_files import SafetensorsCheckpoint, open_checkpoint
@@ -32,6 +31,7 @@ from flexgen_h2o.models.gguf.checkpoint import read_gguf
 from flexgen_h2o.models.gguf.conversion import convert_gguf
 from flexgen_h2o.models.safetensors_io import write_safetensors
 from flexgen_h2o.planning.hardware import load_hardware
+from flexgen_h2o.requests import request as requests
 from flexgen_h2o.storage.tiers import Device
 
 MAX_READ = 1 << 20  # elements of a tensor that a case reads

@@ -21,10 +21,10 @@ from helpers.tiny_tokenizers import with_words
 from flexgen_h2o import LLM, SamplingParams
 from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources
 from flexgen_h2o.commands import batch
-from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.distributed import ray_cluster as clusters
 from flexgen_h2o.distributed.ray_cluster import ray_cluster
+from flexgen_h2o.requests.results import ResultsFile
 
 ray = pytest.importorskip("ray")
 

@@ -28,10 +28,8 @@ from flexgen_h2o.commands.batch.estimate import (
     scan_input,
 )
 from flexgen_h2o.commands.batch.flags import RESUME_SETTINGS, BatchOptions, parse_args, parser
-from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.progress import JobProgress, draw
-from flexgen_h2o.commands.batch.results import ResultsFile
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue
 from flexgen_h2o.engine.progress import byte_bar
@@ -43,6 +41,8 @@ from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics import report
 from flexgen_h2o.metrics.report import fit_rows
 from flexgen_h2o.metrics.run_stats import RunStats
+from flexgen_h2o.requests.input import JobInput
+from flexgen_h2o.requests.results import ResultsFile
 
 if TYPE_CHECKING:
     from flexgen_h2o.distributed.pipeline import Pipeline

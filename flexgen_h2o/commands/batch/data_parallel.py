@@ -23,12 +23,12 @@ import numpy as np
 from flexgen_h2o.cli.launch import open_on_ranks
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.flags import BatchOptions
-from flexgen_h2o.commands.batch.input import JobInput
 from flexgen_h2o.commands.batch.job import Job
-from flexgen_h2o.commands.batch.results import ResultsFile, request_key
 from flexgen_h2o.distributed.replicas import ReplicaRank, WindowQueue, window_size
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import catch_write_errors
+from flexgen_h2o.requests.input import JobInput
+from flexgen_h2o.requests.results import ResultsFile, request_key
 from flexgen_h2o.storage.free_memory import free_memory
 
 if TYPE_CHECKING:

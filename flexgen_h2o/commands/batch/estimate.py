@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.flags import BatchOptions
-from flexgen_h2o.commands.batch.input import JobInput
-from flexgen_h2o.commands.batch.job import (
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.files.terminal import ProgressBar
+from flexgen_h2o.requests.input import JobInput
+from flexgen_h2o.requests.tokenizing import (
     Encoder,
     FailedRequest,
     RequestTokenizer,
     TokenizedRequest,
 )
-from flexgen_h2o.config.policy import Workload
-from flexgen_h2o.files.terminal import ProgressBar
 
 if TYPE_CHECKING:
     from flexgen_h2o.cli.planner import Plan
@@ -142,9 +142,9 @@ def load_tokenizer(config: RunConfig) -> TokenizerOnly:
 def scan_input(source: JobInput, encoder: Encoder, options: BatchOptions) -> InputStats:
     """Read, check and tokenize every request, and count them."""
     stats = InputStats()
-    with RequestTokenizer(source, encoder, options.defaults(), options.template) as tokenizer:
+    with RequestTokenizer(encoder, options.defaults(), options.template) as tokenizer:
         for place in ProgressBar(range(len(source)), desc="checking", unit="line", disable=None):
-            stats.add(tokenizer.read(place), int(source.numbers[place]))
+            stats.add(tokenizer.read(source, place), int(source.numbers[place]))
     return stats
 
 

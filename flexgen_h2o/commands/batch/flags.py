@@ -20,11 +20,11 @@ from flexgen_h2o.cli.parser import (
 )
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
-from flexgen_h2o.commands.batch.requests import Defaults, check_defaults
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import parse_json_object, read_text
 from flexgen_h2o.metrics.figures import check_plot
+from flexgen_h2o.requests.request import Defaults, check_defaults
 
 _SHARED_GROUPS = ("model", "policy", "planning", "cache")
 _SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed",

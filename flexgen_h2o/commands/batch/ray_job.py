@@ -22,10 +22,8 @@ from flexgen_h2o.cli.replica_resources import PROCESS_BYTES, ReplicaResources, p
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.commands.batch.estimate import largest_block, load_tokenizer, scan_input
 from flexgen_h2o.commands.batch.flags import BatchOptions
-from flexgen_h2o.commands.batch.input import JobInput, catch_read_errors, check_line, read_line
 from flexgen_h2o.commands.batch.job import Job
 from flexgen_h2o.commands.batch.progress import JobProgress
-from flexgen_h2o.commands.batch.results import ResultsFile, request_key
 from flexgen_h2o.distributed.ray_cluster import (
     Replica,
     machines,
@@ -35,6 +33,8 @@ from flexgen_h2o.distributed.ray_cluster import (
 )
 from flexgen_h2o.distributed.replicas import window_size
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.requests.input import JobInput, catch_read_errors, check_line, read_line
+from flexgen_h2o.requests.results import ResultsFile, request_key
 
 if TYPE_CHECKING:
     import pyarrow

@@ -15,18 +15,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from flexgen_h2o.commands.batch.input import JobInput
-from flexgen_h2o.commands.batch.requests import BadRequest, JobRequest
 from flexgen_h2o.engine.detokenization import (
     Detokenizer,
     IncrementalDetokenizer,
     ReasoningParser,
     until,
 )
-from flexgen_h2o.errors import UserError
+from flexgen_h2o.errors import NonFiniteLogits, PromptError, UserError
 from flexgen_h2o.files.rows import escape_line_breaks
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.outputs import Output
+from flexgen_h2o.requests.input import JobInput
+from flexgen_h2o.requests.request import BadRequest, JobRequest
 
 PREFIX = "batch_req_"
 """Prefix of a line's `id`. 16 hexadecimal digits of the request's key follow."""
@@ -208,9 +208,24 @@ def failure_line(error: BadRequest, *, key: int, number: int, custom_id: str | N
     return _line(key, custom_id, _response(key, 400, {"error": detail}), None)
 
 
+def failure_reason(error: PromptError) -> BadRequest:
+    """Return why a request that was accepted cannot be computed to its end."""
+    if isinstance(error, NonFiniteLogits):
+        return BadRequest("the model's logits are not finite for this request: try another --dtype",
+                          code="logits_not_finite")
+    return BadRequest(str(error).removeprefix(f"prompt {error.key} "), param="structured_outputs")
+
+
 def answer_line(request: JobRequest, outputs: Sequence[Output], *, key: int, model: str,
                 created: int, parser: ReasoningParser | None) -> bytes:
-    """Return the result line of a request that has run.
+    """Return the result line of a request that has run. Parameters are those of `answer_body`."""
+    body = answer_body(request, outputs, key=key, model=model, created=created, parser=parser)
+    return _line(key, request.custom_id, _response(key, 200, body), None)
+
+
+def answer_body(request: JobRequest, outputs: Sequence[Output], *, key: int, model: str,
+                created: int, parser: ReasoningParser | None) -> dict[str, Any]:
+    """Return the body of the response to a request that has run.
 
     Parameters
     ----------
@@ -225,18 +240,28 @@ def answer_line(request: JobRequest, outputs: Sequence[Output], *, key: int, mod
     parser : ReasoningParser or None
         None if the model has no tokenizer. Choices then have `token_ids`.
     """
-    choices = [_choice(request, place, output, parser) for place, output in enumerate(outputs)]
-    prompt = sum(len(output.prompt_token_ids) for output in outputs[::request.n])
-    new = sum(len(output.token_ids) for output in outputs)
     body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{key:016x}",
-        "object": "chat.completion" if request.chat else "text_completion",
-        "created": created, "model": model, "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
-    }
+        **answer_head(request, key, model=model, created=created),
+        "choices": [answer_choice(request, place, output, parser)
+                    for place, output in enumerate(outputs)],
+        "usage": usage(request, outputs)}
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
-    return _line(key, request.custom_id, _response(key, 200, body), None)
+    return body
+
+
+def answer_head(request: JobRequest, key: int, *, model: str, created: int) -> dict[str, Any]:
+    """Return the fields of a response that do not depend on its text."""
+    return {"id": f"{'chatcmpl' if request.chat else 'cmpl'}-{key:016x}",
+            "object": "chat.completion" if request.chat else "text_completion",
+            "created": created, "model": model}
+
+
+def usage(request: JobRequest, outputs: Sequence[Output]) -> dict[str, int]:
+    """Return the numbers of tokens of a response."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs[::request.n])
+    new = sum(len(output.token_ids) for output in outputs)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def _line(key: int, custom_id: str | None, response: Mapping[str, Any] | None,
@@ -250,8 +275,9 @@ def _response(key: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"status_code": status, "request_id": f"req_{key:016x}", "body": body}
 
 
-def _choice(request: JobRequest, place: int, output: Output, parser: ReasoningParser | None
-            ) -> dict[str, Any]:
+def answer_choice(request: JobRequest, place: int, output: Output,
+                  parser: ReasoningParser | None) -> dict[str, Any]:
+    """Return choice number `place` of a response."""
     text = output.text or ""
     fields: dict[str, Any] = {"index": place}
     if request.chat:

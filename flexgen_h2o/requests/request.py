@@ -233,10 +233,15 @@ def request_id(record: Mapping[str, Any], number: int) -> str:
 
 
 def read_request(line: bytes, number: int, defaults: Defaults) -> JobRequest:
-    """Return the request of line `number` of the file. Raises `BadRequest`."""
+    """Return the request of line `number` of a file. Raises `BadRequest`."""
     record = read_object(line)
     custom_id = request_id(record, number)
-    url, body = _split_envelope(record)
+    return parse_request(*_split_envelope(record), custom_id, defaults)
+
+
+def parse_request(url: str, body: Mapping[str, Any], custom_id: str, defaults: Defaults
+                  ) -> JobRequest:
+    """Return the request of a body that is sent to `url`, one of `URLS`. Raises `BadRequest`."""
     fields = check_fields(body, URLS[url])
     chat = URLS[url] is CHAT
     arguments = _template_arguments(fields, defaults)

@@ -1,0 +1,1 @@
+"""Requests and results in the format of OpenAI's API, for a file of them or for a server."""
