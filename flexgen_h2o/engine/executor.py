@@ -130,7 +130,7 @@ class Executor:
         if self._exchange is not None:
             self._exchange.begin(len(batches))
         self._timing = timing = Timing()
-        self._draft_autotune = DraftAutotune()
+        self._draft_autotune = DraftAutotune(batches[0].batch_layout.draft_tokens)
         self._before_pass = 0, 0, 0  # sequences computed, drafted tokens, accepted tokens
         batch_layout = batches[0].batch_layout
         passes = batch_layout.prefill_passes + batch_layout.new
@@ -149,7 +149,7 @@ class Executor:
                 continue
             on_compute(step)
             if (step.layer, step.batch) == ends_pass:
-                began = self._end_pass(timing, batch_layout.in_prefill(step.forward_pass), began)
+                began = self._end_pass(timing, step.forward_pass, began)
                 if self._enough_ended(step.forward_pass + 1):
                     self._send_last(step)
                     break
@@ -173,11 +173,14 @@ class Executor:
         batch = self._batches[step.batch]
         return not batch.finished and batch.rows(step.forward_pass) > 0
 
-    def _end_pass(self, timing: Timing, prefill: bool, began: float) -> float:
+    def _end_pass(self, timing: Timing, forward_pass: int, began: float) -> float:
         """Record the time of a forward pass. It has finished, as its tokens are on the host."""
         now = time.perf_counter()
-        if prefill:
+        if self._batches[0].batch_layout.in_prefill(forward_pass):
             timing.prefill += now - began
+            self._draft_autotune.record_prefill(
+                now - began, sequences=sum(map(len, self._batches)),
+                rows=sum(batch.rows(forward_pass) for batch in self._batches))
         else:
             timing.steps.append(now - began)
             self._layers.prefetch.record(now - began)
@@ -238,6 +241,8 @@ class Executor:
         if not batch.batch_layout.in_prefill(step.forward_pass):
             self._timing.slots += len(batch)
             self._timing.idle_slots += batch.ended
+            if self._drafter is not None:
+                batch.drafts = self._next_drafts(self._drafter, batch)
         if self._stage.is_first_stage:
             return
         _, positions = batch.inputs(step.forward_pass)
@@ -258,8 +263,8 @@ class Executor:
         self._hidden.drop(step.batch)
         if values and self._exchange is not None:
             self._values[step.batch] = torch.cat(values)
-        if self._drafter is not None:
-            batch.drafts = self._next_drafts(self._drafter, batch)
+        if self._drafter is not None and batch.finished:
+            self._drafter.forget(batch.requests[0])
 
     def _verify(self, step: LayerStep, batch: Batch) -> None:
         """Sample a token for each row, until one differs from its draft or ends the sequence."""
@@ -276,11 +281,9 @@ class Executor:
     def _next_drafts(self, drafter: Drafter, batch: Batch) -> list[int]:
         """Return the drafts for a batch's next forward pass, within the sequence's limit."""
         request, layout = batch.requests[0], batch.batch_layout
-        if not request.generated:
-            return []
-        return drafter.draft(request, max(0, min(
-            self._draft_autotune.length, layout.draft_tokens,
-            layout.limit(0) - len(request.generated))))
+        most = min(self._draft_autotune.length, layout.draft_tokens,
+                   layout.limit(0) - len(request.generated))
+        return drafter.draft(request, most) if most > 0 else []
 
     def _apply(self, batch: Batch, forward_pass: int, row: int, values: torch.Tensor) -> None:
         """Let the consumer apply reduced logits, of rows from index `row` on, to the requests."""

@@ -128,6 +128,8 @@ class Run:
         for request in requests:
             request.restart()
             self.consumer.restart(request)
+            if self._drafter is not None:
+                self._drafter.forget(request)
         self.halved = True
         _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences",
                      reason, self.queue.size.gpu_batch_size, self.queue.size.num_gpu_batches)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Protocol
 
 from flexgen_h2o.engine.batch import Request
@@ -17,24 +18,21 @@ from flexgen_h2o.engine.batch import Request
 NGRAM_SIZES = (4, 3, 2)
 """Tokens at the end of a text that are looked up in it: the longest n-gram that is found counts."""
 
+LOSS_SHARE = 0.03
+"""Share of the time of decode steps that rejected drafts may cost."""
+
 _MEASURED_STEPS = 8
-"""Newest decode steps, with drafts and without, whose times are compared."""
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 16, 64
-"""Decode steps without drafts before they are tried again; doubled each time they do not pay."""
-
-_SHORTEST_DRAFT = 2
-"""Drafted tokens of the first steps with drafts, until their cost is known."""
-
-_CHEAP = 1.05
-"""Drafts are always verified while that makes a decode step longer by less than this factor."""
+"""Newest decode steps, with drafts and without, that are compared."""
 
 
 class Drafter(Protocol):
     """Drafts the tokens that a request may generate next."""
 
     def draft(self, request: Request, most: int) -> list[int]:
-        """Return at most `most` tokens; none if the request has finished."""
+        """Return at most `most` tokens."""
+
+    def forget(self, request: Request) -> None:
+        """Drop the state of a request that ends or begins again."""
 
 
 @dataclass
@@ -53,9 +51,6 @@ class NgramDrafter:
 
     def draft(self, request: Request, most: int) -> list[int]:
         """Return the tokens after the latest earlier occurrence of the text's last n-gram."""
-        if request.finish_reason:
-            self._indices.pop(request.key, None)
-            return []
         index = self._indices.setdefault(request.key, _NgramIndex())
         text = request.history
         for end in range(index.tokens, len(text)):
@@ -69,33 +64,58 @@ class NgramDrafter:
                 return (following * (most // len(following) + 1))[:most]
         return []
 
+    def forget(self, request: Request) -> None:
+        """Drop the n-grams of a request."""
+        self._indices.pop(request.key, None)
+
 
 class DraftAutotune:
-    """Measures decode steps with and without drafts, and chooses the length of drafts.
+    """Chooses the length of drafts, so that rejected ones cost at most `LOSS_SHARE` of the time.
 
-    Verifying a draft costs compute. That is nearly free if decode steps wait for weights from disk,
-    and drafts are then as long as possible. Otherwise they grow while they are accepted, and pause
-    where a step with drafts takes more time than the steps that it replaces.
+    A drafted token takes time to draft and to verify, and an accepted one saves a decode step. The
+    balance is kept as a credit in seconds, to which each decode step adds `LOSS_SHARE` of its time.
+    A step drafts as many tokens as the credit pays for if none is accepted. So drafts are long
+    where they are accepted or cost nothing, as with weights on disk, and rare elsewhere.
 
-    Attributes
+    Parameters
     ----------
-    length : int
-        The most drafted tokens of the next decode step; 0 during a pause.
+    most : int
+        Maximum length of a draft.
     """
 
-    def __init__(self) -> None:
-        self._steps: dict[bool, deque[tuple[float, float]]] = {
-            drafted: deque(maxlen=_MEASURED_STEPS) for drafted in (False, True)}
-        self._length = _SHORTEST_DRAFT
-        self._pause = _SHORTEST_PAUSE
-        self._paused = 2  # for steps to compare with: the first one is not typical
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._longest = 1
+        self._credit = 0.0
+        self._sequences = 1
+        self._plain: deque[float] = deque(maxlen=_MEASURED_STEPS)
+        """Seconds of a sequence in each of the newest decode steps without drafts."""
+        self._verified: deque[tuple[float, int, int]] = deque(maxlen=_MEASURED_STEPS)
+        """Seconds, sequences and drafted tokens of each of the newest other forward passes."""
 
     @property
     def length(self) -> int:
-        return 0 if self._paused else self._length
+        """Maximum length of the drafts of the next decode step; 0: no drafts."""
+        if not self._plain or self._credit <= 0:
+            return 0
+        row = self._row_seconds()
+        affordable = self._credit / (row * self._sequences) if row else self._most
+        return int(min(self._longest, affordable))
+
+    def _row_seconds(self) -> float:
+        """Return the seconds of a drafted token: at most those of a decode step."""
+        step = fmean(self._plain)
+        rows = [(seconds - step * sequences) / drafted
+                for seconds, sequences, drafted in self._verified]
+        return max(0.0, min([step, *([median(rows)] if rows else [])]))
+
+    def record_prefill(self, seconds: float, *, sequences: int, rows: int) -> None:
+        """Add a forward pass of prompts. It shows what several rows cost before any draft does."""
+        if rows >= _MEASURED_STEPS * sequences:
+            self._verified.append((seconds, sequences, rows - sequences))
 
     def record(self, seconds: float, *, sequences: int, drafted: int, accepted: int) -> None:
-        """Add a decode step, and decide about the next ones.
+        """Add a decode step.
 
         Parameters
         ----------
@@ -105,23 +125,24 @@ class DraftAutotune:
         drafted, accepted : int
             Drafted tokens that were verified, and accepted.
         """
-        self._paused = max(0, self._paused - 1)
-        self._steps[drafted > 0].append((seconds / sequences, 1 + accepted / sequences))
-        plain, verified = self._steps[False], self._steps[True]
-        if not drafted or not plain:
+        self._sequences = sequences
+        if drafted:
+            self._verified.append((seconds, sequences, drafted))
+        else:
+            self._plain.append(seconds / sequences)
+        if not self._plain:
             return
-        (cost, _), (verified_cost, tokens) = map(_means, (plain, verified))
-        cheap = verified_cost < _CHEAP * cost
-        if cheap or accepted == drafted:
-            self._length *= 2
+        step = fmean(self._plain)
+        replaced = step * (sequences + accepted) if drafted else seconds
+        # Accepted drafts of an earlier part of the text pay for one longest draft only, and a step
+        # that was slow for another reason does not end drafting.
+        bound = self._most * step * sequences
+        self._credit += (1 + LOSS_SHARE) * replaced - seconds
+        self._credit = max(-bound, min(self._credit, bound))
+        if not drafted:
+            return
+        costs_nothing = self._longest * self._row_seconds() <= LOSS_SHARE * step
+        if costs_nothing or accepted == drafted:
+            self._longest = min(2 * self._longest, self._most)
         elif not accepted:
-            self._length = max(_SHORTEST_DRAFT, self._length // 2)
-        if cheap or verified_cost < tokens * cost:
-            self._pause = _SHORTEST_PAUSE
-        elif len(verified) > 1 or self._pause > _SHORTEST_PAUSE:
-            self._paused, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
-            verified.clear()  # the text may have changed by the next trial
-
-
-def _means(steps: deque[tuple[float, float]]) -> tuple[float, ...]:
-    return tuple(sum(column) / len(steps) for column in zip(*steps, strict=True))
+            self._longest = max(1, self._longest // 2)
