@@ -6,16 +6,11 @@ RESULTS is the folder of a machine, such as benchmarks/results/epyc-avx512bf16:
     python benchmarks/plots.py summary --csv benchmarks/results/xeon-amx/compare_limited.csv \
         --gguf benchmarks/results/xeon-amx/gguf_decode.csv \
         --quality benchmarks/results/quality/check_quality.csv --out docs/images/speed.png
-    python benchmarks/plots.py batch --csv RESULTS/sweep_batch.csv --out batch.png
-    python benchmarks/plots.py budget --csv RESULTS/sweep_budget.csv --out budget.png
     python benchmarks/plots.py quality --csv benchmarks/results/quality/quality.csv --out q.png
-    python benchmarks/plots.py breakdown --trace run.json --out breakdown.png
-    python benchmarks/plots.py memory --trace run.json --limit 2.5GB --out memory.png
 
 `systems` reads rows of compare.py; `summary`, the figure of README.md, also rows of
-studies/gguf_decode.py and check_quality.py; `batch` and `budget` rows of sweep.py or of
-`flex_opt --csv`; `quality` rows of the quality study; `breakdown` and `memory` files of
-`flex_opt --trace`. The suffix of --out chooses the format: .png, .svg or .pdf.
+studies/gguf_decode.py and check_quality.py; `quality` rows of studies/quality.py. The suffix of
+--out chooses the format: .png, .svg or .pdf.
 """
 
 from __future__ import annotations
@@ -26,15 +21,12 @@ from collections.abc import Sequence
 
 import plot_quality
 import plot_summary
-import plot_sweeps
 import plot_systems
-import plot_traces
 from comparison import BEST, EQUAL
 from plotting import chosen, read_rows, slide_style
 
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.cli.parser import Parser
-from flexgen_h2o.cli.values import parse_size
 from flexgen_h2o.files.writing import catch_write_errors, check_writable
 from flexgen_h2o.metrics.figures import check_plot, save
 
@@ -52,35 +44,13 @@ def summary(args: argparse.Namespace):
                              read_rows(args.quality, plot_summary.QUALITY_NEEDED), args.model)
 
 
-def batch(args: argparse.Namespace):
-    """Throughput and latency against batch size."""
-    return plot_sweeps.draw_batch(chosen(read_rows(args.csv, plot_sweeps.NEEDED), args.only))
-
-
-def budget(args: argparse.Namespace):
-    """Throughput against KV budget."""
-    return plot_sweeps.draw_budget(chosen(read_rows(args.csv, plot_sweeps.NEEDED), args.only))
-
-
 def quality(args: argparse.Namespace):
     """Perplexity against cache bytes in memory and against bytes read for a token."""
     rows = [row for path in args.csv for row in read_rows(path, plot_quality.NEEDED)]
     return plot_quality.draw(chosen(rows, args.only))
 
 
-def breakdown(args: argparse.Namespace):
-    """Time of a prefill and of a decode step, by link and compute."""
-    return plot_traces.draw_breakdown(args.trace)
-
-
-def memory(args: argparse.Namespace):
-    """Memory over time."""
-    limit = None if args.limit is None else parse_size("--limit", args.limit)
-    return plot_traces.draw_memory(args.trace, limit=limit)
-
-
-FIGURES = {draw.__name__: draw
-           for draw in (systems, summary, batch, budget, quality, breakdown, memory)}
+FIGURES = {draw.__name__: draw for draw in (systems, summary, quality)}
 """Subcommand to the function that returns a matplotlib figure. They raise `UserError`."""
 
 
@@ -93,12 +63,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, command in added.items():
         command.add_argument("--out", required=True, metavar="FILE.png",
                              help="the figure (or .svg, .pdf)")
-        if name in ("breakdown", "memory"):
-            command.add_argument("--trace", required=True, metavar="FILE.json",
-                                 nargs="+" if name == "breakdown" else None,
-                                 help="trace of a run; several runs are drawn side by side"
-                                 if name == "breakdown" else "trace of a run")
-            continue
         command.add_argument("--csv", required=True, metavar="FILE", help="result rows",
                              nargs="+" if name == "quality" else None)
         command.add_argument("--only", action="append", default=[], metavar="COLUMN=VALUE",
@@ -114,8 +78,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
                                   help="rows of check_quality.py")
     added["summary"].add_argument("--model", default="qwen2.5-coder-1.5b", metavar="NAME",
                                   help="model of --quality (qwen2.5-coder-1.5b)")
-    added["memory"].add_argument("--limit", metavar="SIZE",
-                                 help="draw a line at the run's memory limit")
     return parser.parse_args(argv)
 
 

@@ -9,19 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.metrics.figures import COLOURS
 
-LINES = (
-    {"color": COLOURS["blue"], "linestyle": "-", "marker": "o"},
-    {"color": COLOURS["vermillion"], "linestyle": "--", "marker": "s"},
-    {"color": COLOURS["green"], "linestyle": "-.", "marker": "^"},
-    {"color": COLOURS["purple"], "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "v"},
-    {"color": COLOURS["orange"], "linestyle": (0, (3, 1)), "marker": "P"},
-    {"color": COLOURS["black"], "linestyle": ":", "marker": "D"},
-    {"color": COLOURS["sky"], "linestyle": (0, (1, 1)), "marker": "X"},
-    {"color": "0.5", "linestyle": (0, (8, 2)), "marker": "*"},
-)
-"""Styles of successive lines; they differ in dash and marker, too."""
 GREY = "0.35"
 _STYLE = {"font.size": 13, "axes.titlesize": 14, "axes.labelsize": 13, "legend.fontsize": 12,
           "xtick.labelsize": 12, "ytick.labelsize": 12, "figure.titlesize": 17,
@@ -139,7 +127,7 @@ def distinct(rows: Sequence[Mapping], name: str) -> list[str]:
 
 
 def measured_where(rows: Sequence[Mapping]) -> str:
-    """Return machine, dates and versions of rows or traces, as far as known."""
+    """Return machine, dates and versions of rows, as far as known."""
     days = sorted({date[:10] for date in distinct(rows, "date")})
     parts = [_some(rows, "host"), _some(rows, "cpu"), _some(rows, "threads", "threads {}"),
              _some(rows, "device", "device {}"),
@@ -147,14 +135,6 @@ def measured_where(rows: Sequence[Mapping]) -> str:
              _some(rows, "version", "flexgen_h2o {}"), _some(rows, "commit", "commit {}"),
              _some(rows, "torch", "torch {}"), _packages(rows)]
     return ", ".join(part for part in parts if part) or "machine unknown"
-
-
-def what_ran(about: Mapping) -> str:
-    """Return model, batch size and lengths of a trace's run; empty if unknown."""
-    if not {"model", "gpu_batch_size", "num_gpu_batches", "prompt_len", "gen_len"} <= set(about):
-        return ""
-    return (f"{about['model']}, {about['gpu_batch_size']} x {about['num_gpu_batches']} sequences, "
-            f"{float(about['prompt_len']):.0f}+{about['gen_len']} tokens")
 
 
 def _some(rows: Sequence[Mapping], name: str, form: str = "{}") -> str:

@@ -28,18 +28,16 @@ from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Article, read_summary_tasks, strip_prompt
-from flexgen_h2o.files.rows import CsvWriter, read_csv, report_partial_rows
+from flexgen_h2o.files.rows import CsvWriter, report_partial_rows
 from flexgen_h2o.files.writing import check_writable
-from flexgen_h2o.metrics.figures import LINES, check_plot, new_figure, save
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 
-TASK, OPTIONS, CHANCE = "xsum_choice", 4, 25
+TASK, OPTIONS = "xsum_choice", 4
 FULL, RECALL = "full", "recall"
 POLICIES = (FULL, "h2o", "window", RECALL)
 COLUMNS = (*ORIGIN, "model", "dtype", "policy", "budget_percent", "shots", "evict_prompt",
            "prompt_chunk", "items", "acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "seconds",
            "gpu_batch_size", "kv_cache_bytes")
-TEXT = (*ORIGIN, "model", "dtype", "policy", "evict_prompt")
 YAML = """\
 task: {task}
 dataset_path: json
@@ -133,7 +131,7 @@ def runs(args: argparse.Namespace) -> Iterator[tuple[int, bool, str, float]]:
             yield from ((shots, False, RECALL, budget) for budget in budgets)
 
 
-def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
+def measure(args: argparse.Namespace, folder: Path) -> None:
     """Run the harness on the task with every cache; each row is written at once."""
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -141,7 +139,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
     from flexgen_h2o.integrations.lm_eval.model import FlexGenLM
 
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
-    file, rows = CsvWriter(args.csv, COLUMNS), []
+    file = CsvWriter(args.csv, COLUMNS)
     with report_partial_rows(file):
         for shots, evict_prompt, policy, budget in runs(args):
             lm = FlexGenLM(**model_arguments(args, policy, budget, evict_prompt))
@@ -155,7 +153,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
             finally:
                 lm.close()
             result = results["results"][TASK]
-            rows.append({
+            row = {
                 **origin(), "model": args.model, "dtype": info["model_dtype"], "policy": policy,
                 "budget_percent": budget, "shots": shots, "evict_prompt": evict_prompt,
                 "prompt_chunk": args.prompt_chunk if evict_prompt else None,
@@ -163,71 +161,19 @@ def measure(args: argparse.Namespace, folder: Path) -> list[dict[str, object]]:
                 **{name: result[f"{name},none"]
                    for name in ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr")},
                 "seconds": seconds, "gpu_batch_size": lm.llm.policy.gpu_batch_size,
-                "kv_cache_bytes": info["kv_cache_bytes"]})
-            file.write(rows[-1])
+                "kv_cache_bytes": info["kv_cache_bytes"]}
+            file.write(row)
             print(f"{shots} shots, {policy} {budget:g} %, evict_prompt {evict_prompt}: accuracy "
-                  f"{rows[-1]['acc']:.3f}, {seconds:.0f} s", flush=True)
+                  f"{row['acc']:.3f}, {seconds:.0f} s", flush=True)
         file.finish()
-    return rows
-
-
-def read_rows(path: str) -> list[dict[str, object]]:
-    """Read rows that `measure` wrote. Raises `UserError` for other files."""
-    rows = read_csv(path, (COLUMNS,), texts=TEXT, may_lack=("prompt_chunk",))
-    if not rows:
-        raise UserError(f"--from-csv {path} has no rows")
-    return rows
-
-
-def draw(rows: Sequence[dict], path: str) -> None:
-    """Draw accuracy by budget with a line for each policy.
-
-    There is a column of panels for each number of shots, and a row for each evict_prompt.
-    """
-    shots = sorted({int(row["shots"]) for row in rows})
-    modes = sorted({str(row["evict_prompt"]) for row in rows
-                    if row["policy"] not in (FULL, RECALL)}) or ["False"]
-    figure = new_figure(5 * len(shots), 3.8 * len(modes) + 0.8)
-    grid = figure.subplots(len(modes), len(shots), sharey=True, squeeze=False)
-    for mode, panels in zip(modes, grid, strict=True):
-        for count, axes in zip(shots, panels, strict=True):
-            _panel(axes, [row for row in rows if row["shots"] == count], mode)
-            where = "inside prompts too" if mode == "True" else "at the prompt's end"
-            axes.set(title=f"{count} shots, evicted {where}", xlabel="KV cache budget, % of prompt")
-        panels[0].set_ylabel("accuracy, %")
-    handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    first = rows[0]
-    figure.suptitle(f"{first['model']}, {first['dtype']}: which of {OPTIONS} summaries is the "
-                    f"article's, {int(first['items'])} items; bars: standard error", fontsize=10)
-    save(figure, path)
-
-
-def _panel(axes, rows: Sequence[dict], mode: str) -> None:
-    full = [row for row in rows if row["policy"] == FULL]
-    for policy in POLICIES[1:]:
-        policy_rows = [row for row in rows if row["policy"] == policy
-                       and (policy == RECALL or str(row["evict_prompt"]) == mode)]
-        if not policy_rows:
-            continue
-        points = sorted(policy_rows + full, key=lambda row: row["budget_percent"])
-        axes.errorbar([row["budget_percent"] for row in points],
-                      [100 * row["acc"] for row in points],
-                      yerr=[100 * row["acc_stderr"] for row in points], capsize=2, label=policy,
-                      **LINES[policy])
-    for row in full:
-        axes.axhline(100 * row["acc"], color="black", linewidth=1, linestyle=":",
-                     label="full cache")
-    axes.axhline(CHANCE, color="0.6", linewidth=1, label="chance")
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--input-path", help="articles with `article` and `summary_gt`")
+    parser.add_argument("--input-path", required=True,
+                        help="articles with `article` and `summary_gt`")
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--words", type=int, default=100, help="of each article")
     parser.add_argument("--shot-words", type=int, default=50, help="of each example's article")
@@ -241,8 +187,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="measure only the first LIMIT items")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--csv", default="benchmarks/results/lm_eval_budgets.csv")
-    parser.add_argument("--plot", default="benchmarks/results/lm_eval_budgets.png")
-    parser.add_argument("--from-csv", help="only draw the plot of these rows")
     return parser.parse_args(argv)
 
 
@@ -260,23 +204,15 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure or read rows, and draw the plot."""
-    check_plot("--plot", args.plot)
-    if args.from_csv is not None:
-        draw(read_rows(args.from_csv), args.plot)
-        return
-    if args.input_path is None:
-        raise UserError("give --input-path, a .jsonl file of articles, or --from-csv")
+    """Measure all rows."""
     check_numbers(args)
-    for name in ("csv", "plot"):
-        check_writable(f"--{name}", getattr(args, name))
+    check_writable("--csv", args.csv)
     with tempfile.TemporaryDirectory() as folder:
         # The harness reads files through `datasets`, which keeps copies, and asks a hub if it may.
         os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_DATASETS_OFFLINE": "1",
                        "HF_HUB_OFFLINE": "1"}
         write_task(args, Path(folder))
         measure(args, Path(folder))
-    draw(read_rows(args.csv), args.plot)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ if greedy decoding writes the number. Existing rows of the same tasks are not me
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
 import sys
 import time
@@ -20,29 +21,29 @@ from itertools import chain
 from statistics import fmean
 
 import torch
-from policy_study import (
-    ALL_PRESSES,
-    INPUT,
-    GrowingTable,
-    Rival,
-    attention_of,
-    digest,
-    kept,
-    kvpress,
-    make_press,
-    pressed,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from flexgen_h2o import LLM, H2OConfig, Policy
 from flexgen_h2o.cli.command import exit_status
 from flexgen_h2o.config.validation import check_int, check_number
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import read_articles
+from flexgen_h2o.files.rows import ResumableCsv, report_partial_rows
 from flexgen_h2o.metrics.provenance import ORIGIN, origin
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.outputs import Scored
 
+try:
+    import kvpress
+except ImportError:
+    kvpress = None
+
+INPUT = "input_digest"
+"""Column with 16 hex digits that identify the tasks."""
+PRESSES = ("ObservedAttention", "SnapKV", "KeyDiff", "TOVA", "ExpectedAttention")
+"""Methods of kvpress."""
+SNAP_WINDOW = 32
+"""Observation window of SnapKV."""
 FULL, DTYPE = "full", "float32"
 CACHES = ("window", "sum", "mean", "caote", "recall")
 KEY = ("model", "prompt_tokens", "tasks", INPUT, "asked", "system", "cache", "budget_percent")
@@ -136,22 +137,35 @@ def answers(tasks: Sequence[NeedleTask], folder: str, h2o: H2OConfig | None, que
             for task, score in zip(tasks, scores, strict=True)], nbytes
 
 
-def pressed_answers(tasks: Sequence[NeedleTask], model, rival: Rival, percent: float,
+def pressed_answers(tasks: Sequence[NeedleTask], model, press: str, percent: float,
                     question: str) -> tuple[list[Scored], int]:
     """Score the answers with kvpress on transformers, which evicts only from prompts."""
-    attention_of(model, rival)
+    # ObservedAttention needs attention weights.
+    model.set_attn_implementation("eager" if press == "ObservedAttention" else "sdpa")
     scores, max_bytes = [], 0
     for task in tasks:
-        prompt, question_ids = task.parts(question)
-        press = make_press(rival, "cut", kept(percent, len(prompt)), len(prompt))
-        logits, nbytes = pressed(press, model, torch.tensor([prompt + question_ids]), len(prompt),
-                                        steps=False)
-        log_probs = logits[0, -len(task.answer) :].log_softmax(-1)
+        prompt, continuation = task.parts(question)
+        keep, cache = kept_tokens(percent, len(prompt)), DynamicCache()
+        window = SNAP_WINDOW if keep > SNAP_WINDOW else keep // 2
+        options = {"window_size": window} if press == "SnapKV" else {}
+        ratio = 1 - (keep + 0.5) / len(prompt)
+        with getattr(kvpress, f"{press}Press")(compression_ratio=ratio, **options)(model):
+            first = model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1).logits
+            max_bytes = max(max_bytes, sum(x.nbytes for layer in cache.layers
+                                           for x in (layer.keys, layer.values)))
+            positions = torch.arange(len(prompt), len(prompt) + len(continuation) - 1)
+            logits = model(torch.tensor([continuation[:-1]]), past_key_values=cache,
+                           position_ids=positions[None]).logits
+        log_probs = torch.cat((first, logits), 1)[0, -len(task.answer) :].log_softmax(-1)
         answer = torch.tensor(task.answer)
         scores.append(Scored(log_probs.gather(-1, answer[:, None])[:, 0].tolist(),
                              (log_probs.argmax(-1) == answer).tolist()))
-        max_bytes = max(max_bytes, nbytes)
     return scores, max_bytes
+
+
+def kept_tokens(percent: float, prompt: int) -> int:
+    """Return the number of kept tokens of a prompt, half of them heavy hitters."""
+    return 2 * max(1, int(percent / 200 * prompt + 1e-9))
 
 
 def config_of(cache: str, percent: float) -> H2OConfig | None:
@@ -172,20 +186,21 @@ class NeedleRows:
     def __init__(self, args: argparse.Namespace, tasks: Sequence[NeedleTask]):
         self.args, self.tasks = args, tasks
         self.folder = str(checkpoint_folder(args.model))
-        self.table = GrowingTable(args.csv, COLUMNS, KEY, {
-            "model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
-            "tasks": len(tasks), INPUT: digest(tasks)})
+        self.table = ResumableCsv(args.csv, COLUMNS, KEY, flag="--csv")
+        self._common = {"model": args.model, "dtype": DTYPE, "prompt_tokens": args.tokens,
+                        "tasks": len(tasks),
+                        INPUT: hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]}
 
     def add(self, system: str, cache: str, percent: float, question: str) -> None:
         """Add the row of a cache unless it exists; the full cache's must be first."""
-        key = {"system": system, "cache": cache, "budget_percent": f"{percent:g}",
-               "asked": question}
-        if self.table.find(**key) is not None:
+        key = self._common | {"system": system, "cache": cache,
+                              "budget_percent": f"{percent:g}", "asked": question}
+        if self.table.find(key) is not None:
             return
         began = time.perf_counter()
         if system == "kvpress":
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
-            scores, nbytes = pressed_answers(self.tasks, model, ALL_PRESSES[cache], percent,
+            scores, nbytes = pressed_answers(self.tasks, model, cache, percent,
                                              question)
         else:
             scores, nbytes = answers(self.tasks, self.folder, config_of(cache, percent),
@@ -194,19 +209,20 @@ class NeedleRows:
         solved = [score.greedy for score in scores]
         full = solved if cache == FULL else self._of_full()
         row = {"kept_tokens": self.args.tokens if cache == FULL
-               else kept(percent, self.args.tokens), "solved": sum(solved),
+               else kept_tokens(percent, self.args.tokens), "solved": sum(solved),
                "solved_by_full": sum(full),
                "solved_of_these": sum(a and b for a, b in zip(solved, full, strict=True)),
                "answer_nats": -fmean(chain.from_iterable(score.log_probs for score in scores)),
                "kv_cache_bytes_per_sequence": nbytes, "seconds": seconds,
                "which": "".join("ny"[score] for score in solved)}
-        self.table.add(**origin(), **key, **row)
+        self.table.add({**origin(), **key, **row})
         print(f"{self.args.tokens} tokens, {cache} {percent:g} %, asked {question or 'anywhere'}: "
               f"{row['solved']} of {len(solved)}, of the full cache's {row['solved_by_full']} "
               f"{row['solved_of_these']}, {seconds:.0f} s", flush=True)
 
     def _of_full(self) -> list[bool]:
-        row = self.table.find(system="flexgen_h2o", cache=FULL, budget_percent="100", asked="")
+        row = self.table.find(self._common | {"system": "flexgen_h2o", "cache": FULL,
+                                              "budget_percent": "100", "asked": ""})
         return [letter == "y" for letter in row["which"]]
 
 
@@ -220,7 +236,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budgets", type=float, nargs="+", default=[20], help="percent of a text")
     parser.add_argument("--caches", nargs="*", choices=CACHES, default=list(CACHES),
                         help="beside the full one")
-    parser.add_argument("--presses", nargs="*", choices=ALL_PRESSES, default=[])
+    parser.add_argument("--presses", nargs="*", choices=PRESSES, default=[])
     parser.add_argument("--csv", default="benchmarks/results/needles.csv")
     return parser.parse_args(argv)
 
@@ -237,13 +253,15 @@ def run(args: argparse.Namespace) -> None:
     hay = list(chain.from_iterable(tokenizer(text)["input_ids"]
                                    for text in read_articles(args.input_path)))
     rows = NeedleRows(args, make_tasks(hay, tokenizer, tokens=args.tokens, texts=args.texts))
-    rows.add("flexgen_h2o", FULL, 100, "")
-    for question in args.asked:
-        for percent in args.budgets:
-            for cache in args.caches:
-                rows.add("flexgen_h2o", cache, percent, question)
-            for press in args.presses:
-                rows.add("kvpress", press, percent, question)
+    with report_partial_rows(rows.table.file):
+        rows.add("flexgen_h2o", FULL, 100, "")
+        for question in args.asked:
+            for percent in args.budgets:
+                for cache in args.caches:
+                    rows.add("flexgen_h2o", cache, percent, question)
+                for press in args.presses:
+                    rows.add("kvpress", press, percent, question)
+        rows.table.finish()
 
 
 if __name__ == "__main__":

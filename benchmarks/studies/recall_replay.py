@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
+import os
+import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from cache_study import (
-    RUN_COLUMNS,
-    full_first,
-    offload_read_rate,
-    parsed,
-    parser,
-    run_columns,
-    write_rows,
-)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama import modeling_llama
 
@@ -40,13 +35,19 @@ from flexgen_h2o.cache.disk_recall import RecallCounts
 from flexgen_h2o.cache.kv_cache import KVCache
 from flexgen_h2o.cache.layout import CacheShape, CacheSize
 from flexgen_h2o.cli.command import exit_status
+from flexgen_h2o.cli.values import flag_name
 from flexgen_h2o.config.policy import OFFLOAD_DIR
+from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.rows import CsvWriter, format_cell, report_partial_rows
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.h2o.batch_layout import BatchLayout, PromptChunk
 from flexgen_h2o.kernels.cpu.wait_policy import OpenMPWaitPolicy
+from flexgen_h2o.metrics.provenance import source_commit
 from flexgen_h2o.metrics.trace import LinkStats, Trace
 from flexgen_h2o.models.sources import checkpoint_folder
 from flexgen_h2o.storage.disk import RunFolder
+from flexgen_h2o.storage.links import disk_read_rate
 from flexgen_h2o.storage.tiers import Device
 from flexgen_h2o.storage.transfer import Transfers
 
@@ -59,7 +60,9 @@ CACHES = {
     "recall 5 %": (0.05, None),
     "recall 5 %, 20 % in memory": (0.05, 0.2),
 }
-COLUMNS = (*RUN_COLUMNS, "layers", "attended_share", "fast_set", "cache_mb",
+"""The share that recall attends to, and the share that `Policy.fast_set` keeps in memory."""
+COLUMNS = ("date", "commit", "host", "threads", "torch", "model", "dtype", "prompt_len",
+           "gen_len", "batch", "cache", "layers", "attended_share", "fast_set", "cache_mb",
            "layer_s", "first_step_layer_s", "disk_read_mb", "recall_hit_rate", "recall_wait_s",
            "read_gb_per_s", "roofline_s", "speedup_over_full")
 
@@ -186,25 +189,54 @@ def measure(args, recording: AttentionRecording, name: str) -> dict[str, object]
             "recall_wait_s": recalled and recalled.wait_seconds / layers}
 
 
+def offload_read_rate(offload_dir: str | None) -> float:
+    """Return the bytes per second of long O_DIRECT reads in a folder (default: the disk tier's)."""
+    place = Path(offload_dir or OFFLOAD_DIR).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        file.write(os.urandom(1 << 28))
+        file.flush()
+        os.fsync(file.fileno())
+        return disk_read_rate(Path(file.name))
+
+
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Yield a row for each cache."""
+    """Yield a row for each cache, the full one first."""
     recording = AttentionRecording(args.model, sequences=args.batch, prompt_len=args.prompt_len,
                                    steps=args.gen_len)
     rate, full = offload_read_rate(args.offload_dir), None
-    about = run_columns(args) | {"read_gb_per_s": rate / 1e9}
-    for name in full_first(args.caches):
+    common = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+              "commit": source_commit(), "host": platform.node(),
+              "threads": torch.get_num_threads(), "torch": torch.__version__,
+              "model": args.model, "prompt_len": args.prompt_len, "gen_len": args.gen_len,
+              "batch": args.batch, "read_gb_per_s": rate / 1e9}
+    for name in sorted(args.caches, key=lambda name: name != "full"):
         row = measure(args, recording, name)
         full = row["layer_s"] if name == "full" else full
-        yield row | about | {"roofline_s": row["cache_mb"] * 1e6 / rate,
-                             "speedup_over_full": full and full / row["layer_s"]}
+        yield row | common | {"roofline_s": row["cache_mb"] * 1e6 / rate,
+                              "speedup_over_full": full and full / row["layer_s"]}
 
 
 def main() -> None:
-    args = parsed(parser(__doc__, CACHES, model="smollm2-135m", prompt_len=8192, gen_len=33,
-                         batch=4, csv="benchmarks/results/recall_replay.csv"))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--prompt-len", type=int, default=8192)
+    parser.add_argument("--gen-len", type=int, default=33)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=list(CACHES))
+    parser.add_argument("--offload-dir", default=None)
+    parser.add_argument("--csv", default="benchmarks/results/recall_replay.csv")
+    args = parser.parse_args()
+    for name, low in (("prompt_len", 1), ("gen_len", 2), ("batch", 1)):
+        check_int(flag_name(name), getattr(args, name), ge=low)
+    check_writable("--csv", args.csv)
     torch.manual_seed(0)
-    with torch.inference_mode():
-        write_rows(args, COLUMNS, rows(args))
+    file = CsvWriter(args.csv, COLUMNS)
+    with torch.inference_mode(), report_partial_rows(file):
+        for row in rows(args):
+            file.write({name: format_cell(row[name], digits=4) for name in COLUMNS})
+            print(row, flush=True)
+        file.finish()
 
 
 if __name__ == "__main__":

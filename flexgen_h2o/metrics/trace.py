@@ -7,10 +7,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.writing import open_atomic
 from flexgen_h2o.metrics.run_stats import ratio
 
@@ -219,38 +218,3 @@ class Trace:
         with open_atomic(path) as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": self.about},
                       file)
-
-    @classmethod
-    def read_chrome(cls, path: str | os.PathLike) -> Trace:
-        """Read a file of `write_chrome`; times are seconds since the trace began.
-
-        Raises
-        ------
-        UserError
-            The file cannot be read, or is not such a file.
-        """
-        try:
-            with open(path, encoding="utf-8") as file:
-                document = json.load(file)
-        except OSError as error:
-            raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
-        except (ValueError, RecursionError):
-            raise UserError(f"{path} is not JSON: give a file that --trace wrote") from None
-        trace = cls()
-        try:
-            for event in document["traceEvents"]:
-                trace._take(event)
-            trace.about = dict(document.get("otherData", {}))
-        except (AttributeError, KeyError, TypeError, ValueError):
-            raise UserError(f"{path} is no trace of this engine: give a file that --trace wrote"
-                            ) from None
-        return trace
-
-    def _take(self, event: Mapping) -> None:
-        """Record an event of a file; spans carry the names of their lanes."""
-        if event["ph"] == "X":
-            start, seconds = event["ts"] / 1e6, event["dur"] / 1e6
-            self.add(event["name"], event["cat"], start, start + seconds,
-                     event.get("args", {}).get("bytes", 0))
-        elif event["ph"] == "C":
-            self.sample(event["name"], event["ts"] / 1e6, event["args"]["bytes"])

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from helpers.error_cases import error_line
-from helpers.internals import count_from
 from helpers.programs import benchmark_modules
 
 from flexgen_h2o.cli.command import exit_status
-from flexgen_h2o.cli.results import CSV_COLUMNS
-from flexgen_h2o.metrics.trace import COMPUTE, DEVICE_MEMORY, PHASES, PROCESS_MEMORY, Trace
 
 MODULES = ("plots", "comparison")
 
@@ -60,19 +57,6 @@ def compared(bench) -> list[dict[str, str]]:
         system_row(bench, "full", 5), system_row(bench, "h2o", 8)]
 
 
-def run_row(**others) -> dict[str, str]:
-    """A row of a run, with 10 s of prefill and 30 s of decode."""
-    row = dict.fromkeys(CSV_COLUMNS, "") | {
-        "host": "box", "device": "cpu", "date": "2026-11-21T10:00:00+00:00", "model": "opt",
-        "dtype": "float32", "weights_gpu": "100", "eviction": "h2o", "hh_ratio": "0.1",
-        "score": "sum", "weight_bits": "16", "cache_bits": "16", "prompt_len": "512",
-        "gen_len": "32", "gpu_batch_size": "4", "num_gpu_batches": "1", "num_prompts": "4",
-        "prefill_seconds": "10", "decode_seconds": "30", "total_tokens_per_second": "100",
-        "latency_p50_seconds": "0.5", "kv_cache_bytes": "200000000",
-        "full_kv_cache_bytes": "1000000000", "projected": "false"}
-    return row | {name: str(value) for name, value in others.items()}
-
-
 def quality_row(policy: str, budget: float, over: float) -> dict[str, str]:
     """A row of the quality task: 100 prompt tokens, 100 that follow; 150 are cached on average."""
     row = {"date": "2026-11-21T10:00:00+00:00", "commit": "abc1234", "host": "box", "model": "m",
@@ -82,37 +66,16 @@ def quality_row(policy: str, budget: float, over: float) -> dict[str, str]:
     return {name: str(value) for name, value in row.items()}
 
 
-def write_trace(path: Path) -> str:
-    """Of two blocks of a second of prefill, two of decode; compute, a link beside half of it."""
-    trace = Trace()
-    count_from(trace, 0.0)
-    for start in (1.0, 5.0):
-        trace.add("prefill", PHASES, start, start + 1)
-        trace.add("decode", PHASES, start + 1, start + 3)
-        trace.add("layer", COMPUTE, start, start + 2)
-        trace.add("chunk", "disk->cpu", start + 1.5, start + 2.5, 10**9)
-    for at, nbytes in ((0, 1), (2, 4), (8, 2)):
-        trace.sample(PROCESS_MEMORY, at, nbytes * 10**9)
-        trace.sample(DEVICE_MEMORY, at, nbytes * 10**8)
-    trace.write_chrome(path)
-    return str(path)
-
-
 def main(bench, *argv) -> int:
     return exit_status(lambda: bench.plots.main([str(each) for each in argv]))
 
 
 def test_every_figure_is_drawn_by_its_name(bench, tmp_path):
     systems = write_csv(tmp_path / "systems.csv", compared(bench))
-    sweep = write_csv(tmp_path / "sweep.csv", [
-        run_row(eviction="full", hh_ratio=1, kv_cache_bytes=10**9), run_row(),
-        run_row(gpu_batch_size=8)])
-    trace = write_trace(tmp_path / "run.json")
     quality = write_csv(tmp_path / "quality.csv", [quality_row("full", 100, 1),
                                                    quality_row("recall", 20, 1.04)])
     for argv in (["systems", "--csv", systems, "--scenario", "small", "--at", "best"],
-                 ["batch", "--csv", sweep, "--only", "eviction=h2o"], ["budget", "--csv", sweep],
-                 ["quality", "--csv", quality, quality], ["breakdown", "--trace", trace, trace]):
+                 ["quality", "--csv", quality, quality, "--only", "articles=30"]):
         out = tmp_path / f"{argv[0]}.svg"
         assert main(bench, *argv, "--out", out) == 0
         assert out.read_bytes().startswith(b"<?xml")
@@ -123,11 +86,10 @@ def test_every_figure_is_drawn_by_its_name(bench, tmp_path):
     (["systems", "--csv", "a.csv", "--out", "a.txt"], "--out must name a .png, .svg, .pdf file"),
     (["systems", "--csv", "no.csv", "--out", "a.png"], "cannot read --csv no.csv"),
     (["systems", "--csv", "runs.csv", "--out", "a.png"], "has no column scenario"),
-    (["breakdown", "--trace", "runs.csv", "--out", "a.png"], "runs.csv is not JSON"),
 ])
 def test_bad_input_is_one_line_and_no_figure(bench, tmp_path, monkeypatch, capsys, argv, message):
     monkeypatch.chdir(tmp_path)
-    write_csv(tmp_path / "runs.csv", [run_row()])
+    write_csv(tmp_path / "runs.csv", [quality_row("full", 100, 1)])
     assert main(bench, *argv) == 2
     error_line(capsys.readouterr().err, message)
     assert [path.name for path in tmp_path.iterdir()] == ["runs.csv"]

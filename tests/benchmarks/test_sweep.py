@@ -15,7 +15,7 @@ from flexgen_h2o.cli.results import CSV_COLUMNS
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.errors import UserError
 
-MODULES = ("sweep", "processes", "plan_sweep", "flexgen_h2o.files.rows")
+MODULES = ("sweep", "processes")
 FIGURES = ("prefill_seconds", "decode_seconds", "total_tokens_per_second", "peak_process_bytes",
            "kv_cache_bytes", "generated_tokens", "load_seconds", "weight_bytes")
 

@@ -153,11 +153,6 @@ def origin_of(trace) -> float:
     return trace._origin
 
 
-def count_from(trace, origin: float) -> None:
-    """Let a trace count from another moment."""
-    trace._origin = origin
-
-
 # What is done in another way
 
 

@@ -1,4 +1,4 @@
-"""The time line of a run: what is recorded, written and read back; memory while it goes on."""
+"""The time line of a run: what is recorded and written; memory while it goes on."""
 
 from __future__ import annotations
 
@@ -47,37 +47,18 @@ def test_disabled_trace_records_nothing():
     assert trace.samples() == []
 
 
-def test_a_trace_comes_back_from_its_file(tmp_path):
+def test_a_trace_file_has_samples_and_metadata(tmp_path):
     trace = Trace()
     trace.about = {"model": "opt", "decode_steps": 3, "predicted_prefill_seconds": None}
     base = origin_of(trace)
-    trace.add("decode", "phases", base + 1, base + 3)
-    trace.add("chunk", "disk->cpu", base + 1.5, base + 2, 4096)
     trace.sample(PROCESS_MEMORY, base + 0.5, 10**9)
     trace.sample(DEVICE_MEMORY, base + 2, 7)
     trace.write_chrome(tmp_path / "t.json")
-    found = Trace.read_chrome(tmp_path / "t.json")
-    assert found.about == trace.about
-    assert [(*span[:2], span[4]) for span in found.spans()] == [
-        ("decode", "phases", 0), ("chunk", "disk->cpu", 4096)]
-    assert [time for span in found.spans() for time in span[2:4]] == pytest.approx([1, 3, 1.5, 2])
-    assert found.samples() == [(PROCESS_MEMORY, pytest.approx(0.5), 10**9),
-                               (DEVICE_MEMORY, pytest.approx(2), 7)]
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    (None, "cannot read the trace"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON"),
-    ("[]", "is no trace"), ("{}", "is no trace"), ('{"traceEvents": [1]}', "is no trace"),
-    ('{"traceEvents": [{"ph": "X", "ts": "a", "dur": 1, "name": "x", "cat": "y"}]}', "is no trace"),
-    ('{"traceEvents": [], "otherData": 3}', "is no trace"),
-])
-def test_other_files_are_no_traces(tmp_path, text, message):
-    path = tmp_path / "t.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(UserError, match=message) as refused:
-        Trace.read_chrome(path)
-    assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+    document = json.loads((tmp_path / "t.json").read_text())
+    assert document["otherData"] == trace.about
+    assert [(event["name"], event["ts"], event["args"]) for event in document["traceEvents"]] == [
+        (PROCESS_MEMORY, pytest.approx(0.5e6), {"bytes": 10**9}),
+        (DEVICE_MEMORY, pytest.approx(2e6), {"bytes": 7})]
 
 
 # Memory
