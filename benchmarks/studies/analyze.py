@@ -1,7 +1,7 @@
 """Analyze attention: ``python benchmarks/studies/analyze.py --input-path FILE ...``.
 
-The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file and a plot of each,
-and a short summary. All that can be refused is refused before torch is loaded.
+The observations of the H2O paper (arXiv 2306.14048) on any model: a CSV file of each, a plot of the
+lost attention, and a short summary. Bad flags are refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AnalyzeOptions:
     )
     output_dir: str | None = flag(
         "path", None, shown="none", metavar="DIR",
-        help="a folder for the .csv and .png files, made if need be",
+        help="folder for the .csv files and misses.png; created if it does not exist",
     )
     articles: int | None = flag(
         "int", None, ge=1, shown=f"{_ARTICLES} of a .jsonl file",
@@ -88,15 +88,16 @@ class AnalyzeOptions:
                             "a .jsonl file as --input-path")
         for name in ("budgets", "evict"):
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-        check_plot("--output-dir", "sparsity.png")
+        check_plot("--output-dir", "misses.png")
         if os.path.realpath(self.input_path) in map(os.path.realpath, self.outputs()):
             raise UserError(f"--input-path {self.input_path} would be overwritten: choose another "
                             "--output-dir")
 
     def outputs(self) -> list[str]:
         """The files that are written."""
-        return [os.path.join(self.output_dir, f"{name}.{suffix}")
-                for name in self.only for suffix in ("csv", "png")]
+        names = [f"{name}.csv" for name in self.only]
+        names += ["misses.png"] if "misses" in self.only else []
+        return [os.path.join(self.output_dir, name) for name in names]
 
     @property
     def has_articles(self) -> bool:
@@ -234,7 +235,7 @@ def _file(options: AnalyzeOptions, name: str) -> CsvWriter:
 
 
 def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
-    """Write the file of a part, and its plot."""
+    """Write the file of a part, and the plot of `misses`."""
     file = _file(options, part)
     with catch_write_errors("--output-dir", options.output_dir):
         for row in rows:
@@ -245,7 +246,8 @@ def _save(options: AnalyzeOptions, part: str, rows: list[dict]) -> list[dict]:
 def _finish(options: AnalyzeOptions, name: str, file: CsvWriter, rows: list[dict]) -> list[dict]:
     with catch_write_errors("--output-dir", options.output_dir):
         file.finish()
-        attention_report.draw(name, rows, os.path.join(options.output_dir, f"{name}.png"))
+        if name == "misses":
+            attention_report.draw_misses(rows, os.path.join(options.output_dir, "misses.png"))
     return rows
 
 

@@ -8,13 +8,12 @@ is loaded.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import quality_study
-from quality_study import GROUPS, RECALL, SPARSE, USUAL, Configuration, configurations
+from quality_study import GROUPS, USUAL, Configuration, configurations
 
 from flexgen_h2o.cli import launch, measurements
 from flexgen_h2o.cli import parser as task_flags
@@ -25,7 +24,7 @@ from flexgen_h2o.cli.values import flag
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.files import terminal
 from flexgen_h2o.files.articles import read_articles, select_articles, split_halves
-from flexgen_h2o.metrics.figures import LINES, log_scale, new_figure, save
+from flexgen_h2o.files.writing import check_writable
 from flexgen_h2o.metrics.provenance import origin
 
 _SHARED = ("path", "device", "dtype", "gpu_batch_size", "gen_len")
@@ -60,17 +59,16 @@ class QualityOptions:
         help=f"measure these, and full: {', '.join(GROUPS)}",
     )
     csv: str | None = measurements.csv_flag("cache")
-    plot: str | None = measurements.plot_flag("both figures against the budget")
-    from_csv: str | None = measurements.from_csv_flag()
 
     def __post_init__(self) -> None:
         task_flags.check_flags(self)
-        measurements.check_source(self)
+        if self.input_path is None:
+            raise UserError("give --input-path, a .jsonl file of articles")
         groups = {configuration.group for configuration in configurations(self.budgets, self.only)}
         for group in self.only if self.only != GROUPS else ():
             if group not in groups:
                 raise UserError(f"--only {group} measures nothing at these --budgets: add {USUAL}")
-        measurements.check_outputs(self)
+        task_flags.check_files(self, ("input_path", "csv"), ())
 
 
 def parser() -> Parser:
@@ -84,16 +82,15 @@ def parser() -> Parser:
 def parse_args(argv: Sequence[str] | None = None) -> QualityOptions:
     """Parse flags into checked `QualityOptions`. Raises `UserError`."""
     options, shared = task_flags.parse(argv, parser(), QualityOptions)
-    task_flags.check_from_csv([*options, *shared])
     return QualityOptions(run=RunConfig(**_DEFAULTS | shared), **options)
 
 
 def run(options: QualityOptions) -> None:
-    """Measure, or read measured rows; write the files and print the table."""
-    measurements.report(
-        options, read=quality_study.read_rows,
-        measure=lambda: measure_all(options, read_articles(options.input_path)),
-        show=lambda rows: terminal.print_stdout(quality_study.table(rows)), draw=draw)
+    """Measure every cache, write the rows and print the table."""
+    if options.csv is not None:
+        check_writable("--csv", options.csv)
+    rows = measure_all(options, read_articles(options.input_path))
+    terminal.print_stdout(quality_study.table(rows))
 
 
 def measure_all(options: QualityOptions, texts: Sequence[str]) -> list[dict[str, object]]:
@@ -128,88 +125,6 @@ def _pairs(llm, texts: Sequence[str], options: QualityOptions):
 
 
 main = entry_point(parse_args, run)
-
-
-_POLICIES = ("h2o", RECALL, SPARSE, "window", "sink-window")
-_MARKERS = {"8-bit": "D", "4-bit": "v", "mean": "P", "decay": "X", "caote": "d", "rolling": "*",
-            "of the text": "^", "chunks of 16": "<", "chunks of 64": ">"}
-_STEP = 1.6  # distance on the axis, in percent, between variants of the same budget
-
-
-def draw(rows: Sequence[dict], path: str) -> None:
-    """Draw rows of the quality task to a file, which is written atomically.
-
-    `rows` are by column name, with numbers as numbers. One of them is of the plain full cache. Rows
-    with quantized weights are left out. Raises OSError if the file cannot be written.
-    """
-    figure = new_figure(11, 4.8)
-    left, right = figure.subplots(1, 2)
-    full = _full(rows)
-    _curves(left, rows, "perplexity", scale=1.0)
-    _curves(right, rows, "greedy_equal_share", scale=100.0)
-    left.axhline(full["perplexity"], color="black", linewidth=1, linestyle=":", label="full cache")
-    left.set(ylabel="perplexity of the second half (log scale)",
-             title="Perplexity: lower is better")
-    log_scale(left, [row["perplexity"] for row in rows])
-    right.axhline(100, color="black", linewidth=1, linestyle=":")
-    right.set(ylabel=f"greedy tokens equal to the full cache's, % of {full['gen_len']:.0f}",
-              title="Greedy tokens: higher is better", ylim=(0, 104))
-    for axes in (left, right):
-        axes.set(xlabel="KV cache budget, % of the prompt", xlim=(0, None))
-        axes.grid(color="0.9", which="both")
-        axes.set_axisbelow(True)
-    figure.legend(*_legend(left), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    aside = f"; variants of h2o at {USUAL} % stand to its right" if _shown(rows) else ""
-    figure.suptitle(
-        f"{full['model']}, {full['dtype']}, {full['articles']:.0f} articles, prompts of "
-        f"{full['prompt_tokens_mean']:.0f} tokens; bars: 95 % interval of the difference to full"
-        f"{aside}", fontsize=10)
-    save(figure, path)
-
-
-def _full(rows: Sequence[dict]) -> dict:
-    return next(row for row in rows if row["policy"] == "full" and not row["variant"])
-
-
-def _curves(axes, rows: Sequence[dict], column: str, *, scale: float) -> None:
-    """Draw a line for each policy, and the variants of h2o near its point at the usual budget."""
-    full = _full(rows)
-    for policy in _POLICIES:
-        style = LINES[policy]
-        points = sorted((row for row in rows if row["policy"] == policy and not row["variant"]),
-                        key=lambda row: row["budget_percent"])
-        if not points:
-            continue
-        at, values = [row["budget_percent"] for row in points], [row[column] for row in points]
-        bars = None
-        if column == "perplexity":
-            low, high = ([full[column] * math.exp(row[f"delta_nats_{end}"]) for row in points]
-                         for end in ("low", "high"))
-            # The interval of a skewed sample may exclude the estimate; bars cannot be negative.
-            bars = [[max(value - end, 0) for value, end in zip(values, low, strict=True)],
-                    [max(end - value, 0) for value, end in zip(values, high, strict=True)]]
-        axes.errorbar(at, [scale * value for value in values], yerr=bars, capsize=2, markersize=5,
-                      linewidth=1.6, elinewidth=0.8, label=policy, **style)
-    for place, row in enumerate(_shown(rows), 1):
-        axes.plot([USUAL + place * _STEP], [scale * row[column]], linestyle="none",
-                  marker=_MARKERS[row["variant"]], markersize=7, markerfacecolor="white",
-                  markeredgecolor="black", label=f"h2o {USUAL} % {row['variant']}")
-
-
-def _shown(rows: Sequence[dict]) -> list[dict]:
-    """Return the variants at the usual budget, in the order of their markers."""
-    order = list(_MARKERS)
-    return sorted((row for row in rows if row["variant"] in order
-                   and row["policy"] != RECALL and row["budget_percent"] == USUAL),
-                  key=lambda row: order.index(row["variant"]))
-
-
-def _legend(axes) -> tuple[list, list[str]]:
-    """Return handles and labels by column: the lines first, then the points."""
-    named = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    order = [name for name in (*_POLICIES, "full cache") if name in named]
-    order += [name for name in named if name not in order]
-    return [named[name] for name in order], order
 
 
 if __name__ == "__main__":

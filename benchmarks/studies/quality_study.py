@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from flexgen_h2o.config.h2o import SINK_WINDOW_SINKS, H2OConfig
-from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.articles import Pair
-from flexgen_h2o.files.rows import read_csv
 from flexgen_h2o.h2o import budget as cache_budget
 from flexgen_h2o.metrics.report import align_columns
 from flexgen_h2o.metrics.run_stats import RunStats
@@ -178,10 +176,6 @@ def configurations(budgets: Iterable[float], only: Iterable[str] | None = None
     return [mode for mode in result if mode.group in groups]
 
 
-_TEXTS = ("date", "version", "commit", "host", "device", "model", "dtype", "configuration",
-          "policy", "variant", "score", "positions")
-# The full cache has no sizes, and most policies only evict at the end of the prompt.
-_MAY_LACK = ("heavy_tokens_mean", "recent_tokens_mean", "sink_tokens", "prompt_chunk")
 COLUMNS = (
     "date", "version", "commit", "host", "device", "model", "dtype",
     "articles", "prompt_tokens_mean", "continuation_tokens", "gen_len",
@@ -191,10 +185,6 @@ COLUMNS = (
     "perplexity", "perplexity_over_full", "delta_nats", "delta_nats_low", "delta_nats_high",
     "greedy_equal_share", "common_prefix_mean", "seconds",
 )
-# Files of earlier versions lack the first of these columns, or the first two.
-_ADDED = {"prompt_chunk": None, "weight_bits": 16.0}
-_HEADERS = [tuple(name for name in COLUMNS if name not in list(_ADDED)[:lacking])
-            for lacking in range(len(_ADDED) + 1)]
 
 
 @dataclass(frozen=True)
@@ -307,19 +297,6 @@ def compare(configurations: Sequence[Configuration],
             measured = measure(llm, pairs, gen_len=gen_len, on_part=on_part)
         full = measured if full is None else full
         yield row_of(configuration, measured, full, pairs=pairs, gen_len=gen_len)
-
-
-def read_rows(path: str) -> list[dict[str, object]]:
-    """Read rows of a CSV file, also a ``.partial`` one: texts, numbers, None for empty numbers.
-
-    Files of earlier versions lack some columns. Raises `UserError` if the file is missing, is not
-    such a file, or has no row of the plain full cache.
-    """
-    file_rows = read_csv(path, _HEADERS, texts=_TEXTS, may_lack=_MAY_LACK)
-    rows = [{**_ADDED, **row} for row in file_rows]
-    if not any(row["policy"] == "full" and not row["variant"] for row in rows):
-        raise UserError(f"--from-csv {path} has no row of the full cache")
-    return rows
 
 
 def table(rows: Sequence[dict]) -> str:
