@@ -43,9 +43,13 @@ from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output, Scored
 from flexgen_h2o.planning.memory_plan import MemoryCheck
+from flexgen_h2o.request_session import RequestSession
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+SESSION_LEN = 4096
+"""Default number of tokens of a prompt and its continuation in a session."""
 
 _CLOSE_TIMEOUT = 10.0
 """Seconds to wait until an LLM without references is closed."""
@@ -168,7 +172,7 @@ class LLM(Session):
         self.policy, self.h2o = args.policy, h2o
         self.call_lock = CallLock()
         self._control = ControlChannel(pipeline)
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[Stream | RequestSession] = weakref.WeakSet()
         began = time.perf_counter()
         with contextlib.ExitStack() as resources:
             prepared = prepare_model(args, self._control)
@@ -199,8 +203,8 @@ class LLM(Session):
         """
         self._finalizer.detach()
         try:
-            for stream in self._streams:
-                stream.end()
+            for session in self._sessions:
+                session.end()
             self._engine.close()
         finally:
             self._resources.close()
@@ -511,7 +515,8 @@ class LLM(Session):
         runner = self._engine.runner
         size = self._memory.largest_batch(self.policy, self._cache, workload,
                                           loaded_bytes=runner.loaded_bytes)
-        self._engine.runner = runner.with_batch_size(size)
+        self._engine.runner = runner.with_policy(
+            replace(self.policy, gpu_batch_size=size))
         self.policy = self._engine.runner.args.policy
         return size
 
@@ -545,8 +550,43 @@ class LLM(Session):
                         self._prompts, self._memory, self.call_lock, max_tokens=max_tokens,
                         past_context=past_context)
         stream.owner = self  # an open stream keeps its LLM open
-        self._streams.add(stream)
+        self._sessions.add(stream)
         return stream
+
+    @exclusive
+    def open_session(self, *, max_model_len: int | None = None, block_seconds: float = 30.0
+                     ) -> RequestSession:
+        """Open a session for requests that come at any time, also from other threads.
+
+        Its memory is allocated at once, for blocks of the policy's size.
+
+        Parameters
+        ----------
+        max_model_len : int, optional
+            Maximum number of tokens of a prompt and its continuation. Default: 4,096, or the
+            model's positions if fewer.
+        block_seconds : float
+            How long requests that are added during a block may have to wait for the next one.
+
+        Returns
+        -------
+        RequestSession
+            A context manager with `add`, `step` and `abort`.
+
+        Raises
+        ------
+        UserError
+            Sequences of this length do not fit in memory.
+        """
+        self._control.check_single_rank("open_session")
+        self._check_open()
+        if max_model_len is None:
+            max_model_len = 1 + self._prompts.clamped(1, SESSION_LEN - 1)
+        session = RequestSession(self._engine, self._prompts, self.call_lock,
+                                 max_model_len=max_model_len, block_seconds=block_seconds)
+        session.owner = self
+        self._sessions.add(session)
+        return session
 
     @exclusive
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]

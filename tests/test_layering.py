@@ -29,7 +29,7 @@ LAYERS = """
     distributed
     cache  models
     engine  planning
-    conversation  requests
+    conversation  request_session  requests
     llm
     cli
     commands  integrations
@@ -45,7 +45,7 @@ DYNAMIC = {
 }
 
 TORCH_PACKAGES = {"kernels", "storage", "cache", "models", "engine", "integrations",
-                  "conversation", "llm"}
+                  "conversation", "request_session", "llm"}
 TORCH = {"h2o.eviction", "h2o.key_smoothing",
          "h2o.policies",
          "h2o.recall", "h2o.simulation", "planning.compute_rates", "planning.calibrate",

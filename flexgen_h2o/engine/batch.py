@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.sampling import SamplingParams
@@ -35,6 +35,8 @@ class Request:
     rope_length : int or None
         `RopeConfig.text_length` of the text; None if RoPE does not depend on it.
     params : SamplingParams
+    priority : int
+        In an `OpenQueue`, requests of a higher priority come first.
     """
 
     key: int
@@ -45,6 +47,7 @@ class Request:
     log_probs: list[TokenLogProb] = field(default_factory=list)
     rope_length: int | None = None
     params: SamplingParams = SamplingParams()
+    priority: int = 0
 
     def restart(self) -> None:
         """Discard the generated tokens."""
@@ -306,7 +309,8 @@ class BlockQueue:
     """
 
     def __init__(self, requests: Sequence[Request], new: int | Mapping[int, int], size: BlockSize):
-        self._new = new if isinstance(new, Mapping) else {request.key: new for request in requests}
+        self._new = (dict(new) if isinstance(new, Mapping)
+                     else {request.key: new for request in requests})
         self.size = size
         self.evicts: tuple[bool, ...] = ()
         first: dict[object, int] = {}
@@ -352,24 +356,22 @@ class BlockQueue:
                                      share_prefixes=self.size.share_prefixes))
         return self._block
 
-    def halve(self) -> list[Request] | None:
-        """Return the block's requests to the front of the queue, and halve the block size.
-
-        Returns
-        -------
-        list of Request or None
-            The requests, to be restarted; None if a block has only one sequence.
-        """
-        requests = [request for batch in self._block for request in batch.requests]
-        self._waiting.extendleft(reversed(requests))
-        self._block = []
+    def halve(self) -> bool:
+        """Halve the block size. Return False if a block has only one sequence."""
         sequences, batches = self.batches()
         if sequences > 1:
             self.size = replace(self.size, gpu_batch_size=sequences // 2)
         elif batches > 1:
             self.size = replace(self.size, num_gpu_batches=batches // 2)
         else:
-            return None
+            return False
+        return True
+
+    def requeue(self) -> list[Request]:
+        """Return the block's requests to the front of the queue; the caller restarts them."""
+        requests = [request for batch in self._block for request in batch.requests]
+        self._waiting.extendleft(reversed(requests))
+        self._block = []
         return requests
 
     @property
@@ -400,6 +402,83 @@ class BlockQueue:
         return max(sequences + self.size.draft_tokens, max(
             sums[min(start + sequences, len(lengths))] - sums[start] + length - added[start]
             for start, length in enumerate(lengths)))
+
+
+class OpenQueue(BlockQueue):
+    """A queue that takes requests between blocks, in the order of priority and key.
+
+    Parameters
+    ----------
+    max_len : int
+        Maximum number of tokens of a prompt and its continuation.
+    size : BlockSize
+        Blocks may have this size whatever the number of requests.
+    """
+
+    def __init__(self, max_len: int, size: BlockSize):
+        super().__init__([], {}, size)
+        self._max_len = max_len
+
+    def add(self, request: Request, new: int) -> None:
+        """Add a request to which up to `new` tokens are appended."""
+        self._new[request.key] = new
+        later: list[Request] = []
+        while self._waiting and _order(self._waiting[-1]) > _order(request):
+            later.append(self._waiting.pop())
+        self._waiting += [request, *reversed(later)]
+
+    def discard(self, request: Request) -> None:
+        """Drop a request that has finished or is to end: the next block is formed without it."""
+        self._new.pop(request.key, None)
+        if request in self._waiting:
+            self._waiting.remove(request)
+        request.finish_reason = request.finish_reason or "abort"
+
+    def preempt(self) -> list[Request]:
+        """Make room for waiting requests of a higher priority than unfinished ones of the block.
+
+        Returns
+        -------
+        list of Request
+            The last of the lowest priority. They wait again, and the caller restarts them.
+        """
+        running = sorted(((request, batch, sequence) for batch in self._block
+                          for sequence, request in enumerate(batch.requests)
+                          if not request.finish_reason), key=lambda place: _order(place[0]))
+        preempted = []
+        for waiting in islice(self._waiting, self.size.sequences - len(running), None):
+            if not running or running[-1][0].priority >= waiting.priority:
+                break
+            request, batch, sequence = running.pop()
+            batch.requests[sequence] = Request(request.key, [], finish_reason="preempted")
+            preempted.append(request)
+        for request in preempted:
+            self.add(request, self._new[request.key])
+        return preempted
+
+    @property
+    def sizes(self) -> set[tuple[int, int]]:
+        """The sizes that may need the most slots: the longest prompt, and the shortest."""
+        return {(self._max_len - 1, 1), (1, self._max_len - 1)}
+
+    @property
+    def longest(self) -> int:
+        """Maximum length of a prompt."""
+        return self._max_len - 1
+
+    def batches(self) -> tuple[int, int]:
+        """Return the sequences per batch and batches per block."""
+        return self.size.gpu_batch_size, self.size.num_gpu_batches
+
+    def rows(self) -> int:
+        """Return the maximum rows of a batch in a forward pass."""
+        sequences = self.size.gpu_batch_size
+        prompt_rows = min(self.size.prefill_chunk or self.longest, self.longest)
+        return sequences * max(1 + self.size.draft_tokens, prompt_rows)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return -request.priority, request.key
 
 
 def _groups(requests: Sequence[Request], size: int) -> Iterator[Sequence[Request]]:

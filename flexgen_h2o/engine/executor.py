@@ -97,7 +97,8 @@ class Executor:
         """Number of sequences that ended in each forward pass."""
 
     def run(self, batches: Sequence[Batch], consumer: LogitsConsumer, *, keep_cache: bool = False,
-            on_compute: Callable[[LayerStep], None] = lambda step: None) -> Timing:
+            on_compute: Callable[[LayerStep], None] = lambda step: None,
+            should_end: Callable[[], bool] = lambda: False) -> Timing:
         """Run one block until the fraction `refill_share` of its sequences has ended.
 
         The last token of a sequence is never an input, so it is not cached.
@@ -112,6 +113,9 @@ class Executor:
             Continue with the contents of the cache, and keep them for the next block.
         on_compute : callable
             Called after each compute step.
+        should_end : callable () -> bool
+            Called after each forward pass that gives tokens. True ends the block; not in a
+            pipeline, whose ranks must agree.
 
         Returns
         -------
@@ -150,7 +154,8 @@ class Executor:
             on_compute(step)
             if (step.layer, step.batch) == ends_pass:
                 began = self._end_pass(timing, step.forward_pass, began)
-                if self._enough_ended(step.forward_pass + 1):
+                if (self._enough_ended(step.forward_pass + 1)
+                        or batch_layout.token(step.forward_pass) >= 0 and should_end()):
                     self._send_last(step)
                     break
         self._end_exchange(timing, began)

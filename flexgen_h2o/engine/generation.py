@@ -15,6 +15,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -25,14 +26,14 @@ from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.distributed.control_messages import Close, ControlChannel, Generate, Step
 from flexgen_h2o.distributed.heartbeat import PipelineFailure
-from flexgen_h2o.engine.batch import BlockQueue, Request
+from flexgen_h2o.engine.batch import BlockQueue, OpenQueue, Request
 from flexgen_h2o.engine.progress import RunBars
 from flexgen_h2o.engine.runner import Runner
 from flexgen_h2o.engine.sampling import GenerationSampler, LogitsConsumer
 from flexgen_h2o.engine.scoring import DecodeScorer, OnLogits, PrefillScorer
 from flexgen_h2o.engine.tokenizer import OnText, Prompts
 from flexgen_h2o.engine.workspace import Workspace, WorkspaceSize
-from flexgen_h2o.errors import InsufficientMemory, UserError
+from flexgen_h2o.errors import InsufficientMemory, PromptError, UserError
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.outputs import Scored
 from flexgen_h2o.storage.tiers import lacks_memory
@@ -55,8 +56,8 @@ class Run:
     ----------
     runner : Runner
     requests : list of Request
-    new_tokens : mapping of int to int
-        Maximum number of tokens appended to each request, by its key.
+    queue : BlockQueue
+        The requests again, in blocks.
     consumer : LogitsConsumer
         Samples or scores.
     gen_len : int
@@ -70,15 +71,16 @@ class Run:
         Memory of the blocks, allocated before the first one.
     queue : BlockQueue or None
         Waiting requests, and those of the current block; None once the run is closed.
+    should_end : callable () -> bool
+        See `Runner.run`.
     """
 
-    def __init__(self, runner: Runner, requests: list[Request], new_tokens: Mapping[int, int],
+    def __init__(self, runner: Runner, requests: list[Request], queue: BlockQueue,
                  consumer: LogitsConsumer, *, gen_len: int):
         self.runner, self.requests, self.consumer = runner, requests, consumer
         self.gen_len = gen_len
-        # A prefill scorer needs the rows of every request, so equal prompts are not shared.
-        self.queue: BlockQueue | None = runner.queue(
-            requests, new_tokens, share_prompts=not isinstance(consumer, PrefillScorer))
+        self.queue: BlockQueue | None = queue
+        self.should_end: Callable[[], bool] = lambda: False
         self.stats = runner.new_stats()
         self._drafter = runner.drafter() if isinstance(consumer, GenerationSampler) else None
         self.workspace: Workspace | None = None
@@ -106,7 +108,7 @@ class Run:
         self._bars = self._bars or self.runner.bars()
         block = self.queue.next()
         stats = self.runner.run(self.workspace, block, self.consumer, bars=self._bars,
-                                drafter=self._drafter)
+                                drafter=self._drafter, should_end=self.should_end)
         self.stats = self.stats.merge(stats)
         return [request for batch in block for request in batch.requests if request.finish_reason]
 
@@ -116,23 +118,44 @@ class Run:
         Raises
         ------
         InsufficientMemory
-            A block has one sequence only.
+            A block has one sequence only. In a session: a `PromptError`.
         """
         assert self.queue is not None
         reason = _one_line(error) or "out of memory"
-        requests = self.queue.halve()
-        if requests is None:
-            raise InsufficientMemory(
-                f"there is too little memory for one sequence alone ({reason}): use shorter "
-                "prompts, fewer new tokens, or slower tiers") from error
+        requests = self.queue.requeue()
+        self.restart(requests)
+        if not self.queue.halve():
+            message = (f"there is too little memory for one sequence alone ({reason}): use shorter "
+                       "prompts, fewer new tokens, or slower tiers")
+            if isinstance(self.queue, OpenQueue):
+                raise PromptError(message, requests[0].key) from error
+            raise InsufficientMemory(message) from error
+        self.halved = True
+        _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences",
+                     reason, self.queue.size.gpu_batch_size, self.queue.size.num_gpu_batches)
+
+    def fail(self, error: BaseException) -> None:
+        """Close the run. In a session the error of one request only restarts the block."""
+        if isinstance(error, PromptError) and isinstance(self.queue, OpenQueue):
+            self.restart(self.queue.requeue())
+        else:
+            self.close()
+
+    def restart(self, requests: Sequence[Request]) -> None:
+        """Discard what requests have generated."""
         for request in requests:
             request.restart()
             self.consumer.restart(request)
             if self._drafter is not None:
                 self._drafter.forget(request)
-        self.halved = True
-        _log.warning("too little memory (%s): trying again with blocks of %d x %d sequences",
-                     reason, self.queue.size.gpu_batch_size, self.queue.size.num_gpu_batches)
+
+    def discard(self, request: Request) -> None:
+        """Drop a request of a session: see `OpenQueue.discard`."""
+        assert isinstance(self.queue, OpenQueue) and isinstance(self.consumer, GenerationSampler)
+        self.queue.discard(request)
+        self.consumer.discard(request)
+        if self._drafter is not None:
+            self._drafter.forget(request)
 
     def close_workspace(self) -> None:
         """Wait for transfers in the workspace, and free it."""
@@ -274,7 +297,41 @@ class Engine:
     def _begin(self, requests: list[Request], new_tokens: Mapping[int, int],
                consumer: LogitsConsumer, *, gen_len: int) -> Run:
         self.check_open()
-        run = Run(self.runner, requests, new_tokens, consumer, gen_len=gen_len)
+        # A prefill scorer needs the rows of every request, so equal prompts are not shared.
+        queue = self.runner.queue(requests, new_tokens,
+                                  share_prompts=not isinstance(consumer, PrefillScorer))
+        run = Run(self.runner, requests, queue, consumer, gen_len=gen_len)
+        self._runs.add(run)
+        return run
+
+    def begin_session(self, max_len: int, prefill_chunk: int, sampler: GenerationSampler) -> Run:
+        """Begin a run with an `OpenQueue`, and allocate its memory.
+
+        Parameters
+        ----------
+        max_len : int
+            Maximum number of tokens of a prompt and its continuation.
+        prefill_chunk : int
+            Tokens of a prompt in a forward pass, unless the policy has a number.
+        sampler : GenerationSampler
+            Gets the rules of each request before its first block.
+
+        Raises
+        ------
+        UserError
+            Blocks of the policy's size with sequences of this length do not fit in memory.
+        """
+        self.check_open()
+        policy = self.runner.args.policy
+        runner = self.runner.with_policy(replace(
+            policy, prefill_chunk=policy.prefill_chunk or prefill_chunk))
+        h2o = runner.args.cache.h2o
+        # The longest prompt has the largest budget, unless generated tokens are not evicted.
+        keeps_generated = h2o is not None and not all(
+            map(h2o.evicts_generated_at, range(runner.config.num_layers)))
+        run = Run(runner, [], runner.open_queue(max_len), sampler,
+                  gen_len=max_len - 1 if keeps_generated else 1)
+        run.workspace = self._workspace(run)
         self._runs.add(run)
         return run
 
@@ -303,8 +360,8 @@ class Engine:
             try:
                 while (requests := self._try_step(run)) is None:
                     pass
-            except BaseException:
-                run.close()
+            except BaseException as error:
+                run.fail(error)
                 raise
         self.stats = run.stats
         return requests
@@ -338,6 +395,7 @@ class Engine:
             A new workspace does not fit, on this rank or on another.
         """
         size, workload = run.size()
+        policy = run.runner.args.policy
         spare = next((spare for spare in self._spares if spare.size.covers(size)), None)
         if spare is not None:
             self._spares.remove(spare)
@@ -345,8 +403,8 @@ class Engine:
 
         def check() -> None:
             if spare is None:
-                self._memory.check_fits(self.runner.args.policy, self._cache, workload,
-                                    loaded_bytes=self.runner.loaded_bytes)
+                self._memory.check_fits(policy, self._cache, workload,
+                                        loaded_bytes=run.runner.loaded_bytes)
 
         self._control.check_all_fit(check)  # other ranks may need a new one
         return run.runner.workspace(size) if spare is None else spare

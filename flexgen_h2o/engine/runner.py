@@ -26,7 +26,7 @@ from flexgen_h2o.config.policy import (
 from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
-from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, Request
+from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Request
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.progress import RunBars, byte_bar
@@ -190,10 +190,9 @@ class Runner:
         policy = replace(args.policy, prefill_chunk=chunk)
         return self._with(replace(args, cache=cache, policy=policy))
 
-    def with_batch_size(self, size: int) -> Runner:
-        """Return a runner with the same weights and another `gpu_batch_size`."""
-        args = self.args
-        return self._with(replace(args, policy=replace(args.policy, gpu_batch_size=size)))
+    def with_policy(self, policy: Policy) -> Runner:
+        """Return a runner with the same weights and a policy with other blocks."""
+        return self._with(replace(self.args, policy=policy))
 
     def _with(self, args: EngineArgs) -> Runner:
         other = copy.copy(self)
@@ -306,16 +305,28 @@ class Runner:
     def queue(self, requests: Sequence[Request], new: int | Mapping[int, int], *,
               share_prompts: bool) -> BlockQueue:
         """Return a queue of requests, in blocks of the policy's size: see `BlockQueue`."""
-        policy, cache = self.args.policy, self.args.cache
-        self._set_rope_lengths(requests, new)
-        queue = BlockQueue(requests, new, BlockSize(
-            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
-            share_prefixes=share_prompts and not cache.simulated,
-            draft_tokens=policy.draft_tokens))
-        queue.evicts = evicting_layers(queue.sizes, cache.h2o, self.stage_config.num_layers)
+        self.set_rope_lengths(requests, new)
+        queue = BlockQueue(requests, new, self._block_size(share_prompts))
+        queue.evicts = self._evicts(queue)
         return queue
 
-    def _set_rope_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
+    def open_queue(self, max_len: int) -> OpenQueue:
+        """Return a queue that takes requests of at most `max_len` tokens: see `OpenQueue`."""
+        queue = OpenQueue(max_len, self._block_size(share_prompts=True))
+        queue.evicts = self._evicts(queue)
+        return queue
+
+    def _block_size(self, share_prompts: bool) -> BlockSize:
+        policy = self.args.policy
+        return BlockSize(
+            policy.gpu_batch_size, policy.num_gpu_batches, policy.prefill_chunk, share_prompts,
+            share_prefixes=share_prompts and not self.args.cache.simulated,
+            draft_tokens=policy.draft_tokens)
+
+    def _evicts(self, queue: BlockQueue) -> tuple[bool, ...]:
+        return evicting_layers(queue.sizes, self.args.cache.h2o, self.stage_config.num_layers)
+
+    def set_rope_lengths(self, requests: Sequence[Request], new: int | Mapping[int, int]) -> None:
         """Set the RoPE length of each request, if RoPE scaling depends on the text's length."""
         rope, h2o = self.config.rope, self.args.cache.h2o
         if rope is None or context(self.config, h2o) == self.config.plain_positions:
@@ -327,7 +338,7 @@ class Runner:
     def probe(self, requests: Sequence[Request], attend: Callable[..., torch.Tensor],
               consumer: LogitsConsumer) -> RunStats:
         """Run prompts one by one with `attend` as the attention: see `LLM.probe`."""
-        self._set_rope_lengths(requests, 0)
+        self.set_rope_lengths(requests, 0)
         request_keys: list[int] = []
         return self._run_prompts(requests, ProbedCache(attend, request_keys), consumer,
                                  request_keys)
@@ -357,7 +368,8 @@ class Runner:
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
             keep_cache: bool = False, bars: RunBars | None = None,
-            drafter: Drafter | None = None) -> RunStats:
+            drafter: Drafter | None = None,
+            should_end: Callable[[], bool] = lambda: False) -> RunStats:
         """Run a block in a workspace, and return its statistics.
 
         Parameters
@@ -369,6 +381,8 @@ class Runner:
             Default: new ones.
         drafter : Drafter, optional
             Drafts tokens for speculative decoding.
+        should_end : callable () -> bool
+            Called after each token. True ends the block early.
 
         Returns
         -------
@@ -399,7 +413,8 @@ class Runner:
                     self.rank.pipeline.monitor.advance()
 
             try:
-                timing = executor.run(block, consumer, keep_cache=keep_cache, on_compute=computed)
+                timing = executor.run(block, consumer, keep_cache=keep_cache, on_compute=computed,
+                                      should_end=should_end)
             except BaseException:
                 if self._experts is not None:
                     self._experts.clear()

@@ -295,9 +295,23 @@ class GenerationSampler(LogitsConsumer):
                  on_token: Callable[[Request], None] | None = None):
         self._on_token = on_token
         self._num_reported: dict[int, int] = {}  # tokens that `on_token` has seen, by request key
-        self._rules = rules
-        tops = {rule.top for rule in rules.values()} - {None}
-        self._top = max(tops) if tops else None
+        self._rules: dict[int, GenerationRules] = {}
+        self._top: int | None = None
+        for key, rule in rules.items():
+            self.add(key, rule)
+
+    def add(self, key: int, rules: GenerationRules) -> None:
+        """Add the rules of a request."""
+        self._rules[key] = rules
+        if rules.top is not None:
+            self._top = max(self._top or 0, rules.top)
+
+    def discard(self, request: Request) -> None:
+        """Drop all state of a request."""
+        self._num_reported.pop(request.key, None)
+        self._rules.pop(request.key).sampler.forget(request)
+        if not self._rules:
+            self._top = None
 
     def rows(self, batch: Batch, forward_pass: int) -> torch.Tensor:
         """Return the row of each sequence's newest token, once its prompt has ended."""

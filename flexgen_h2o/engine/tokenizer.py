@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -260,13 +260,21 @@ class Prompts:
             See `GenerationSampler`.
         """
         shared: dict[SamplingParams, GenerationRules] = {}
-        rules = {}
-        for key, params_of_prompt in params.items():
-            unseeded = replace(params_of_prompt, seed=0)
-            if unseeded not in shared:
-                shared[unseeded] = self._rules(unseeded, steps or params_of_prompt.max_new_tokens)
-            rules[key] = shared[unseeded]
-        return GenerationSampler(rules, on_token=on_token)
+        return GenerationSampler({key: self.rules(params_of_prompt, shared, steps=steps)
+                                  for key, params_of_prompt in params.items()}, on_token=on_token)
+
+    def rules(self, params: SamplingParams,
+              shared: MutableMapping[SamplingParams, GenerationRules], *,
+              steps: int | None = None) -> GenerationRules:
+        """Return the rules of a request: out of `shared` if only the seed differs, or added to it.
+
+        Parameters and errors are those of `generation`.
+        """
+        unseeded = replace(params, seed=0)
+        rules = shared.get(unseeded)
+        if rules is None:
+            rules = shared[unseeded] = self._rules(unseeded, steps or params.max_new_tokens)
+        return rules
 
     def _rules(self, params: SamplingParams, steps: int) -> GenerationRules:
         params = self._source.generation.apply(params)
@@ -335,19 +343,20 @@ class Prompts:
         if self.detokenizer is None:
             raise UserError(f"{self._name} has no tokenizer here, and on_text gets text: leave it "
                             "out")
-        detokenizer = self.detokenizer
-        decoders: dict[int, IncrementalDetokenizer] = {}
+        new_text: dict[int, Callable[[], str]] = {}
 
         def on_token(request: Request) -> None:
-            if request.key not in decoders:
-                decoders[request.key] = IncrementalDetokenizer(detokenizer, request.prompt,
-                                                               self._kept_special_ids(request))
-            text = ""
-            if not self._has_end(request):
-                text = decoders[request.key].step(request.generated[-1])
-            on_text(request.key, text, bool(request.finish_reason))
+            if request.key not in new_text:
+                new_text[request.key] = self.new_text(request)
+            on_text(request.key, new_text[request.key](), bool(request.finish_reason))
 
         return on_token
+
+    def new_text(self, request: Request) -> Callable[[], str]:
+        """Return a function that, after each token, returns the characters that it completes."""
+        decoder = IncrementalDetokenizer(self.detokenizer, request.prompt,
+                                         self._kept_special_ids(request))
+        return lambda: "" if self._has_end(request) else decoder.step(request.generated[-1])
 
     def _has_end(self, request: Request) -> bool:
         """Return True if the last token is an end token, which is not part of the text."""
