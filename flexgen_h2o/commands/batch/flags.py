@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cached_property
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, fields
 
 from flexgen_h2o.cli.parser import (
     Parser,
@@ -18,27 +15,22 @@ from flexgen_h2o.cli.parser import (
     flag_fields,
     given_flags,
 )
+from flexgen_h2o.cli.request_flags import (
+    RequestOptions,
+    check_supported,
+    generate_flag,
+    request_flags,
+)
 from flexgen_h2o.cli.run_config import RunConfig
 from flexgen_h2o.cli.values import flag, flag_name
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.errors import UserError
-from flexgen_h2o.files.readers import parse_json_object, read_text
+from flexgen_h2o.files.readers import read_text
 from flexgen_h2o.metrics.figures import check_plot
-from flexgen_h2o.requests.request import Defaults, check_defaults
 
-_SHARED_GROUPS = ("model", "policy", "planning", "cache")
-_SHARED = ("config", "gpu_batch_size", "num_gpu_batches", "prefill_chunk", "seed",
-           "no_generation_config", "csv")
-_UNSUPPORTED = ("prompt", "prompts", "chat", "num_prompts", "prompt_len", "cut_gen_len", "warm_up",
-                "plan_only", "do_sample", "no_repeat_ngram_size", "min_new_tokens", "trace",
-                "count_experts", "log_file", "no_log", "verbose", "debug_mode")
-"""Flags of `generate` without effect here: a file of ``--config`` must not set them."""
 _RUN_ONLY = ("output", "errors", "overwrite", "max_hours", "progress_file", "plot", "csv",
              "ray", "ray_address", "replicas", "data_parallel")
 """Flags without effect on a dry run."""
-_REQUEST_FIELDS = ("top_k", "top_p", "min_p", "repetition_penalty", "ignore_eos",
-                   "chat_template_kwargs")
-"""Flags that are fields of a request's body."""
 RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "calibration",
                    "cache_bits", "attn_sparsity", "h2o", "gen_len", "temperature", "seed",
                    "chat_template", "no_generation_config", "request_defaults")
@@ -46,33 +38,17 @@ RESUME_SETTINGS = ("model", "path", "dtype", "weight_bits", "activation_bits", "
 device may change."""
 
 
-def _generate_flag(name: str, *, help: str, **rules: object) -> Any:
-    """Return the field of a flag of `generate` with another help, and other rules where given."""
-    spec = RunConfig.__dataclass_fields__[name]
-    default = rules.pop("default", spec.default)
-    return field(default=default, metadata={**spec.metadata, "help": help, **rules})
-
-
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """The checked flags; `run` holds those shared with `generate`.
+class BatchOptions(RequestOptions):
+    """The checked flags of `batch`.
 
     Raises `UserError` for a value out of range and for flags that contradict each other.
     """
 
-    run: RunConfig
     input: str | None = flag(
         "path", None, short="-i", group="input", shown="none", metavar="FILE.jsonl",
         help="requests, one per line: in the format of OpenAI's Batch API, or with `prompt` or "
         "`messages` and an optional `id`",
-    )
-    chat_template: str | None = flag(
-        "path", None, group="input", shown="the tokenizer's", metavar="FILE",
-        help="file with the Jinja chat template",
-    )
-    served_model_name: tuple[str, ...] | None = flag(
-        "words", None, group="input", shown="--model and the last part of it", metavar="NAME",
-        help="more model names that requests may use",
     )
     strict: bool = flag(
         "bool", False, group="input",
@@ -85,39 +61,6 @@ class BatchOptions:
     window: int = flag(
         "int", 2048, ge=1, group="batch and lengths",
         help="sequences in memory at a time; they are sorted by length into blocks",
-    )
-    temperature: float = _generate_flag(
-        "temperature", default=1.0, shown=1.0, ge=0, le=2,
-        help="temperature of requests without one; 0 is greedy",
-    )
-    top_k: int | None = _generate_flag(
-        "top_k", ge=0, shown="0, off",
-        help="sample from the K most likely tokens, for requests without top_k",
-    )
-    top_p: float | None = _generate_flag(
-        "top_p", ge=0, le=1, shown=1.0,
-        help="sample from the most likely tokens with this total probability, for requests without "
-        "top_p",
-    )
-    min_p: float | None = _generate_flag(
-        "min_p", ge=0, le=1, shown="off",
-        help="drop tokens below this fraction of the top probability, for requests without min_p",
-    )
-    repetition_penalty: float | None = _generate_flag(
-        "repetition_penalty", gt=0, shown="1.0, off",
-        help="penalty on tokens already seen, for requests without repetition_penalty",
-    )
-    ignore_eos: bool = _generate_flag(
-        "ignore_eos", help="generate past end tokens, for requests without ignore_eos",
-    )
-    chat_template_kwargs: str | None = _generate_flag(
-        "chat_template_kwargs",
-        help="arguments of the chat template; those of a request override them",
-    )
-    request_defaults: str | None = flag(
-        "text", None, group="sampling", shown="none", metavar="JSON",
-        help="more default fields of a request's body, such as "
-        '\'{"stop_token_ids": [2]}\'',
     )
     output: str | None = flag(
         "path", None, short="-o", group="results", shown="none", metavar="FILE.jsonl",
@@ -197,33 +140,6 @@ class BatchOptions:
             raise UserError(f"--device {self.run.device} is one GPU of this machine: give cuda "
                             f"with {mode}, which chooses one for each replica")
 
-    @cached_property
-    def template(self) -> str | None:
-        """The text of `chat_template`, which Ray's replicas need. Raises `UserError`."""
-        return self.chat_template and read_text("--chat-template", self.chat_template,
-                                                if_empty="holds no template")
-
-    @cached_property
-    def request_fields(self) -> dict[str, Any]:
-        """Default fields of a request's body. Raises `UserError`."""
-        values: dict[str, Any] = {name: value for name in _REQUEST_FIELDS
-                                  if (value := getattr(self, name)) not in (None, False)}
-        if "chat_template_kwargs" in values:
-            values["chat_template_kwargs"] = parse_json_object(
-                "--chat-template-kwargs", values["chat_template_kwargs"])
-        defaults = {} if self.request_defaults is None else parse_json_object(
-            "--request-defaults", self.request_defaults)
-        for name in values.keys() & defaults.keys():
-            raise UserError(f"{flag_name(name)} and --request-defaults both give {name}: leave one "
-                            "out")
-        return check_defaults("--request-defaults", values | defaults)
-
-    def defaults(self) -> Defaults:
-        """Return the default values of requests."""
-        names = self.run.model, Path(self.run.model).name, *(self.served_model_name or ())
-        return Defaults({*names}, self.run.gen_len,
-                        self.temperature, self.run.seed, self.request_fields)
-
     def settings(self, run: RunConfig) -> dict[str, object]:
         """Return the settings to store beside the results, as plain YAML values.
 
@@ -261,25 +177,16 @@ def _digest(text: str | None) -> str | None:
 class _SharedFlags:
     """Flags of `run` whose help differs from `generate`'s."""
 
-    gen_len: int = _generate_flag(
-        "gen_len", help="maximum number of new tokens of requests without max_tokens",
-    )
-    hardware: str | None = _generate_flag(
+    hardware: str | None = generate_flag(
         "hardware", shown="this machine", metavar="FILE.yaml",
         help="predict for the machine in this file (with --dry-run)",
-    )
-    seed: int = _generate_flag(
-        "seed",
-        help="seed of random weights; with its id, the seed of a request without one",
     )
 
 
 def parser() -> Parser:
     """Return the parser of the flags."""
-    specs = {spec.name: spec for spec in fields(RunConfig)
-             if (spec.metadata["group"] in _SHARED_GROUPS or spec.name in _SHARED)
-             and spec.name not in _UNSUPPORTED}
-    specs |= {spec.name: spec for spec in (*fields(_SharedFlags), *flag_fields(BatchOptions))}
+    specs = {spec.name: spec for spec in (*request_flags(BatchOptions, more=("csv",)),
+                                          *fields(_SharedFlags))}
     return build_parser(
         specs.values(), command="batch",
         usage="%(prog)s [-i FILE.jsonl] [-o FILE.jsonl] [--model NAME] [--percent P ...] [flags]",
@@ -291,10 +198,8 @@ def parse_args(argv: Sequence[str] | None = None) -> BatchOptions:
     """Parse flags into checked `BatchOptions`. Raises `UserError`."""
     values = given_flags(parser(), argv)
     dry_run = values.get("dry_run", False) is True
+    check_supported(values, "batch")
     for name in values:
-        if name in _UNSUPPORTED and values[name] != getattr(RunConfig, name):
-            raise UserError(f"{flag_name(name)} has no effect on batch: take it out of the file of "
-                            "--config")
         if dry_run and name in _RUN_ONLY and values[name]:
             raise UserError(f"{flag_name(name)} has no effect with --dry-run, which runs nothing")
     if "hardware" in values and not dry_run:
