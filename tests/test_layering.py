@@ -31,7 +31,7 @@ LAYERS = """
     engine  planning
     conversation  request_session  requests
     llm
-    cli
+    cli  serving
     commands  integrations
     flex_opt  batch  __main__
 """

@@ -22,6 +22,7 @@ from flexgen_h2o.files.terminal import print_stdout
 COMMANDS = {
     "generate": "generate text (the default command)",
     "batch": "run a file of requests in OpenAI's Batch format, with resume",
+    "serve": "serve OpenAI's Batch and completion endpoints over HTTP",
     "plan": "choose a policy for this machine or another, or predict its speed",
     "bench": "measure throughput and latency of one run, beside its roofline",
     "summarize": "summarize articles and compute ROUGE",

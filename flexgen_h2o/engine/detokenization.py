@@ -125,6 +125,13 @@ def until(text: str, stops: Sequence[str]) -> str:
                       default=len(text))]
 
 
+def without_beginning(text: str, stops: Sequence[str]) -> str:
+    """Return a text without its longest end that begins one of `stops`."""
+    longest = max((length for stop in stops for length in range(1, min(len(stop), len(text) + 1))
+                   if text.endswith(stop[:length])), default=0)
+    return text[: len(text) - longest]
+
+
 class StopStrings:
     """Detects stop strings in generated tokens. Special tokens count as text.
 
@@ -185,11 +192,20 @@ class ReasoningParser:
         self._keep = {added[mark] for mark in _MARKS if mark in added}
         self._has_channels = _CHANNEL in added
 
+    @property
+    def has_hidden_marks(self) -> bool:
+        """Whether marks are special tokens, which `Output.text` does not have."""
+        return any(self.detokenizer.lookup(token)[1] for token in self._keep)
+
+    def before(self, prompt: Sequence[int]) -> str:
+        """Return the end of a prompt, which may have an opening mark."""
+        return self.detokenizer.text(prompt[-_LAST:], prompt[:-_LAST], self._keep)
+
     def split(self, output: Output) -> tuple[str, str | None]:
         """Return content and reasoning of an answer. Reasoning may be None."""
         prompt = output.prompt_token_ids
         text = self.detokenizer.text(output.token_ids, prompt, self._keep)
-        before = self.detokenizer.text(prompt[-_LAST:], prompt[:-_LAST], self._keep)
+        before = self.before(prompt)
         if self._has_channels and _CHANNEL in text:
             _, start, header = before.rpartition("<|start|>")
             return _by_channels((header if start else "") + text)
@@ -199,6 +215,22 @@ class ReasoningParser:
                 reasoning, _, content = body.removeprefix(begin).partition(end)
                 return content.lstrip(), reasoning.strip() or None
         return output.text or "", None
+
+    def split_beginning(self, text: str, before: str) -> tuple[str, str]:
+        """Return content and reasoning of the text so far that later text does not change.
+
+        The marks are part of the text. `before` is the end of the prompt: see `before`.
+        """
+        body = text.lstrip()
+        for begin, end in _PAIRS:
+            if body.startswith(begin) or before.rstrip().endswith(begin):
+                reasoning, mark, content = body.removeprefix(begin).partition(end)
+                if not mark:
+                    reasoning = without_beginning(reasoning, [end])
+                return content.lstrip(), reasoning.strip()
+        if any(begin.startswith(body) for begin, _ in _PAIRS):
+            return "", ""
+        return text, ""
 
 
 def _by_channels(text: str) -> tuple[str, str | None]:

@@ -111,6 +111,15 @@ class ChatRenderer:
             raise UserError(f"the chat template does not take these messages: {reply['error']}")
         return reply["text"]
 
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the process if it does not run, without waiting for it, and return it."""
+        if self._worker is None:
+            # Its own session, so that Ctrl-C in the terminal does not end it.
+            self._worker = subprocess.Popen(
+                [sys.executable, "-c", _WORKER, *sys.path], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        return self._worker
+
     def close(self) -> None:
         """End the process; the next chat would start a new one."""
         worker, self._worker = self._worker, None
@@ -126,16 +135,12 @@ class ChatRenderer:
 
     def _answer(self, request: bytes) -> dict[str, str] | None:
         """Return the answer of the process; None if it ended, such as by its time limit."""
-        if self._worker is None:
-            # Its own session, so that Ctrl-C in the terminal does not end it.
-            self._worker = subprocess.Popen(
-                [sys.executable, "-c", _WORKER, *sys.path], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
-        assert self._worker.stdin is not None and self._worker.stdout is not None
+        worker = self.start()
+        assert worker.stdin is not None and worker.stdout is not None
         try:
-            self._worker.stdin.write(request)
-            self._worker.stdin.flush()
-            return json.loads(self._worker.stdout.readline())
+            worker.stdin.write(request)
+            worker.stdin.flush()
+            return json.loads(worker.stdout.readline())
         except (BrokenPipeError, ValueError):
             self.close()
             return None

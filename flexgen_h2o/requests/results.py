@@ -202,7 +202,7 @@ def failure_line(error: BadRequest, *, key: int, number: int, custom_id: str | N
     detail = {"message": message, "type": "invalid_request_error", "param": error.param,
               "code": error.code}
     if error.code in ("invalid_json_line", "missing_required_parameter", "duplicate_custom_id",
-                      "mismatched_model"):
+                      "mismatched_model", "batch_cancelled", "batch_expired"):
         return _line(key, custom_id, None, {"code": error.code, "message": message,
                                             "param": error.param, "line": number})
     return _line(key, custom_id, _response(key, 400, {"error": detail}), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -43,6 +44,41 @@ class Encoder(Protocol):
     @property
     def vocab_size(self) -> int:
         """Upper bound of token ids."""
+
+
+class BoundedEncoder:
+    """An encoder that refuses prompts longer, with their new tokens, than `max_len` tokens."""
+
+    def __init__(self, encoder: Encoder, max_len: int):
+        self._encoder, self._max_len = encoder, max_len
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `Encoder`."""
+        return self._encoder.tokenizer
+
+    @property
+    def chat_end_tokens(self) -> tuple[int, ...]:
+        """See `Encoder`."""
+        return self._encoder.chat_end_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Encoder`."""
+        return self._encoder.vocab_size
+
+    def encode(self, prompt: str | Sequence[int], *, name: int | str, new_tokens: int,
+               special: bool) -> list[int]:
+        """Return token ids. Raises `UserError` for a prompt that is too long."""
+        tokens = self._encoder.encode(prompt, name=name, new_tokens=new_tokens, special=special)
+        if len(tokens) + new_tokens > self._max_len:
+            raise UserError(f"prompt {name} of {len(tokens)} tokens and {new_tokens} new ones "
+                            f"exceed the server's --max-model-len {self._max_len}")
+        return tokens
+
+    def clamped(self, tokens: int, max_tokens: int) -> int:
+        """Return how many new tokens fit after a prompt."""
+        return min(self._encoder.clamped(tokens, max_tokens), self._max_len - tokens)
 
 
 @dataclass
@@ -125,6 +161,18 @@ class RequestTokenizer:
         if self._renderer is not None:
             self._renderer.close()
 
+    def start(self) -> None:
+        """Start the process that renders chats, if there is a template: the first chat waits less.
+        """
+        if self._encoder.tokenizer is not None:
+            with suppress(UserError), self._lock:  # without a template, chats are refused
+                self._chat_renderer().start()
+
+    def _chat_renderer(self) -> ChatRenderer:
+        if self._renderer is None:
+            self._renderer = ChatRenderer(self._encoder.tokenizer, self._template)
+        return self._renderer
+
     def read(self, source: RequestLines, place: int) -> TokenizedRequest | FailedRequest:
         """Return the request of a line. Raises `UserError` if the input has changed."""
         custom_id = None
@@ -175,9 +223,8 @@ class RequestTokenizer:
         try:
             texts: Sequence[str | list[int]] = request.prompts
             if request.chat:
-                if self._renderer is None:
-                    self._renderer = ChatRenderer(encoder.tokenizer, self._template)
-                texts = [self._renderer.render(request.messages, request.template_arguments)]
+                texts = [self._chat_renderer().render(request.messages,
+                                                      request.template_arguments)]
             prompts = [encoder.encode(text, name=name, special=request.special,
                                       new_tokens=1 if request.clamps else limit)
                        for text in texts]

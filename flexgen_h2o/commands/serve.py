@@ -1,0 +1,216 @@
+"""Serve OpenAI's Files, Batch and completion endpoints: ``flexgen-h2o serve --model NAME``.
+
+Flags and the data directory are checked before torch is imported and the model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flexgen_h2o.cli.command import StopRequest, entry_point
+from flexgen_h2o.cli.launch import open_llm
+from flexgen_h2o.cli.parser import (
+    Parser,
+    build_parser,
+    check_flags,
+    check_placed,
+    flag_fields,
+    given_flags,
+)
+from flexgen_h2o.cli.request_flags import (
+    UNSUPPORTED,
+    RequestOptions,
+    check_supported,
+    request_flags,
+)
+from flexgen_h2o.cli.run_config import RunConfig
+from flexgen_h2o.cli.values import flag
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.files.terminal import print_stdout
+from flexgen_h2o.requests.tokenizing import BoundedEncoder, RequestTokenizer
+
+if TYPE_CHECKING:
+    from flexgen_h2o.serving.server import Server
+
+KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
+"""Environment variable with the key, which other users cannot see in the list of processes."""
+MAX_MODEL_LEN = 4096
+"""Default of ``--max-model-len`` for models with more positions."""
+
+_PLANNING = ("goal", "allow_compression", "plan_only", "recalibrate", "hardware")
+_ONE_RANK = ("pipeline_parallel", "rank_timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(RequestOptions):
+    """The checked flags of `serve`.
+
+    Raises `UserError` for a value out of range and for flags that contradict each other.
+    """
+
+    host: str = flag(
+        "text", "127.0.0.1", group="server",
+        help="address to listen on; addresses that other machines reach need --api-key",
+    )
+    port: int = flag(
+        "int", 8000, ge=0, group="server", help="port to listen on; 0: a free one",
+    )
+    data_dir: str = flag(
+        "path", "~/flexgen_h2o_data", group="server", metavar="DIR",
+        help="folder of uploads, batches and results, which a restarted server goes on with",
+    )
+    api_key: str | None = flag(
+        "text", None, group="server", shown=f"{KEY_VARIABLE} in the environment, or none",
+        metavar="KEY", help="key that requests must send",
+    )
+    cors_origin: tuple[str, ...] | None = flag(
+        "words", None, group="server", shown="none", metavar="URL",
+        help="origins of web pages that may use the server, such as https://example.org",
+    )
+    max_model_len: int | None = flag(
+        "int", None, ge=2, group="server",
+        shown=f"the model's positions, at most {MAX_MODEL_LEN}",
+        help="maximum number of tokens of a prompt and its answer; memory is planned for it",
+    )
+    max_block_seconds: float = flag(
+        "float", 30.0, gt=0, group="server",
+        help="maximum time of a block, after which waiting requests join",
+    )
+    max_queue: int = flag(
+        "int", 256, ge=1, group="server",
+        help="maximum number of sequences that clients wait for; more are refused with status 429",
+    )
+    max_file_size: int = flag(
+        "size", 100_000_000, group="server", metavar="SIZE", shown="100MB",
+        help="maximum size of an uploaded file",
+    )
+
+    def __post_init__(self) -> None:
+        check_flags(self)
+        check_placed(self.run)
+        if self.port > 65535:
+            raise UserError(f"--port must be at most 65535, got {self.port}")
+        for origin in self.cors_origin or ():
+            if not re.fullmatch(r"https?://[\w.:\[\]-]+", origin):
+                raise UserError("--cors-origin must be the origin of a page, such as "
+                                f"https://example.org, got {origin!r}")
+        if self.key is not None and not re.fullmatch(r"[!-~]+", self.key):
+            raise UserError("--api-key must be letters, digits and signs of ASCII without spaces")
+        if self.key is None and not _is_loopback(self.host):
+            raise UserError(f"--host {self.host} is reached from other machines: add --api-key, or "
+                            f"set {KEY_VARIABLE}")
+        _ = self.template, self.request_fields  # read the files now, to report errors early
+
+    @property
+    def name(self) -> str:
+        """Name of the model in answers."""
+        return (self.served_model_name or (self.run.model,))[0]
+
+    @property
+    def key(self) -> str | None:
+        """The key that requests must send; None if they need none."""
+        return self.api_key or os.environ.get(KEY_VARIABLE) or None
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until a signal comes."""
+    with open_server(options) as server, StopRequest(server.end):
+        print_stdout(f"serving {options.name} at {server.url}/v1")
+        server.run()
+
+
+@contextmanager
+def open_server(options: ServeOptions) -> Iterator[Server]:
+    """Open the data directory and the model, and begin with batches that are left.
+
+    The server listens when it runs. At the end of the ``with`` statement the current block ends,
+    and its results are stored; after an error, it ends with its next token.
+
+    Raises
+    ------
+    UserError
+        A package is missing, the data directory or the address cannot be used, or the model cannot
+        be loaded.
+    """
+    try:
+        from flexgen_h2o.serving.api import Api
+        from flexgen_h2o.serving.metrics import Metrics
+        from flexgen_h2o.serving.scheduler import Scheduler
+        from flexgen_h2o.serving.server import Server
+        from flexgen_h2o.serving.store import Store
+    except ImportError as error:
+        raise UserError(f"serve needs {error.name}: pip install 'flexgen_h2o[serve]'") from None
+
+    defaults = options.defaults()
+    with (closing(Store(options.data_dir)) as store, _bind(options) as listener,
+          open_llm(options.run) as llm):
+        max_len = options.max_model_len or 1 + llm.clamped(1, MAX_MODEL_LEN - 1)
+        if 1 + llm.clamped(1, max_len - 1) < max_len:
+            raise UserError(f"--max-model-len {max_len} is more than the model's positions: give "
+                            f"at most {1 + llm.clamped(1, max_len - 1)}")
+        encoder = BoundedEncoder(llm, max_len)
+        with RequestTokenizer(encoder, defaults, options.template) as tokenizer:
+            scheduler = Scheduler(
+                llm, store, tokenizer, Metrics(options.name), max_model_len=max_len,
+                block_seconds=options.max_block_seconds, max_queue=options.max_queue)
+            api = Api(store, scheduler, tokenizer, defaults, model=options.name,
+                      max_model_len=max_len, max_file=options.max_file_size)
+            app = api.app(key=options.key, host=options.host, origins=options.cors_origin or ())
+            try:
+                tokenizer.start()
+                scheduler.start()
+                yield Server(app, scheduler, listener)
+            except BaseException:
+                scheduler.interrupt()
+                raise
+            finally:
+                scheduler.close()
+
+
+def _bind(options: ServeOptions) -> socket.socket:
+    """Return a socket on the address to listen on. Raises `UserError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+    except OSError as error:
+        raise UserError(f"cannot listen on --host {options.host} --port {options.port} "
+                        f"({error.strerror}): choose others") from None
+
+
+def parser() -> Parser:
+    """Return the parser of the flags."""
+    return build_parser(
+        request_flags(ServeOptions, without=(*_PLANNING, *_ONE_RANK)), command="serve",
+        usage="%(prog)s [--model NAME] [--percent P ...] [--host HOST] [--port N] [flags]",
+        description="Serve OpenAI's Files, Batch, completion and chat endpoints. Batches survive "
+        "restarts.")
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
+    """Parse flags into checked `ServeOptions`. Raises `UserError`."""
+    values = given_flags(parser(), argv)
+    check_supported(values, "serve", (*UNSUPPORTED, *_PLANNING, *_ONE_RANK, "csv", "output"))
+    options: dict[str, Any] = {spec.name: values.pop(spec.name)
+                               for spec in flag_fields(ServeOptions) if spec.name in values}
+    return ServeOptions(run=RunConfig.from_mapping(values), **options)
+
+
+main = entry_point(parse_args, run)

@@ -1,0 +1,225 @@
+"""A batch that runs: which lines of its input are left, and its files of results. No torch.
+
+A result line is on disk before the line counts as answered. A batch that is opened again, after a
+restart or an error, goes on with the lines without a result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from flexgen_h2o.engine.detokenization import ReasoningParser
+from flexgen_h2o.errors import UserError
+from flexgen_h2o.outputs import Output
+from flexgen_h2o.requests.input import VALID, JobInput
+from flexgen_h2o.requests.request import URLS, BadRequest, read_object, request_id
+from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
+from flexgen_h2o.requests.tokenizing import FailedRequest, RequestTokenizer, TokenizedRequest
+from flexgen_h2o.serving.store import Batch, Counts, Store
+
+MAX_ERRORS = 100
+"""Errors of a refused input that a batch shows."""
+_LINES = 1024  # result lines that are written together when a batch ends early
+
+
+class InvalidInput(Exception):
+    """The input file of a batch is not a file of requests. `errors` is as in the API."""
+
+    def __init__(self, errors: list[dict[str, Any]]):
+        super().__init__(errors[0]["message"])
+        self.errors = errors
+
+
+class BatchRun:
+    """The lines of a batch on their way to results; a context manager.
+
+    Parameters
+    ----------
+    store : Store
+    batch : Batch
+    tokenizer : RequestTokenizer
+    parser : ReasoningParser or None
+        See `answer_line`.
+
+    Attributes
+    ----------
+    id : str
+    created_at, expires_at : int
+    counts : Counts
+        Requests that have result lines.
+    outstanding : dict of int to TokenizedRequest
+        Requests that have been read and have no result, by their place in the input.
+
+    Raises
+    ------
+    InvalidInput
+        A line is not JSON, or has no id of its own.
+    UserError
+        A file cannot be read or written.
+    """
+
+    def __init__(self, store: Store, batch: Batch, tokenizer: RequestTokenizer,
+                 parser: ReasoningParser | None):
+        self.id, self.created_at, self.expires_at = batch.id, batch.created_at, batch.expires_at
+        self._store, self._batch, self._tokenizer, self._parser = store, batch, tokenizer, parser
+        self.outstanding: dict[int, TokenizedRequest] = {}
+        self._lines: dict[ResultsFile, list[bytes]] = {}
+        path = store.path(batch.input_file_id)
+        with ExitStack() as files:
+            try:
+                self._source = files.enter_context(JobInput(path))
+            except UserError as error:
+                message = str(error).replace(f"--input {path}", "the input file")
+                raise InvalidInput([{"code": "invalid_file", "line": None, "message": message,
+                                     "param": None}]) from None
+            self._check_lines()
+            self._output, self._errors = (
+                files.enter_context(ResultsFile(name, store.path(id))) for name, id in
+                (("the output file", batch.output_file_id), ("the error file",
+                                                             batch.error_file_id)))
+            places, failed = self._answered()
+            self._remaining = np.setdiff1d(np.arange(len(self._source)), places)
+            self.counts = Counts(len(self._source), len(places) - len(failed), len(failed))
+            self._next = 0
+            self._files = files.pop_all()
+
+    def __enter__(self) -> BatchRun:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def close(self) -> None:
+        """Close the files; a second call does nothing."""
+        self._files.close()
+
+    def _check_lines(self) -> None:
+        source, errors = self._source, []
+        for place in np.flatnonzero(source.kinds != VALID)[:MAX_ERRORS]:
+            found = self._tokenizer.read(source, int(place))
+            assert isinstance(found, FailedRequest)
+            errors.append({"code": found.error.code, "line": int(source.numbers[place]),
+                           "message": str(found.error), "param": found.error.param})
+        if errors:
+            raise InvalidInput(errors)
+
+    def _answered(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the places of lines with results, and of those that failed."""
+        done, _ = self._output.answered(self._source)
+        failed, _ = self._errors.answered(self._source)
+        failed = np.setdiff1d(failed, done)
+        return np.union1d(done, failed), failed
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all lines have been read."""
+        return self._next == len(self._remaining)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all lines have results."""
+        return self.exhausted and not self.outstanding
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences of outstanding requests."""
+        return sum(request.choices for request in self.outstanding.values())
+
+    def read(self, sequences: int, until: float) -> list[TokenizedRequest]:
+        """Return the next requests that can run; those that cannot get result lines.
+
+        Parameters
+        ----------
+        sequences : int
+            About how many sequences to return.
+        until : float
+            `time.monotonic` after which to return what has been read.
+        """
+        requests: list[TokenizedRequest] = []
+        while sequences > 0 and not self.exhausted:
+            place = int(self._remaining[self._next])
+            self._next += 1
+            found = self._tokenizer.read(self._source, place)
+            if isinstance(found, TokenizedRequest) and (
+                    found.request.chat != (self._batch.endpoint == "/v1/chat/completions")):
+                found = FailedRequest(place, found.request.custom_id, BadRequest(
+                    f"url must be the batch's endpoint, {self._batch.endpoint}", param="url",
+                    code="invalid_url"))
+            if isinstance(found, FailedRequest):
+                self._fail(place, found.custom_id, found.error)
+            else:
+                requests.append(found)
+                self.outstanding[place] = found
+                sequences -= found.choices
+            if time.monotonic() > until:
+                break
+        # As `BlockQueue` sorts: similar lengths share a batch.
+        requests.sort(key=lambda request: (-max(request.limits).bit_length(),
+                                           -max(map(len, request.prompts))))
+        return requests
+
+    def add_output(self, request: TokenizedRequest, choice: int, output: Output) -> None:
+        """Keep the output of a choice. The last one of a request makes its result line."""
+        request.outputs[choice] = output
+        if request.finished:
+            del self.outstanding[request.place]
+            self._lines.setdefault(self._output, []).append(answer_line(
+                request.request, [request.outputs[place] for place in range(request.choices)],
+                key=self._key(request.place), model=self._batch.model, created=int(time.time()),
+                parser=self._parser))
+            self.counts.completed += 1
+
+    def fail(self, request: TokenizedRequest, error: BadRequest) -> None:
+        """Give a request that cannot go on its result line."""
+        del self.outstanding[request.place]
+        self._fail(request.place, request.request.custom_id, error)
+
+    def _fail(self, place: int, custom_id: str | None, error: BadRequest) -> None:
+        self._lines.setdefault(self._errors, []).append(failure_line(
+            error, key=self._key(place), number=int(self._source.numbers[place]),
+            custom_id=custom_id))
+        self.counts.failed += 1
+
+    def _key(self, place: int) -> int:
+        return int(self._source.keys[place])
+
+    def flush(self) -> None:
+        """Write the new result lines, then the counts. Raises `UserError` if that fails."""
+        if self._lines:
+            for file, lines in self._lines.items():
+                file.add(lines)
+            self._lines = {}
+            self._store.update_batch(self.id, request_counts=self.counts)
+
+    def end(self, status: str) -> None:
+        """Fail the lines without results, if any, and end the batch with a status.
+
+        Raises `UserError` if a file cannot be written.
+        """
+        word = "cancelled" if status == "cancelled" else "expired"
+        error = BadRequest(f"the batch was {word} before this request had run",
+                           code=f"batch_{word}")
+        if status == "completed":
+            self._store.update_batch(self.id, status="finalizing")
+        left: Sequence[int] = [*self.outstanding, *self._remaining[self._next:].tolist()]
+        for start in range(0, len(left), _LINES):
+            for place in left[start:start + _LINES]:
+                line = self._source.line(place)
+                custom_id = request_id(read_object(line), int(self._source.numbers[place]))
+                self._fail(place, custom_id, error)
+            self.flush()
+        self.flush()
+        self.close()
+        self._store.finish_batch(self._batch, status)
+
+
+def check_endpoint(endpoint: object) -> str:
+    """Return the endpoint of a batch. Raises `BadRequest`."""
+    if not isinstance(endpoint, str) or endpoint not in URLS:
+        raise BadRequest(f"endpoint must be {' or '.join(URLS)}", param="endpoint")
+    return endpoint

@@ -1,0 +1,310 @@
+"""Nothing is lost: kills, restarts, damaged and full disks, two servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import pytest
+from helpers import selection
+from helpers.error_cases import refused
+from helpers.servers import DEADLINE, Served, flags, request, serving
+from helpers.subprocesses import environment
+
+from flexgen_h2o import LLM
+from flexgen_h2o.commands import serve
+from flexgen_h2o.requests.results import ResultsFile
+from flexgen_h2o.serving.store import Batch, Counts, File, Store, StoreError, new_id
+
+KILLER = """
+import json, os, random, signal, sys, threading, torch
+from helpers.servers import Served, request, serving
+from transformers import AutoTokenizer
+from flexgen_h2o.llm import LLM
+from flexgen_h2o.serving import api, store
+
+def life(draw, argv, log):
+    # A server and its client, killed at some write to the disk, before or after it.
+    torch.set_num_threads(1)
+    left, after, sync = draw.randrange(1, 25), draw.random() < 0.5, os.fsync
+    class Database:
+        def __init__(self, inner): self.inner = inner
+        def __getattr__(self, name): return getattr(self.inner, name)
+        def execute(self, text, *values):
+            return counted(self.inner.execute, text, *values) if (
+                text == "COMMIT") else self.inner.execute(text, *values)
+    def counted(write, *arguments):
+        nonlocal left
+        left -= 1
+        if left < 0 and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = write(*arguments)
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    os.fsync = lambda file: counted(sync, file)
+    opened = store.Store._open
+    store.Store._open = lambda self, path: Database(opened(self, path))
+    with serving(argv) as served:
+        for number in range(50):
+            name = f"{draw.randrange(10 ** 9)}"
+            lines = [request(f"{name}-{line}", prompt=f"w{3 + line} w4", max_tokens=3 + line,
+                             ignore_eos=True) for line in range(6)]
+            note = {"lines": [line["custom_id"] for line in lines]}
+            note["file"] = served.upload(lines)
+            print(json.dumps(note), file=log, flush=True)
+            note["batch"] = served.openai.batches.create(
+                input_file_id=note["file"], endpoint="/v1/completions",
+                completion_window="24h").id
+            print(json.dumps(note), file=log, flush=True)
+            if draw.random() < 0.2:
+                served.http.post(f"/v1/batches/{note['batch']}/cancel").raise_for_status()
+                note["cancelled"] = True
+                print(json.dumps(note), file=log, flush=True)
+            served.wait(note["batch"])
+
+AutoTokenizer.from_pretrained(sys.argv[sys.argv.index("--model") + 1])  # before the forks
+*argv, path, moments = sys.argv[1:]
+draw, codes = random.Random(1), []
+for moment in range(int(moments)):
+    child = os.fork()
+    if child == 0:
+        with open(path, "a") as log:
+            life(random.Random(draw.random()), argv, log)
+        os._exit(0)
+    draw.random()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print("ended", *codes)
+"""
+
+
+def test_a_killed_server_loses_nothing(words, tmp_path):
+    moments, log = (20 if selection.every_case else 2), tmp_path / "log"
+    argv = flags(words, tmp_path / "data")
+    folder = os.path.dirname(os.path.dirname(__file__))
+    done = subprocess.run([sys.executable, "-c", KILLER, *argv, str(log), str(moments)],
+                          capture_output=True, text=True,
+                          env=environment(os.path.dirname(folder), folder))
+    assert done.stdout.endswith(f"ended {' '.join(['-9'] * moments)}\n"), done.stdout + done.stderr
+    notes = [json.loads(line) for line in log.read_text().splitlines()]
+    with serving(argv) as served:
+        for note in notes:
+            served.openai.files.retrieve(note["file"])
+            if "batch" not in note:
+                continue
+            batch = served.wait(note["batch"])
+            states = ("cancelled",) if note.get("cancelled") else ("completed", "cancelled")
+            assert batch.status in states
+            lines = [line for id in (batch.output_file_id, batch.error_file_id) if id
+                     for line in served.lines(id)]
+            assert sorted(line["custom_id"] for line in lines) == sorted(note["lines"])
+            if batch.status == "completed":
+                assert texts(lines) == undisturbed(words, note["lines"])
+
+
+def texts(lines: list[dict]) -> dict[str, str]:
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+
+
+def undisturbed(words: str, names: list[str]) -> dict[str, str]:
+    """The texts of the requests of a killed server, from a server that is not killed."""
+    from flexgen_h2o.requests.request import Defaults, parse_request
+
+    prompts, params = [], []
+    for line, name in enumerate(names):
+        body = {"prompt": f"w{3 + line} w4", "max_tokens": 3 + line, "ignore_eos": True}
+        one = parse_request("/v1/completions", body, name, Defaults({"tiny"}, 32))
+        prompts.append(one.prompts[0])
+        params.append(one.choice_params(0))
+    with LLM(words, dtype="float32", device="cpu") as llm:
+        return {name: output.text for name, output in zip(
+            names, llm.generate(prompts, params), strict=True)}
+
+
+def some(count: int) -> list[dict]:
+    return [request(f"r{number}", prompt=f"w{3 + number % 50} w4", max_tokens=8, ignore_eos=True)
+            for number in range(count)]
+
+
+def test_a_stopped_server_goes_on(words, tmp_path):
+    argv = flags(words, tmp_path, "--max-block-seconds", "0.01")
+    with serving(argv) as served:
+        batch = served.batch(some(80))
+        until = time.monotonic() + DEADLINE
+        while not served.openai.batches.retrieve(batch.id).request_counts.completed:
+            assert time.monotonic() < until
+    with serving(argv) as served:
+        counts = served.openai.batches.retrieve(batch.id).request_counts
+        assert 0 < counts.completed < counts.total == 80
+        ended = served.wait(batch.id)
+        lines = served.lines(ended.output_file_id)
+        assert len(lines) == len({line["custom_id"] for line in lines}) == 80
+
+
+def test_sigterm_ends_the_server(words, tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", "flexgen_h2o", "serve",
+                                *flags(words, tmp_path)], stdout=subprocess.PIPE, text=True,
+                               stderr=subprocess.PIPE, env=environment())
+    served = Served(process.stdout.readline().split()[-1].removesuffix("/v1"))
+    batch = served.batch(some(80))
+    served.wait(batch.id, "in_progress")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE)
+    served.close()
+    assert (process.returncode, err) == (
+        0, "ending with the block under way; a second signal ends it at once\n")
+    with serving(flags(words, tmp_path)) as served:
+        assert served.wait(batch.id).request_counts.completed == 80
+
+
+def test_batches_go_on_when_the_disk_has_space_again(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("flexgen_h2o.serving.scheduler._RETRY_SECONDS", 0.05)
+    add, full = ResultsFile.add, [True, True, False, True]
+
+    def add_if_space(file, lines):
+        if full and full.pop():
+            from flexgen_h2o.errors import UserError
+            raise UserError("cannot write: No space left on device")
+        add(file, lines)
+
+    monkeypatch.setattr(ResultsFile, "add", add_if_space)
+    with serving(flags(words, tmp_path)) as served:
+        batch = served.wait(served.batch(some(40)).id)
+        assert batch.request_counts.completed == len(served.lines(batch.output_file_id)) == 40
+
+
+def test_a_full_disk_is_an_answer(served, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    answer = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"})
+    assert answer.status_code == 507 and "No space left" in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "fsync", full)
+    answer = served.http.post("/v1/files", data={"purpose": "batch"}, files={"file": b"x"})
+    assert answer.status_code == 507
+    monkeypatch.undo()
+    assert served.http.get("/health").status_code == 200
+    served.upload(some(1))
+
+
+def test_errors_of_the_engine_do_not_end_the_server(words, tmp_path, monkeypatch):
+    from flexgen_h2o.request_session import RequestSession
+
+    step, errors = RequestSession.step, [RuntimeError("lost")]
+
+    def failing(session):
+        if errors and len(session._requests) > 1:
+            raise errors.pop()
+        return step(session)
+
+    monkeypatch.setattr("flexgen_h2o.serving.scheduler._LONGEST_PAUSE", 0.1)
+    with serving(flags(words, tmp_path)) as served:
+        monkeypatch.setattr(RequestSession, "step", failing)
+        batch = served.wait(served.batch(some(20)).id)
+        assert batch.request_counts.completed == 20 and not errors
+        assert served.http.get("/health").status_code == 200
+
+
+def test_a_request_that_cannot_go_on_fails_alone(words, tmp_path, monkeypatch):
+    from flexgen_h2o.errors import NonFiniteLogits
+    from flexgen_h2o.request_session import RequestSession
+
+    step, bad = RequestSession.step, []
+
+    def failing(session):
+        if len(session._requests) > 5 and not bad:
+            bad.append(sorted(session._requests)[3])
+            session.abort(bad[0])
+            raise NonFiniteLogits("prompt 3", bad[0])
+        return step(session)
+
+    with serving(flags(words, tmp_path)) as served:
+        monkeypatch.setattr(RequestSession, "step", failing)
+        batch = served.wait(served.batch(some(20)).id)
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (19, 1)
+        (line,) = served.lines(batch.error_file_id)
+        assert line["response"]["body"]["error"]["code"] == "logits_not_finite"
+
+
+# --- the data directory
+
+
+def test_a_second_server_on_a_folder_is_refused(tmp_path):
+    store = Store(str(tmp_path))
+    try:
+        assert "in use by another server" in refused(lambda: Store(str(tmp_path)), "--data-dir")
+    finally:
+        store.close()
+    Store(str(tmp_path)).close()
+
+
+@pytest.mark.parametrize("damage", ["bytes", "page", "record"])
+def test_a_damaged_database_is_refused(tmp_path, damage):
+    store = Store(str(tmp_path))
+    for _ in range(200):
+        path = store.new_upload()
+        open(path, "w").close()
+        store.add_upload(path, "x" * 200)
+    store.close()
+    path = tmp_path / "serve.db"
+    if damage == "record":
+        database = sqlite3.connect(path)
+        database.execute("UPDATE records SET data = '{}' WHERE number = 7")
+        database.commit()
+        database.close()
+    else:
+        data = bytearray(path.read_bytes())
+        start, length = (0, 100) if damage == "bytes" else (len(data) // 2, 8192)
+        data[start:start + length] = random.Random(0).randbytes(length)
+        path.write_bytes(data)
+    message = refused(lambda: Store(str(tmp_path)), "is damaged")
+    assert "restore a backup" in message
+    assert len(list((tmp_path / "files").iterdir())) == 200
+
+
+def test_partial_uploads_are_removed(tmp_path):
+    store = Store(str(tmp_path))
+    partial = store.new_upload()
+    open(partial, "w").close()
+    whole = store.new_upload()
+    open(whole, "w").close()
+    file = store.add_upload(whole, "name")
+    store.close()
+    store = Store(str(tmp_path))
+    assert not os.path.exists(partial) and os.path.exists(store.path(file.id))
+    assert store.get(File, file.id) == file
+    store.close()
+
+
+def test_a_full_database_changes_nothing(tmp_path):
+    store = Store(str(tmp_path))
+    path = store.new_upload()
+    open(path, "w").close()
+    file = store.add_upload(path, "name")
+    pages, = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    batch = Batch(id=new_id("batch_"), endpoint="/v1/completions", model="m",
+                  input_file_id=file.id, completion_window="24h", output_file_id="o",
+                  error_file_id="e", created_at=1, expires_at=2, request_counts=Counts(),
+                  metadata={"a": "x" * 100_000})
+    with pytest.raises(StoreError, match="full"):
+        store.add_batch(batch)
+    assert store.page(Batch) == ([], False) and store.get(File, file.id) == file
+    store.close()
+
+
+def test_ports_in_use_are_refused(words, tmp_path, capsys):
+    with serving(flags(words, tmp_path / "one")) as served:
+        argv = flags(words, tmp_path / "two")
+        argv[argv.index("--port") + 1] = served.url.rpartition(":")[2]
+        assert serve.main(argv) == 2
+        assert "cannot listen on" in capsys.readouterr().err
