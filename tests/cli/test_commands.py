@@ -152,7 +152,7 @@ def test_bash_completes_commands_flags_values_and_files(capsys, tmp_path):
     assert commands.main(["--print-completion", "bash"]) == 0
     script = capsys.readouterr().out
     for words, offered in (
-            (("s",), {"summarize", "stream"}),
+            (("s",), {"serve", "stream", "summarize"}),
             (("",), {*COMMANDS}),
             (("generate", "--hh-r"), {"--hh-ratio"}),
             (("plan", "--goal", "lat"), {"latency"}),
