@@ -179,8 +179,8 @@ class RunFlags:
     )
     expert_slots: int | None = _flag(
         "policy", "int", None, ge=1, shown="the experts that a decode step chooses in two layers",
-        help="slots in the fastest memory for experts that are not resident there; the most used "
-        "experts keep their slots",
+        help="slots in the fastest memory for experts that are not resident there, besides those "
+        "of the percent in memory if others are on disk; the most used experts keep their slots",
     )
     cpu_expert_compute: bool = _flag(
         "policy", "bool", False,
@@ -188,8 +188,8 @@ class RunFlags:
     )
     expert_counts: str | None = _flag(
         "policy", "path", None, metavar="FILE.json", shown="none",
-        help="expert counts that --count-experts wrote: plan with them, and keep the most chosen "
-        "experts in the fastest memory",
+        help="expert counts that --count-experts wrote: plan with them, and begin with the "
+        "most chosen experts in the fastest memory",
     )
     refill_share: float = _flag(
         "policy", "float", Policy.refill_share, gt=0, le=1,

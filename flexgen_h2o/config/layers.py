@@ -99,7 +99,8 @@ class ExpertsConfig:
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
-    def slots(self, tokens: int, streamed: int, requested: int | None = None) -> int:
+    def slots(self, tokens: int, streamed: int, requested: int | None = None,
+              pooled: float = 0.0) -> int:
         """Return the number of expert slots in compute memory.
 
         Parameters
@@ -110,9 +111,12 @@ class ExpertsConfig:
             Experts that are not in compute memory permanently: the upper limit.
         requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
+        pooled : float
+            Share of the experts that have slots besides (`storage.placement.pool_experts`).
         """
         touched = min(self.count, self.per_token * tokens)
-        return min(streamed, 2 * touched if requested is None else requested)
+        return min(streamed, (2 * touched if requested is None else requested)
+                   + int(pooled * streamed + 1e-6))
 
     def resident_slots(self, tokens: float, streamed: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.

@@ -48,12 +48,14 @@ class Policy:
         Placement of a mixture's experts; `weights` then covers all other weights. None: `weights`
         covers both, and experts get the fastest memory that the others leave.
     expert_slots : int, optional
-        Slots in fast memory for experts that are not resident there. None: the experts that a
-        decode step chooses in two layers.
+        Slots in fast memory for experts that are not resident there, besides those of the share of
+        `experts` in memory if others are on disk. None: the experts that a decode step chooses in
+        two layers.
     cpu_expert_compute : bool
         Compute experts in host memory on the CPU (with a GPU).
     expert_choices : ExpertChoices, optional
-        Counts, by which the most frequently selected experts are placed in the fastest memory.
+        Counts, by which the most frequently selected experts are placed in the fastest memory
+        first.
         None: every layer has the same number of experts there.
     fetch_chosen : bool
         With recall and a cache on disk (with a GPU: in host memory), read only the selected tokens

@@ -15,6 +15,7 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
+from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import (
     OFFLOAD_DIR,
@@ -205,8 +206,9 @@ class Runner:
         args, source = self.args, self.source
         self._transfers = Transfers(self._device, links=self._links, trace=self._trace)
         resources.callback(self._transfers.close)
-        placement, choices = args.policy.weights, args.policy.expert_choices
-        experts = args.policy.experts
+        placement, experts = args.policy.weights, args.policy.experts
+        choices = args.policy.expert_choices
+        choices = choices and choices.slice_layers(self.stage.first, self.stage.last)
         on_disk = placement.disk > 0 or experts is not None and experts.disk > 0
         doing = "converting" if source.bits == 16 else "quantizing"
         with byte_bar(doing, off=args.no_bars) as bar:
@@ -221,8 +223,8 @@ class Runner:
             weights, WeightFiles(checkpoint, names, source.form, self._transfers,
                                  verify=args.verify),
             self._transfers, placement=placement, experts=experts,
-            choices=choices and choices.slice_layers(self.stage.first, self.stage.last),
-            pin=args.policy.pin_weight, shard_prefetch=self._shard_prefetch(args.policy))
+            choices=choices, pin=args.policy.pin_weight,
+            shard_prefetch=self._shard_prefetch(args.policy))
 
         def run_folder() -> RunFolder:
             folder = RunFolder(args.offload_dir)
@@ -232,7 +234,7 @@ class Runner:
         with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._progress_callback(bar),
                               offload_file=source.offload_file(args.seed, args.weight_cache))
-        self._load_experts()
+        self._load_experts(choices)
         self._smoothing = self._key_smoothing()
         self.loaded_bytes = resident_bytes()
 
@@ -242,13 +244,15 @@ class Runner:
                                         mixture=self.config.experts is not None)
         return policy.overlap if sharded and policy.weights.disk > 0 else None
 
-    def _load_experts(self) -> None:
-        """Allocate the slots of experts, if the model has any."""
+    def _load_experts(self, choices: ExpertChoices | None) -> None:
+        """Allocate the slots of experts, if the model has any, and fill them by `choices`."""
         policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, requested=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
             host_computes=policy.cpu_expert_compute)
+        if self._experts is not None:
+            self._experts.fill(choices)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing of each layer; empty if keys are not quantized."""

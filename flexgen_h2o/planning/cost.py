@@ -304,8 +304,10 @@ class _LayerStepCosts:
         for tier in ("disk",) if run.computes_experts_on_host else ("cpu", "disk"):
             share = shares[TIERS.index(tier)]
             last = sum(shares[: TIERS.index(tier) + 1]) if share else 1.0
-            touched = run.touched(sequences, tokens, last - (share or 1.0), last) / (share or 1.0)
-            cost.load("weights", nbytes * touched, (tier,))
+            share = share or 1.0
+            first = 0.0 if run.stored_experts[1] else last - share  # a pool misses any of them
+            cost.load("weights", nbytes * run.touched(sequences, tokens, first, last) / share,
+                      (tier,))
 
     def _compute_experts(self, cost: CostAccumulator, tokens: float) -> None:
         """Add the matmuls with the experts that `tokens` tokens of each sequence choose.

@@ -241,8 +241,8 @@ def _shard_bytes(run: PlannedRun, *, head: bool) -> int:
 
 
 def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
-    """Yield the experts as placed, and the slots that experts are loaded into."""
-    _, placement = run.weight_placements
+    """Yield the experts as they are stored, and the slots that experts are loaded into."""
+    placement, _ = run.stored_experts
     gpu, cpu, disk = (int(run.num_experts * run.expert_bytes * share)
                       for share in placement.fractions())
     yield MemoryRow("experts", gpu, cpu, disk if run.writes_weights else 0)

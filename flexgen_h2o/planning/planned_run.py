@@ -23,7 +23,7 @@ from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
 from flexgen_h2o.config.weight_layout import WeightOptions
 from flexgen_h2o.h2o.budget import budget, num_slots
-from flexgen_h2o.storage.placement import place_experts
+from flexgen_h2o.storage.placement import place_experts, pool_experts
 
 if TYPE_CHECKING:
     from flexgen_h2o.models.model_config import ModelConfig, PartShapes
@@ -242,6 +242,11 @@ class PlannedRun:
         return place_experts(others, self.num_experts * self.expert_bytes, self.policy.weights,
                              self.policy.experts)
 
+    @property
+    def stored_experts(self) -> tuple[Placement, float]:
+        """Where experts are stored, and the share of them in the pool: see `pool_experts`."""
+        return pool_experts(self.weight_placements[1], self.has_gpu)
+
     def touched(self, sequences: float, tokens: float, first: float = 0.0, last: float = 1.0
                 ) -> float:
         """Return the expected number of experts per layer that are chosen.
@@ -271,7 +276,7 @@ class PlannedRun:
     @property
     def offloaded_experts(self) -> float:
         """Experts of all layers that have to be loaded into compute memory."""
-        _, cpu, disk = self.weight_placements[1].fractions()
+        _, cpu, disk = self.stored_experts[0].fractions()
         loads_host = self.has_gpu and not self.policy.cpu_expert_compute
         return self.num_experts * (disk + (cpu if loads_host else 0))
 
@@ -287,7 +292,7 @@ class PlannedRun:
         if experts is None:
             return 0
         return experts.slots(self.sequences, math.ceil(self.offloaded_experts),
-                             self.policy.expert_slots)
+                             self.policy.expert_slots, self.stored_experts[1])
 
     @property
     def slot_bytes(self) -> int:

@@ -564,8 +564,9 @@ def test_a_run_plans_first_and_saves_what_it_chose(here, capsys, tmp_path):
     assert not any("auto" in name for name in names)
 
 
-def test_planned_expert_slots_reach_the_run(here, capsys):
-    argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB"]
+@pytest.mark.parametrize(("slots", "given"), [((), None), (("--expert-slots", "50"), 50)])
+def test_planned_experts_reach_the_run(here, capsys, slots, given):
+    argv = ["--model", "Qwen3-30B-A3B", "--weight-bits", "4", "--memory-limit", "12GB", *slots]
     assert generate.main([*RUN, *argv, "--goal", "latency", "--no-log"]) == 0
     line = shown_flags(capsys.readouterr().out)
     (llm,) = FakeLLM.opened
@@ -573,7 +574,7 @@ def test_planned_expert_slots_reach_the_run(here, capsys):
     shown = parser.parse_args(line.split()).policy()
     assert shown.experts.gpu == pytest.approx(policy.experts.gpu, rel=1e-4)
     assert replace(shown, experts=policy.experts) == policy
-    assert policy.expert_slots > 100 and policy.experts.disk > 0
+    assert policy.expert_slots == given and 0 < policy.experts.disk < 100
 
 
 def test_prompts_bound_the_block(here, capsys):
