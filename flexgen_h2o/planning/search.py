@@ -363,7 +363,7 @@ def ideal_hardware(hardware: Hardware, mxfp4: bool = False) -> Hardware:
     return replace(
         hardware, interference=0.0, read_interference=0.0, fetch_seconds=0.0,
         fetch_head_seconds=0.0,
-        recall=replace(hardware.recall, index_work=1, apart=1),
+        recall=replace(hardware.recall, index_cost=1, gather_cost=1),
         compute=ComputeRates(linear=linear, rounded_linear=rounded_linear,
                              prefill_attention=dict.fromkeys(compute.prefill_attention, flops),
                              decode_attention=dict.fromkeys(compute.decode_attention, bandwidth),
