@@ -178,9 +178,10 @@ def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *
     metadata = torch.empty(2, 1, dtype=torch.int32)
     selected = triton_recall.select_keys(
         q, k, index=index, metadata=metadata, layout=layout, top_k=length // 80 * 16,
-        log_weights=None, form=DEFAULT_ARGUMENTS)
+        log_weights=None, variant=DEFAULT_ARGUMENTS)
     triton_recall.recall_attention(q, k, k, slots=slots, selected=selected, metadata=metadata,
-                                   layout=CacheLayout.from_bits(size, bits), form=DEFAULT_ARGUMENTS)
+                                   layout=CacheLayout.from_bits(size, bits),
+                                   variant=DEFAULT_ARGUMENTS)
     triton_recall.index_keys(slots[0], index, torch.tensor([[length - 1], [length - 1], [1]]),
                              layout=layout,
                              key_layout=None if bits == 16 else GroupLayout(size, bits))

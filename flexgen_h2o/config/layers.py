@@ -1,4 +1,4 @@
-"""Configuration of decoder layers: the form of attention and the mixture of experts. Torch-free."""
+"""Configuration of decoder layers: attention variant, mixture of experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexgen_h2o.errors import UserError
 
 
 @dataclass(frozen=True)
-class AttentionForm:
+class AttentionVariant:
     """The attention variant of a layer: scale, soft cap, window and sinks.
 
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
@@ -57,7 +57,7 @@ class AttentionForm:
         return head_dim ** -0.5 if self.scale is None else self.scale
 
 
-DEFAULT_FORM = AttentionForm()
+DEFAULT_VARIANT = AttentionVariant()
 
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot

@@ -278,7 +278,7 @@ class Runner:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.config.vocab_size, (min(SAMPLED_TOKENS, longest),),
                                generator=generator).tolist()
-        sampler = KeySampler(config.form, rotation_of(config), longest)
+        sampler = KeySampler(config.attention_variant, rotation_of(config), longest)
         self._run_prompts([Request(0, tokens)], sampler, DecodeScorer({0: tokens[:1]}), [])
         return tuple(sampler.layers[layer] for layer in range(config.num_layers))
 

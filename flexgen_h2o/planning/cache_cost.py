@@ -174,7 +174,7 @@ class CacheCosts:
         seconds = 0.0
         for layer in range(model.num_layers):
             # Pairs of a query and a key that it attends to.
-            seen = min(self._prompt, model.form(layer).window or self._prompt)
+            seen = min(self._prompt, model.attention_variant(layer).window or self._prompt)
             pairs = seen * (seen + 1) / 2 + (self._prompt - seen) * seen
             size = budget(run.cache.h2o, layer, run.workload.prompt_len)
             scored = size is not None and size.heavy > 0

@@ -53,7 +53,7 @@ class Gemma(Decoder):
             logit_softcap=f.number_or("final_logit_softcapping", 0.0),
             local_rope=local_rope,
             local_layers=local if local_rope is not None else (),
-            attention=f.forms(
+            attention=f.attention_variants(
                 local, scale=f.number("query_pre_attn_scalar") ** -0.5,
                 softcap=0.0 if local_rope else f.number_or("attn_logit_softcapping", 0.0)),
         )
