@@ -101,13 +101,13 @@ def check_platform(report: str) -> None:
 
 
 def modules() -> set[str]:
-    """Paths of the package's modules and its marker of types, as a wheel has them."""
+    """Return the paths in a wheel of the package's modules and its marker of types."""
     module_paths = {path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")}
     return module_paths | {f"{PACKAGE}/py.typed"}
 
 
 def sources() -> set[str]:
-    """Paths that the sdist has to have: all that builds, documents and tests the package."""
+    """Return the paths that the sdist must have to build, document and test the package."""
     patterns = (f"{PACKAGE}/kernels/cpu/*.cpp", f"{PACKAGE}/kernels/cpu/*.h", "configs/**/*.*",
                 "docs/**/*.*", "examples/*.py", "examples/data/*.*", "tests/**/*.py", "tools/*.py")
     files = {path.relative_to(ROOT).as_posix() for pattern in patterns
@@ -125,7 +125,7 @@ def check_contents(kind: str, names: Iterable[str], needed: set[str]) -> None:
 
 
 def names_of(sdist: Path) -> set[str]:
-    """Paths in an sdist, without the folder that it unpacks to."""
+    """Return the paths in an sdist, without the folder that it unpacks to."""
     with tarfile.open(sdist) as archive:
         return {name.partition("/")[2] for name in archive.getnames()}
 

@@ -170,7 +170,7 @@ def _select(dtype: torch.dtype, size: int, bits: int, length: int, heavy: int, *
 
 def _recall(dtype: torch.dtype, size: int, bits: int, group: int, length: int, *,
             index_bits: int = 4) -> None:
-    """A decode step with recall that selects a fifth of `length` tokens."""
+    """Run a decode step with recall that selects a fifth of `length` tokens."""
     layout = IndexLayout(size, index_bits)
     q, k = torch.empty(1, 4 * group, size, dtype=dtype), torch.empty(1, 4, size, dtype=dtype)
     slots = _slots(dtype, size, bits, 1, 4, length)
@@ -199,7 +199,7 @@ def _groups(dtype: torch.dtype, size: int, bits: int) -> None:
 
 
 def _product(dtype: torch.dtype, rows: int, layout: MatrixLayout) -> None:
-    """A matmul of 512 inputs, or of 576, which are not divisible into whole parts."""
+    """Run a matmul of 512 inputs, or of 576, which are not divisible into whole parts."""
     x, out = (torch.empty(rows, size, dtype=dtype) for size in (layout.inputs, layout.outputs))
     triton_matrix.linear_quantized(x, _matrix(layout), out[0].clone(), out, layout.inputs > 512)
 

@@ -439,7 +439,7 @@ class KVCache:
                        sinks: torch.Tensor | None = None) -> None:
         """Start fetching the tokens that a new token may select, by a predicted query and key.
 
-        Arguments are those of `attend_token`. Results do not depend on the prediction.
+        Arguments are as in `attend_token`. Results do not depend on the prediction.
         """
         offsets = self._rotate(layer, batch, q, k, rope)
         for part in self._parts_of(batch):

@@ -155,7 +155,7 @@ def layer_cache_plans(batch_layout: BatchLayout, h2o: H2OConfig | None,
                       num_layers: int) -> list[LayerCachePlan]:
     """Return the plan of each layer for a batch."""
     def growth(layer: int) -> tuple:
-        # What decides, beside the budgets of the prompts, how budgets grow with generated tokens.
+        # These decide how budgets grow with generated tokens, together with the prompts' budgets.
         if h2o is None:
             return ()
         grows = (*h2o.ratios(layer), h2o.window(layer)) if h2o.budget_of == "text" else ()

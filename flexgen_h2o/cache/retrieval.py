@@ -239,7 +239,7 @@ class Recall:
                 variant: VariantArguments, out: Tensor, capture: cpu_library.CapturedCalls) -> None:
         """Capture `attend` with the metadata of the newest `step`.
 
-        Parameters and shapes are those of `attend`; `out` is like q. The part is resident.
+        Parameters and shapes are as in `attend`; `out` is like q. The part is resident.
         """
         layer, batch = where
         index, step = self.index(*where, part), self._steps[self._step_key(layer, batch, part)]

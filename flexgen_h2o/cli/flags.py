@@ -1,7 +1,7 @@
 """The table of command-line flags: one dataclass field per flag.
 
 Parsers, checks, --help, docs and saved configurations are derived from it. Names and meaning are
-those of FlexGen and the H2O repository where these have the flag. No torch.
+as in FlexGen and the H2O repository if these have the flag. No torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class RunFlags:
     weight_cache: str = _flag(
         "model", "path", "auto", metavar="DIR",
         help="folder that keeps quantized weights for later runs; auto: in the user's cache, "
-        "beside converted models",
+        "next to converted models",
     )
     no_weight_cache: bool = _flag(
         "model", "bool", False, help="quantize weights for this run only",

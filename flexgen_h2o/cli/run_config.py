@@ -312,7 +312,7 @@ class RunConfig(RunFlags):
         return cls(**{name: getattr(self, name) for name in names} | others)
 
     def policy(self) -> Policy:
-        """Return the policy of the run, with defaults for what is still to be planned."""
+        """Return the policy of the run, with defaults for fields that are not planned yet."""
         percent = RunConfig.percent if self.percent == AUTO else self.percent
         return self._build(
             Policy, gpu_batch_size=self.resolved_gpu_batch_size,

@@ -126,7 +126,7 @@ def total(selected: Sequence[Entry]) -> str:
 
 
 def table(selected: Sequence[Entry]) -> Iterator[str]:
-    """Yield the lines of a list: each entry, and below it what it was made from."""
+    """Yield the lines of a list: each entry, and below it its source files."""
     if selected:
         yield f"{'size':>9}  {'last use':>8}  model (format)"
     for entry in selected:

@@ -257,7 +257,7 @@ class IndexLayout:
     ``groups`` rows                of `INDEX_TILE` float16 zero points
     =============================  ===========================================================
 
-    An element is ``zero + scale * code``. Groups are those of `GroupLayout`.
+    An element is ``zero + scale * code``. Groups are as in `GroupLayout`.
 
     Parameters
     ----------

@@ -53,7 +53,7 @@ class AttentionVariant:
         check_bool("sinks", self.sinks)
 
     def scale_for(self, head_dim: int) -> float:
-        """The factor on q . k in heads of this width."""
+        """Return the factor of q . k for heads of this width."""
         return head_dim ** -0.5 if self.scale is None else self.scale
 
 

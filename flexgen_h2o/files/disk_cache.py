@@ -112,7 +112,7 @@ def find_copy(sources: Sequence[Path], form: str, cache: CacheFolder) -> Path | 
 
 
 def model_title(folder: Path) -> str:
-    """Return the name of a model's folder; for a snapshot of the hub, that of its repository."""
+    """Return the name of a model's folder, or the repository of a snapshot of the hub."""
     hub = folder.parent.name == "snapshots"
     return folder.parent.parent.name.removeprefix("models--") if hub else folder.name
 
@@ -143,7 +143,7 @@ def _build(temporary: Path, source: SourceFiles, title: str, build: Callable[[Pa
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        with source.hashing(max(1, HASH_THREADS // 4)) as digest:  # beside the build
+        with source.hashing(max(1, HASH_THREADS // 4)) as digest:  # while the copy is built
             build(temporary)
             source.check_unchanged()
             about = {"model": title, "form": source.form, "digest": digest(),
@@ -306,7 +306,7 @@ def _exclusive(folder: Path, flags: int) -> Iterator[bool]:
 
 
 def entries() -> list[Entry]:
-    """Return what the cache holds, the latest used first."""
+    """Return the entries of the cache, the latest used first."""
     found = []
     for kind in KINDS:
         for path in _folders(cache_dir() / kind):

@@ -403,7 +403,7 @@ def linear_quantized(x: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, ou
     `quantized_choice` selects the implementation on a CPU:
 
     - "codes" reads only the quantized bytes. No bit depends on the number of threads, and a row
-      depends on the rows beside it in the order of its sums only. With AMX, more than 64 rows of
+      depends on the other rows only in the order of its sums. With AMX, more than 64 rows of
       bfloat16 are multiplied by weights that are rounded to bfloat16.
     - "unpacked" (bfloat16, where it was measured to be faster) rounds all weights to bfloat16 and
       uses PyTorch's matmul, which guarantees neither.

@@ -312,9 +312,9 @@ class _LayerStepCosts:
     def _compute_experts(self, cost: CostAccumulator, tokens: float) -> None:
         """Add the matmuls with the experts that `tokens` tokens of each sequence choose.
 
-        The host's matmuls beside a GPU are not measured. It is taken to read weights as fast as
-        attention reads a cache, and to multiply `READ_ROWS` rows with an expert in the time of
-        reading it.
+        The host's matmuls on a machine with a GPU are not measured. The host is assumed to read
+        weights as fast as attention reads a cache, and to multiply `READ_ROWS` rows with an expert
+        in the time of reading it.
         """
         run, experts = self._run, self._model.experts
         if experts is None:

@@ -90,9 +90,9 @@ class ComputeRates:
 
 @dataclass(frozen=True)
 class HostAttentionRates:
-    """Rates of attention on the host's CPU beside a GPU, over a cache in host memory.
+    """Rates of attention on the CPU of a machine with a GPU, over a cache in host memory.
 
-    Attributes are those of `ComputeRates`. Transfers to and from the GPU are not included.
+    Attributes are as in `ComputeRates`. Transfers to and from the GPU are not included.
     """
 
     decode_attention: Mapping[int, float]
@@ -143,10 +143,10 @@ class Hardware:
     cpu_bytes, disk_bytes : int
         Host memory and disk space that a run may use.
     links : mapping of str to float
-        Bytes per second of each of `trace.LINKS`; without a GPU only those of the disk.
+        Bytes per second of each of `trace.LINKS`; without a GPU only the links of the disk.
     compute : ComputeRates
     host_attention : HostAttentionRates or None
-        Beside a GPU.
+        Only on a machine with a GPU.
     interference : float
         Slowdown of overlapping work: the busiest resource takes longer by this share, 0 to 1, of
         the time of the others.

@@ -1,6 +1,6 @@
 """The rows of the memory plan: bytes of each kind of data on each tier. No torch.
 
-Scratch memory counts once, for the layer step that needs most.
+Scratch memory counts once, for the layer step that needs the most.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _attention_scratch(run: PlannedRun) -> int:
         prefill += tokens * token * (4 if run.evicts_chunks else 1)
     max_slots = num_slots + SLOT_TILE
     decode = 4 * tasks * (max_slots + 2 * model.head_dim)
-    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, what is chosen
+    if cache.recalls and run.has_gpu:  # logits of the query heads, their weights, selected keys
         numbers = 4 * (model.num_heads + 2 * model.num_kv_heads)
         decode += load.gpu_batch_size * num_slots * numbers
     return max(prefill, decode, _sparse_attention_scratch(run) if cache.attn_sparsity < 1 else 0)
@@ -132,7 +132,7 @@ def _sparse_attention_scratch(run: PlannedRun) -> int:
     # Keys, and then values, in float32; twice more for quantized values and their dequantization.
     vector = 4 * model.kv_size
     unpacked = vector * (1 if cache.bits == 16 else 3)
-    # Selected values also as stored, and copied beside the new token's.
+    # Selected values also as stored, and copied next to the new token's.
     record = kv_entry_bytes(cache, model, run.itemsize) // 2
     selected = cache.attn_sparsity * (record + max(unpacked, 2 * vector))
     # Logits, masked, with the new token's, and as weights; sorting takes 64 bits twice.
@@ -248,7 +248,7 @@ def _expert_rows(run: PlannedRun) -> Iterator[MemoryRow]:
     yield MemoryRow("experts", gpu, cpu, disk if run.writes_weights else 0)
     slots = run.expert_slots * run.slot_bytes
     host = slots if run.has_gpu and placement.disk > 0 else 0
-    if run.computes_experts_on_host:  # what comes down, what goes up, and one expert's own
+    if run.computes_experts_on_host:  # activations to the host and back, and one expert's own
         host += moe_scratch(run)
     yield MemoryRow("expert slots", slots, host)
 

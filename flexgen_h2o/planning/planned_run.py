@@ -39,9 +39,9 @@ class ExpertUse:
 
     It has two parameters. First, some experts are chosen more often than others. Second, a text
     reuses its experts: t successive tokens choose as many distinct experts as ``t ** locality``
-    independent tokens. Few texts cannot tell these apart. Frequencies are therefore shrunk towards
-    equal ones, by the share of their variance that texts of equal frequencies would also have
-    (James and Stein, 1961).
+    independent tokens. With few texts the two effects cannot be separated. Frequencies are
+    therefore shrunk towards equal ones, by the share of their variance that texts of equal
+    frequencies would also have (James and Stein, 1961).
 
     Attributes
     ----------
@@ -75,8 +75,8 @@ class ExpertUse:
         self.frequencies = weight * self._counted + (1 - weight) * self._alike
         self.locality = 1.0
         if self._length >= 2:
-            alike = _inverse(self.touched, self._of_text)
-            self.locality = min(max(math.log(max(alike, 1.0)) / math.log(self._length),
+            equal = _inverse(self.touched, self._of_text)
+            self.locality = min(max(math.log(max(equal, 1.0)) / math.log(self._length),
                                     _MIN_LOCALITY), 1.0)
 
     def independent(self, tokens: float) -> float:

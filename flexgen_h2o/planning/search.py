@@ -166,7 +166,7 @@ def search(hardware: Hardware, request: PlanRequest, limits: MemoryLimits) -> li
     Raises
     ------
     UserError
-        Nothing fits; the message says what is missing.
+        Nothing fits; the message names the memory that is missing.
     """
     solvers = [solver for run in _prune_options(hardware, request, limits)
                for solver in _candidate_solvers(hardware, request, run, limits)]

@@ -19,7 +19,7 @@ def select_values(q, k, *, keys, metadata, sparsity, layout=None, variant=DEFAUL
                   sinks=None, offsets=None):
     """Return the slots whose values one new token per sequence attends to, and their weights.
 
-    Weights are those of attention over the whole cache and the new token. Of `cached` tokens, each
+    Weights are of attention over the whole cache and the new token. Of `cached` tokens, each
     KV head selects the max(1, int(sparsity * cached)) with the largest weight, summed over the
     query heads of its group; of equal weights, the newer token. Weights are not renormalized.
 

@@ -83,7 +83,7 @@ def _new_logits(q, q_row, q_head, k, cos, sin, sequence, head, cached, scale, ca
 @triton.jit
 def _denominators(stats, rows, new_logit, sink_logits, head, count, splits, everyone,
                   HEADS: tl.constexpr, TALL: tl.constexpr, SPLITS: tl.constexpr):
-    """The whole softmax's maximum and sum, [TALL] each: of splits, new token and sink."""
+    """Return the maximum and sum of the whole softmax, [TALL] each: splits, new token, sink."""
     g = tl.arange(0, TALL)
     part = tl.arange(0, SPLITS)
     valid = (g < HEADS)[:, None] & (part < count)[None, :]
