@@ -32,9 +32,9 @@ GROUPS = ("model", "input", "batch and lengths", "policy", "planning", "cache", 
 
 COMMON = ("model", "path", "device", "dtype", "weight_bits", "activation_bits", "prompt", "prompts",
           "chat", "config", "prompt_len", "gen_len", "gpu_batch_size", "num_gpu_batches", "percent",
-          "offload_dir", "speculate", "pipeline_parallel", "plan_only", "memory_limit", "hh_ratio",
-          "recall", "cache_bits", "do_sample", "temperature", "top_p", "seed", "output", "csv",
-          "stream", "verbose")
+          "offload_dir", "speculate", "draft_model", "pipeline_parallel", "plan_only",
+          "memory_limit", "hh_ratio", "recall", "cache_bits", "do_sample", "temperature", "top_p",
+          "seed", "output", "csv", "stream", "verbose")
 """Flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -197,9 +197,14 @@ class RunFlags:
         "in the next block; 1 waits for all",
     )
     speculate: str | None = _flag(
-        "policy", "text", None, choices=SPECULATIVE_METHODS, shown="none",
+        "policy", "text", None, choices=SPECULATIVE_METHODS, shown="none; draft with --draft-model",
         help="speculative decoding, for few sequences on a CPU: draft tokens from the text so far "
-        "(ngram) and verify them in one decode step; a GPU batch then has one sequence",
+        "(ngram) or by --draft-model (draft) and verify them in one decode step; a GPU batch then "
+        "has one sequence",
+    )
+    draft_model: str | None = _flag(
+        "policy", "text", None, metavar="NAME", shown="none",
+        help="small model with the same tokenizer that drafts tokens; it stays in memory",
     )
     num_speculative_tokens: int = _flag(
         "policy", "int", Policy.num_speculative_tokens, ge=1,

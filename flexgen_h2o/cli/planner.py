@@ -25,7 +25,7 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.readers import path_exists
 from flexgen_h2o.files.terminal import print_stderr
 from flexgen_h2o.kernels.implementations import AutotuneTable
-from flexgen_h2o.models.gguf.config import config_of, header_options
+from flexgen_h2o.models.gguf.config import config_of, header_options, names_gguf
 from flexgen_h2o.models.gguf.header import gguf_file, read_header
 from flexgen_h2o.models.model_config import ModelConfig
 from flexgen_h2o.models.positions import check_cache, check_experts, check_length, longest_prompt
@@ -39,7 +39,7 @@ from flexgen_h2o.models.registry import (
 from flexgen_h2o.planning.hardware import BITS, Hardware, load_hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import predict_pipeline, search_pipeline
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.planning.search import TIE_RATIO, Choice, PlanRequest, predict, search
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_memory
 
@@ -67,6 +67,8 @@ class PlanSubject:
         Bytes of an element that is not quantized.
     weights : callable (bits) -> WeightOptions
         Returns the weight format for a bit width.
+    draft : DraftModel or None
+        The model of `--draft-model`.
     """
 
     hardware: Hardware
@@ -74,6 +76,7 @@ class PlanSubject:
     model: ModelConfig
     itemsize: int
     weights: Callable[[int | str], WeightOptions]
+    draft: DraftModel | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def _speculation(hardware: Hardware, choice: Choice) -> str:
     # A drafted token costs as much as one of another sequence.
     rows = replace(run, workload=replace(run.workload, gpu_batch_size=1 + drafts))
     seconds = predict(hardware, rows).estimate.step.seconds
+    if run.draft_run is not None:
+        seconds += drafts * predict(hardware, run.draft_run).estimate.step.seconds
     share = (seconds / choice.estimate.step.seconds - 1) / drafts
     advice = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
               "does not pay even if all of them are accepted: leave --speculate out")
@@ -191,6 +196,9 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
         source = find_model(config.model, path=config.path, dtype=config.dtype,
                             bits=config.resolved_weight_bits,
                             activation_bits=config.activation_bits, device=device, progress=bar)
+        draft = None if config.draft_model is None else find_model(
+            config.draft_model, path=None, dtype=config.dtype, bits=AUTO, device=device,
+            progress=bar)
     _check_model(config, source.config, has_gpu=device.separate)
     prompts = Prompts(source, config.model, config.h2o())
     if texts and prompts.tokenizer is not None:  # dummy weights are planned for estimated lengths
@@ -205,7 +213,8 @@ def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
                           max(0, min(int(HEADROOM * free.cpu_bytes), free.cpu_bytes - LIBRARIES)),
                           int(HEADROOM * free.disk_bytes))
     return PlanSubject(hardware, limits, source.config, source.dtype.itemsize,
-                       lambda bits: replace(source, bits=bits).form.options)
+                       lambda bits: replace(source, bits=bits).form.options,
+                       None if draft is None else DraftModel(draft.config, draft.form.options))
 
 
 def _other_machine(config: RunConfig, path: str) -> PlanSubject:
@@ -220,7 +229,12 @@ def _other_machine(config: RunConfig, path: str) -> PlanSubject:
     name = config.model if config.path in (None, DUMMY) else config.path
     model, weights = _shape(config.model, name, on_gpu=hardware.has_gpu)
     _check_model(config, model, has_gpu=hardware.has_gpu)
-    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights)
+    draft = None
+    if config.draft_model is not None:
+        shape, formats = _shape(config.draft_model, config.draft_model, on_gpu=hardware.has_gpu)
+        draft = DraftModel(shape, formats(AUTO if names_gguf(config.draft_model) else 16))
+    return PlanSubject(hardware, limits, model, 4 if config.dtype == "float32" else 2, weights,
+                       draft)
 
 
 def _shape(model: str, name: str, *, on_gpu: bool
@@ -280,7 +294,8 @@ def _choices(config: RunConfig, subject: PlanSubject, load: Workload, prompts: i
         pipelines = search_pipeline(hardware, request, ranks, limits)
         return [pipeline.choice for pipeline in pipelines], pipelines[0].bounds
     run = PlannedRun(subject.model, config.policy(), load, subject.itemsize, hardware.has_gpu,
-                     bits in _written_bits(config), config.cache(), subject.weights(bits))
+                     bits in _written_bits(config), config.cache(), subject.weights(bits),
+                     draft=subject.draft)
     if ranks > 1:
         pipeline = predict_pipeline(hardware, run, ranks, limits, prompts)
         return [pipeline.choice], pipeline.bounds
@@ -304,7 +319,7 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
         num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
                          or config.speculate and config.gpu_batch_size else None),
         weights=tuple(map(subject.weights, weight_bits)), caches=caches,
-        written_bits=_written_bits(config), goal=config.goal)
+        written_bits=_written_bits(config), goal=config.goal, draft=subject.draft)
 
 
 def _faster_recall(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None, *,

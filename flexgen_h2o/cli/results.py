@@ -36,7 +36,8 @@ _SWITCHES = ("overlap", "pin_weight", "cpu_cache_compute", "fetch_chosen", "fast
              "prefill_chunk", "sep_layer", "refill_share", "compress_weight", "compress_cache",
              "weight_bits", "activation_bits", "cache_bits", "key_bits", "value_bits", *EVICTION,
              "attn_sparsity", "expert_percent", "expert_slots", "cpu_expert_compute",
-             "expert_counts", "speculate", "num_speculative_tokens")
+             "expert_counts", "speculate", "draft_model",
+             "num_speculative_tokens")
 SETTINGS = ("model", "dtype", *_TIERED, *_SWITCHES)
 """Columns of the configuration, without lengths and batch sizes."""
 CSV_COLUMNS = (

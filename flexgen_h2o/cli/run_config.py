@@ -24,7 +24,7 @@ from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import H2OConfig
 from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.placement import PLACED, Placement, parse_percent
-from flexgen_h2o.config.policy import Policy, speculative_policy
+from flexgen_h2o.config.policy import Policy, speculative_method, speculative_policy
 from flexgen_h2o.config.sampling import SamplingParams
 from flexgen_h2o.config.validation import Count, StrictStruct, Text, validate
 from flexgen_h2o.config.weight_layout import AUTO, INTEGER_BITS, WEIGHT_BITS
@@ -117,6 +117,7 @@ class RunConfig(RunFlags):
         for spec in fields(self):
             value = checked(spec, getattr(self, spec.name), self.label)
             object.__setattr__(self, spec.name, value)
+        object.__setattr__(self, "speculate", speculative_method(self.speculate, self.draft_model))
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"{self.label('device')} must be auto, cpu, cuda or cuda:n, "
                             f"got {self.device!r}")

@@ -28,6 +28,7 @@ from flexgen_h2o.config.validation import check_int
 from flexgen_h2o.config.weight_layout import AUTO
 from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Request
+from flexgen_h2o.engine.draft_model import ModelDrafter
 from flexgen_h2o.engine.executor import Executor, Timing
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.progress import RunBars, byte_bar
@@ -138,6 +139,8 @@ class Runner:
         `args.cache` has the options of this rank's layers.
     rank : RankContext, optional
         This rank of a pipeline. Default: one rank with all layers.
+    draft : Runner, optional
+        Runner of the policy's draft model, which is loaded too.
 
     Attributes
     ----------
@@ -152,7 +155,7 @@ class Runner:
     """
 
     def __init__(self, source: ModelSource, device: Device, args: EngineArgs,
-                 rank: RankContext | None = None):
+                 rank: RankContext | None = None, draft: Runner | None = None):
         args.policy.check_device(has_gpu=device.separate)
         if args.policy.fetch_chosen and device.separate and not recalls_in_place(device):
             raise UserError("fetch_chosen needs the kernels of a GPU, which are missing or "
@@ -162,6 +165,7 @@ class Runner:
         if self.config.experts is not None:  # all batches are routed before any expert is needed
             args = replace(args, policy=replace(args.policy, sep_layer=True))
         self.rank = rank
+        self._draft = draft
         self.stage = Stage.all_layers(self.config.num_layers) if rank is None else rank.stage
         self.stage_config = self.config.slice_layers(self.stage.first, self.stage.last)
         self._exchange = None if rank is None else Exchange(
@@ -236,6 +240,8 @@ class Runner:
                               offload_file=source.offload_file(args.seed, args.weight_cache))
         self._load_experts(choices)
         self._smoothing = self._key_smoothing()
+        if self._draft is not None:
+            self._draft.load(resources)
         self.loaded_bytes = resident_bytes()
 
     def _shard_prefetch(self, policy: Policy) -> bool | None:
@@ -366,9 +372,18 @@ class Runner:
         return RunBars(self.stage.layer_steps(self.args.policy.sep_layer),
                        off=self.args.no_bars)
 
-    def drafter(self) -> Drafter | None:
-        """Return a new drafter for one run; None without speculation."""
+    def drafter(self, max_tokens: int) -> Drafter | None:
+        """Return a new drafter for texts of up to `max_tokens` tokens; None without speculation."""
+        if self._draft is not None:
+            return ModelDrafter(self._draft, max_tokens=max_tokens,
+                                vocab_size=self.config.vocab_size)
         return None if self.args.policy.speculate is None else NgramDrafter()
+
+    def extend(self, workspace: Workspace, batch: Batch, consumer: LogitsConsumer) -> None:
+        """Run a batch on the contents of a workspace's cache, within the run of another model."""
+        Executor(self.config, self.weights, workspace, transfers=self._transfers,
+                 policy=self.args.policy, experts=self._experts).run([batch], consumer,
+                                                                     keep_cache=True)
 
     def run(self, workspace: Workspace, block: Block, consumer: LogitsConsumer, *,
             keep_cache: bool = False, bars: RunBars | None = None,

@@ -163,7 +163,8 @@ def _matmul_scratch(run: PlannedRun) -> int:
     return 4 * (panel + (os.cpu_count() or 1) * thread)
 
 
-WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots")
+WEIGHT_ROWS = ("weights", "embeddings", "weight buffers", "experts", "expert slots",
+               "draft model")
 """Rows that are allocated once the model is loaded."""
 
 
@@ -179,11 +180,20 @@ class MemoryRow:
 
 def plan_rows(run: PlannedRun) -> tuple[MemoryRow, ...]:
     """Return the memory plan of a run. Without a GPU the gpu tier is counted as host memory."""
+    draft = run.draft_run
+    scratch = max(scratch_bytes(run), 0 if draft is None else scratch_bytes(draft))
     rows = (*_weight_rows(run), *_cache_rows(run), *_activation_rows(run),
-            MemoryRow("workspace", scratch_bytes(run)))
+            *(() if draft is None else _draft_rows(draft)), MemoryRow("workspace", scratch))
     if run.has_gpu:
         return rows
     return tuple(MemoryRow(row.name, 0, row.gpu + row.cpu, row.disk) for row in rows)
+
+
+def _draft_rows(draft: PlannedRun) -> Iterator[MemoryRow]:
+    """Yield the weights of a draft model, and the caches and hidden states of its texts."""
+    for name, rows in (("draft model", _weight_rows(draft)),
+                       ("draft cache", chain(_cache_rows(draft), _activation_rows(draft)))):
+        yield MemoryRow(name, sum(row.gpu + row.cpu for row in rows))
 
 
 def _weight_rows(run: PlannedRun) -> Iterator[MemoryRow]:

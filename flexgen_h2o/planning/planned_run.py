@@ -17,7 +17,7 @@ import numpy as np
 from flexgen_h2o.config.cache_layout import CacheOptions
 from flexgen_h2o.config.h2o import add_windows
 from flexgen_h2o.config.layers import ExpertChoices
-from flexgen_h2o.config.limits import CHUNK_ROWS
+from flexgen_h2o.config.limits import CHUNK_ROWS, DRAFT_CHUNK
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.placement import Placement
 from flexgen_h2o.config.policy import Policy, Workload
@@ -153,6 +153,14 @@ def _inverse(touched: Callable[[float], float], experts: float) -> float:
 
 
 @dataclass(frozen=True)
+class DraftModel:
+    """A small model that drafts tokens, resident in memory, and the format of its weights."""
+
+    model: ModelConfig
+    weights: WeightOptions
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """A run whose memory and time are predicted.
 
@@ -174,6 +182,8 @@ class PlannedRun:
         The pipeline stage, if the run is the part of one rank.
     groups : int
         Groups of a block's batches in a pipeline.
+    draft : DraftModel or None
+        The policy's draft model.
     """
 
     model: ModelConfig
@@ -186,6 +196,7 @@ class PlannedRun:
     weights: WeightOptions = WeightOptions()
     stage: Stage | None = None
     groups: int = 1
+    draft: DraftModel | None = None
 
     def __post_init__(self) -> None:
         h2o = add_windows(self.cache.h2o, self.model.attention)
@@ -205,6 +216,15 @@ class PlannedRun:
                        groups=min(groups, self.workload.num_gpu_batches),
                        model=self.model.slice_layers(stage.first, stage.last),
                        cache=replace(self.cache, h2o=stage.h2o(self.cache.h2o)))
+
+    @property
+    def draft_run(self) -> PlannedRun | None:
+        """The run of the draft model, which has the texts of a block one by one."""
+        if self.draft is None:
+            return None
+        load = replace(self.workload, gpu_batch_size=1, num_gpu_batches=self.sequences)
+        return PlannedRun(self.draft.model, Policy(prefill_chunk=DRAFT_CHUNK), load, self.itemsize,
+                          self.has_gpu, False, CacheOptions(), self.draft.weights)
 
     @property
     def is_first_stage(self) -> bool:

@@ -23,7 +23,7 @@ from flexgen_h2o.planning.cost import Estimate, estimate
 from flexgen_h2o.planning.hardware import BILLION, ComputeRates, Hardware, HostAttentionRates
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.placement_solver import PlacementSolver
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
 GPU_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -68,6 +68,8 @@ class PlanRequest:
         block, which has one sequence unless batch sizes are given.
     groups : int
         Groups of a block's batches in a pipeline, each of which loads the weights again.
+    draft : DraftModel or None
+        The policy's draft model.
     """
 
     model: ModelConfig
@@ -83,6 +85,7 @@ class PlanRequest:
     written_bits: frozenset[int | str] = frozenset()
     goal: str = "throughput"
     groups: int = 1
+    draft: DraftModel | None = None
 
     @property
     def max_sequences(self) -> float:
@@ -199,7 +202,8 @@ def _options(hardware: Hardware, request: PlanRequest) -> Iterator[PlannedRun]:
             for host in on_host:
                 policy = replace(request.policy, cpu_cache_compute=host)
                 yield PlannedRun(request.model, policy, load, request.itemsize, hardware.has_gpu,
-                                 weights.weight_bits in request.written_bits, cache, weights)
+                                 weights.weight_bits in request.written_bits, cache, weights,
+                                 draft=request.draft)
 
 
 def _prune_options(hardware: Hardware, request: PlanRequest, limits: MemoryLimits
