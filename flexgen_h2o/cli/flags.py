@@ -197,7 +197,8 @@ class RunFlags:
         "in the next block; 1 waits for all",
     )
     speculate: str | None = _flag(
-        "policy", "text", None, choices=SPECULATIVE_METHODS, shown="none; draft with --draft-model",
+        "policy", "text", None, choices=("none", *SPECULATIVE_METHODS),
+        shown="none; draft with --draft-model; with --percent auto, ngram where it costs nothing",
         help="speculative decoding, for few sequences on a CPU: draft tokens from the text so far "
         "(ngram) or by --draft-model (draft) and verify them in one decode step; a GPU batch then "
         "has one sequence",

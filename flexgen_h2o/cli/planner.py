@@ -47,6 +47,8 @@ HEADROOM = 0.97
 """Share of this machine's free memory that a plan may take, as free memory fluctuates."""
 LIBRARIES = 160 << 20
 """Bytes of host memory that are left at least, for PyTorch and oneDNN."""
+MAX_BREAK_EVEN = 0.03
+"""Share of drafts that must be accepted for speculation to pay, up to which a plan chooses it."""
 RECALL_RATIO = 0.1
 """`--hh-ratio` of a proposed recall: a new token attends to 20 % of the prompt."""
 RECALL_PERPLEXITY = 1.04
@@ -144,8 +146,8 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     if not config.synthetic:  # the length is an estimate
         load = load.cut(longest_prompt(subject.model, config.h2o()))
     choices, bounds = _choices(config, subject, load, prompts)
-    best = choices[0]
-    lines = [plan_text(subject.hardware, choices, subject.limits, bounds)]
+    best, speculation = _speculation(config, subject, load, prompts, choices[0])
+    lines = [plan_text(subject.hardware, [best, *choices[1:]], subject.limits, bounds)]
     recall = _faster_recall(config, subject, load, prompts, full=best)
     if recall is not None:
         lines.append(line("recall", (
@@ -156,26 +158,48 @@ def plan(config: RunConfig, load: Workload, prompts: int | None,
     if config.fetch_chosen and not best.run.policy.fetch_chosen:
         lines.append(line("note", "--fetch-chosen has no effect: this policy leaves nothing of the "
                                   "cache on a slower tier from which tokens are fetched"))
-    if config.speculate is not None and best.estimate.steps:
-        lines.append(line("speculation", _speculation(subject.hardware, best)))
+    if speculation is not None:
+        lines.append(line("speculation", speculation))
     if config.percent == AUTO:
         config = _with_policy(config, best.run)
     return Plan(config, best, subject.hardware.compute.implementations, "\n".join(lines), bounds,
                 recall)
 
 
-def _speculation(hardware: Hardware, choice: Choice) -> str:
-    """Return a text that says from which share of accepted drafts on speculation pays."""
-    run, drafts = choice.run, choice.run.policy.draft_tokens
+def _speculation(config: RunConfig, subject: PlanSubject, load: Workload, prompts: int | None,
+                 choice: Choice) -> tuple[Choice, str | None]:
+    """Choose whether a run drafts, and return a text that says when drafts pay.
+
+    Without `--speculate`, `--percent auto` drafts for one sequence of a batch, out of the text, if
+    next to nothing is lost where no draft is accepted.
+    """
+    given, hardware, drafting = config.speculate is not None, subject.hardware, choice
+    if not choice.estimate.steps or config.speculate == "none" or not given and (
+            config.percent != AUTO or hardware.has_gpu or config.pipeline_parallel > 1
+            or choice.run.workload.gpu_batch_size > 1):
+        return choice, None
+    if not given:
+        try:
+            (drafting, *_), _ = _choices(replace(config, speculate="ngram"), subject, load, prompts)
+        except UserError:
+            return choice, None
+    run, plain = drafting.run, drafting.estimate.step.seconds
+    drafts = run.policy.draft_tokens
     # A drafted token costs as much as one of another sequence.
     rows = replace(run, workload=replace(run.workload, gpu_batch_size=1 + drafts))
     seconds = predict(hardware, rows).estimate.step.seconds
     if run.draft_run is not None:
         seconds += drafts * predict(hardware, run.draft_run).estimate.step.seconds
-    share = (seconds / choice.estimate.step.seconds - 1) / drafts
-    advice = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
-              "does not pay even if all of them are accepted: leave --speculate out")
-    return f"a decode step with {drafts} drafts takes {seconds:.4g} s: it {advice}"
+    share = max(0.0, (seconds / plain - 1) / drafts)
+    speculates = given or (share <= MAX_BREAK_EVEN and drafting.tokens_per_second
+                           >= TIE_RATIO * choice.tokens_per_second)
+    pays = (f"pays if more than {100 * share:.2g} % of them are accepted" if share < 1 else
+            "does not pay even if all of them are accepted")
+    advice = (", so it is left out (--speculate ngram)" if not speculates else
+              "" if share < 1 else ": leave --speculate out")
+    return drafting if speculates else choice, (
+        f"a decode step with {drafts} drafts takes {seconds:.4g} s in place of {plain:.4g} s: it "
+        f"{pays}{advice}")
 
 
 def _this_machine(config: RunConfig, texts: Sequence[str]) -> PlanSubject:
@@ -315,9 +339,9 @@ def _request(config: RunConfig, subject: PlanSubject, load: Workload,
     return PlanRequest(
         model=subject.model, prompt_len=load.prompt_len, gen_len=load.gen_len,
         itemsize=subject.itemsize, prompts=prompts, policy=config.policy(),
-        gpu_batch_size=config.gpu_batch_size if config.speculate is None else 1,
+        gpu_batch_size=config.gpu_batch_size if config.resolved_speculate is None else 1,
         num_gpu_batches=(config.resolved_num_gpu_batches if config.num_gpu_batches
-                         or config.speculate and config.gpu_batch_size else None),
+                         or config.resolved_speculate and config.gpu_batch_size else None),
         weights=tuple(map(subject.weights, weight_bits)), caches=caches,
         written_bits=_written_bits(config), goal=config.goal, draft=subject.draft)
 
@@ -363,5 +387,6 @@ def _with_policy(config: RunConfig, run: PlannedRun) -> RunConfig:
                    expert_slots=policy.expert_slots,
                    gpu_batch_size=policy.gpu_batch_size, num_gpu_batches=policy.num_gpu_batches,
                    cpu_cache_compute=policy.cpu_cache_compute,
+                   speculate=policy.speculate or config.speculate,
                    fetch_chosen=policy.fetch_chosen, fast_set=policy.fast_set, goal=GOALS[0],
                    allow_compression=False, recalibrate=False, **bits)

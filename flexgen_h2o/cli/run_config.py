@@ -128,7 +128,7 @@ class RunConfig(RunFlags):
         self._check_planning()
         # Their constructors check their values.
         policy, cache = self.policy(), self.cache()
-        if self.speculate is not None:
+        if self.resolved_speculate is not None:
             speculative_policy(policy, cache)
             if self.pipeline_parallel > 1:
                 raise UserError("--speculate needs all layers on one rank: leave "
@@ -229,7 +229,7 @@ class RunConfig(RunFlags):
                self.fetch_chosen and self.recall and fixed and self.policy().cache.gpu == 100,
                f"on a cache in memory: let {self.label('percent')} leave some on disk")
         yield (self.label("num_speculative_tokens"),
-               self.speculate is None
+               self.resolved_speculate is None
                and self.num_speculative_tokens != RunConfig.num_speculative_tokens,
                f"without {self.label('speculate')}")
         yield ("--count-experts", self.count_experts is not None and self.pipeline_parallel > 1,
@@ -272,7 +272,7 @@ class RunConfig(RunFlags):
     @property
     def resolved_gpu_batch_size(self) -> int:
         """Sequences computed together."""
-        if self.speculate is not None:
+        if self.resolved_speculate is not None:
             return 1
         return self.gpu_batch_size or Policy.gpu_batch_size
 
@@ -280,7 +280,13 @@ class RunConfig(RunFlags):
     def resolved_num_gpu_batches(self) -> int:
         """GPU batches of a block."""
         batches = self.num_gpu_batches or Policy.num_gpu_batches
-        return batches if self.speculate is None else batches * (self.gpu_batch_size or 1)
+        speculates = self.resolved_speculate is not None
+        return batches * (self.gpu_batch_size or 1) if speculates else batches
+
+    @property
+    def resolved_speculate(self) -> str | None:
+        """Method of speculative decoding; None for none."""
+        return None if self.speculate == "none" else self.speculate
 
     @property
     def gives_cache_bits(self) -> bool:
@@ -316,7 +322,7 @@ class RunConfig(RunFlags):
         """Return the policy of the run, with defaults for fields that are not planned yet."""
         percent = RunConfig.percent if self.percent == AUTO else self.percent
         return self._build(
-            Policy, gpu_batch_size=self.resolved_gpu_batch_size,
+            Policy, speculate=self.resolved_speculate, gpu_batch_size=self.resolved_gpu_batch_size,
             num_gpu_batches=self.resolved_num_gpu_batches,
             experts=None if self.expert_percent is None else Placement(*self.expert_percent),
             expert_choices=self._expert_choices,

@@ -674,6 +674,31 @@ def test_a_planned_gguf_prints_the_bits_that_were_given(tmp_path):
         assert ("--weight-bits" in plan.text) == shown, "what is printed runs the same"
 
 
+@pytest.mark.parametrize(("flags", "speculates"), [
+    ({}, True), ({"speculate": "none"}, False), ({"num_prompts": 64}, False),
+    ({"hh_ratio": 0.2}, True), ({"percent": (0, 0, 100, 0, 100, 0)}, False),
+    ({"model": "facebook/opt-1.3b"}, False), ({"model": "allenai/OLMoE-1B-7B-0924"}, False)])
+def test_a_plan_drafts_where_weights_come_from_disk(tmp_path, flags, speculates):
+    """For one dense sequence, unless flags say otherwise."""
+    few = replace(CPU, cpu_bytes=4 * GB, compute=roofline(20, 200))
+    flags = {"model": "facebook/opt-6.7b", "num_prompts": 1, "percent": "auto"} | flags
+    plan = plan_of(tmp_path, few, **flags)
+    assert (plan.config.speculate == "ngram") == speculates
+    assert ("--speculate ngram" in policy_flags(plan.best.run)) == speculates
+    assert (plan.best.run.policy.draft_tokens == 8) == speculates
+
+
+def test_a_plan_counts_the_time_and_memory_of_a_draft_model(tmp_path):
+    flags = {"model": "facebook/opt-6.7b", "percent": (0, 0, 100, 0, 100, 0), "gpu_batch_size": 1}
+    shares, hosts = [], []
+    for draft in ({"speculate": "ngram"}, {"draft_model": "facebook/opt-125m"},
+                  {"draft_model": "facebook/opt-1.3b"}):
+        plan = plan_of(tmp_path, replace(CPU, compute=roofline(20, 200)), **flags | draft)
+        shares.append(float(re.search(r"pays if more than ([\d.e+-]+) %", plan.text)[1]))
+        hosts.append(MemoryPlan(plan.best.run).total("cpu"))
+    assert shares == sorted(set(shares)) and hosts == sorted(set(hosts))
+
+
 @pytest.mark.parametrize("percent", ["auto", "0 100 100 0", "100 0 100 0"])
 def test_a_plan_with_speculation_says_when_drafts_pay(tmp_path, capsys, percent):
     save_hardware(CPU, tmp_path / "cpu.yaml")

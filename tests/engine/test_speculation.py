@@ -456,7 +456,7 @@ def test_bad_values(options):
     ({"speculate": "ngram", "fetch_chosen": True, "recall": True, "hh_ratio": 0.1,
       "percent": (100, 0, 0, 0)}, "fetch_chosen"),
     ({"num_speculative_tokens": 4}, "without --speculate"),
-    ({"speculate": "oracle"}, "--speculate must be one of ngram"),
+    ({"speculate": "oracle"}, "--speculate must be one of none, ngram"),
     ({"speculate": "ngram", "draft_model": "opt"}, "draft_model has no effect"),
     ({"draft_model": "opt", "pipeline_parallel": 2}, "--pipeline-parallel"),
 ])
