@@ -100,6 +100,8 @@ class ExpertCounts:
         Uses of experts that were loaded on request.
     guesses : int
         Experts that were prefetched, used or not.
+    guess_hits : int
+        Prefetched experts that the next layer used.
     bytes : int
         Bytes of all loads.
     """
@@ -108,6 +110,7 @@ class ExpertCounts:
     hits: int = 0
     loads: int = 0
     guesses: int = 0
+    guess_hits: int = 0
     bytes: int = 0
 
     def since(self, before: ExpertCounts) -> ExpertCounts:
@@ -147,6 +150,8 @@ class ExpertSlots:
         Counts over all runs.
     choices : ChoiceCounter
         Choices of the current run.
+    history : ExpertChoices or None
+        Choices of all runs.
     """
 
     def __init__(self, weights: WeightStore, transfers: Transfers, experts: ExpertsConfig, *,
@@ -166,6 +171,7 @@ class ExpertSlots:
         self._waiting: deque[ExpertKey] = deque()  # requested, without a slot
         self._predicted: deque[ExpertKey] = deque()  # of the next layer, not prefetched yet
         self._prefetched: set[ExpertKey] = set()  # pinned predictions
+        self._guesses: set[ExpertKey] = set()  # of them, those that were loaded
         self._loading: set[ExpertKey] = set()  # loaded or being loaded, not computed yet
         self._loaded: dict[ExpertKey, Mapping[str, Weight]] = {}  # ready in slots
         self._contents: dict[int, ExpertKey] = {}  # the expert that a slot was last loaded with
@@ -174,6 +180,12 @@ class ExpertSlots:
         self._count = experts.count
         self.counts = ExpertCounts()
         self.choices = ChoiceCounter(experts)
+        self.history: ExpertChoices | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots."""
+        return len(self._buffers)
 
     @property
     def options(self) -> WeightOptions:
@@ -290,6 +302,7 @@ class ExpertSlots:
                 self._waiting.append(key)
             else:
                 self.counts.hits += 1
+                self.counts.guess_hits += key in self._guesses
                 self._policy.pin(key)
         if self._overlap:
             self._start_loads()
@@ -297,6 +310,7 @@ class ExpertSlots:
     def prefetch(self, keys: Iterable[ExpertKey]) -> None:
         """Prefetch experts that the next layer may need, in descending order of probability."""
         self._end_prefetch()
+        self._guesses.clear()
         self._predicted.extend(key for key in keys if key in self._offloaded)
         if self._overlap:
             self._start_loads()
@@ -401,6 +415,7 @@ class ExpertSlots:
             self._prefetched.add(key)
             if cached is None:
                 self.counts.guesses += 1
+                self._guesses.add(key)
                 self._load(key, slot)
         return started
 

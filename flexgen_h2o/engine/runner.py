@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -15,7 +16,7 @@ from flexgen_h2o.cache.alternatives import KeySampler, ProbedCache
 from flexgen_h2o.cache.disk_recall import recalls_in_place
 from flexgen_h2o.cache.layout import CacheShape, evicting_layers
 from flexgen_h2o.config.cache_layout import CacheOptions
-from flexgen_h2o.config.layers import ExpertChoices
+from flexgen_h2o.config.layers import ExpertChoices, sum_choices
 from flexgen_h2o.config.parallel import Stage
 from flexgen_h2o.config.policy import (
     OFFLOAD_DIR,
@@ -30,6 +31,7 @@ from flexgen_h2o.distributed.pipeline import Exchange, Pipeline, RankContext
 from flexgen_h2o.engine.batch import Batch, BlockQueue, BlockSize, OpenQueue, Request
 from flexgen_h2o.engine.draft_model import ModelDrafter
 from flexgen_h2o.engine.executor import Executor, Timing
+from flexgen_h2o.engine.expert_counts import load_counts, save_counts
 from flexgen_h2o.engine.expert_slots import ExpertSlots
 from flexgen_h2o.engine.progress import RunBars, byte_bar
 from flexgen_h2o.engine.sampling import LogitsConsumer
@@ -238,7 +240,7 @@ class Runner:
         with byte_bar("loading", off=args.no_bars) as bar:
             self.weights.load(run_folder, self._progress_callback(bar),
                               offload_file=source.offload_file(args.seed, args.weight_cache))
-        self._load_experts(choices)
+        self._load_experts(choices, resources)
         self._smoothing = self._key_smoothing()
         if self._draft is not None:
             self._draft.load(resources)
@@ -250,15 +252,30 @@ class Runner:
                                         mixture=self.config.experts is not None)
         return policy.overlap if sharded and policy.weights.disk > 0 else None
 
-    def _load_experts(self, choices: ExpertChoices | None) -> None:
-        """Allocate the slots of experts, if the model has any, and fill them by `choices`."""
+    def _load_experts(self, choices: ExpertChoices | None, resources: contextlib.ExitStack) -> None:
+        """Allocate the slots of experts, if the model has any.
+
+        Fill them by `choices`, or by the counts that earlier runs saved, and save those of this
+        run.
+        """
         policy, experts = self.args.policy, self.config.experts
         self._experts = None if experts is None else ExpertSlots(
             self.weights, self._transfers, experts, requested=policy.expert_slots,
             tokens=policy.gpu_batch_size * policy.num_gpu_batches, overlap=policy.overlap,
             host_computes=policy.cpu_expert_compute)
-        if self._experts is not None:
-            self._experts.fill(choices)
+        if self._experts is None or not self._experts.num_slots:
+            return
+        file = self.source.expert_counts_file(self.args.weight_cache) if self.rank is None else None
+        if file is not None:
+            layers = [experts.count * self.config.has_experts(layer)
+                      for layer in range(self.config.num_layers)]
+            choices = choices or load_counts(file, layers, experts.per_token)
+            resources.callback(self._save_counts, file)
+        self._experts.fill(choices)
+
+    def _save_counts(self, file: Path) -> None:
+        if self._experts.history is not None:
+            save_counts(file, self._experts.history)
 
     def _key_smoothing(self) -> tuple[LayerSmoothing, ...]:
         """Return the key smoothing of each layer; empty if keys are not quantized."""
@@ -458,6 +475,7 @@ class Runner:
             for name, count in asdict(self._experts.counts.since(experts_before)).items():
                 setattr(stats, f"expert_{name}", count)
             stats.expert_choices = self._experts.choices.summary(self.stage_config.num_layers)
+            self._experts.history = sum_choices((self._experts.history, stats.expert_choices))
         if recalls is not None:
             for name, count in asdict(workspace.cache.recall_counts.since(recalls)).items():
                 setattr(stats, f"recall_{name}", count)

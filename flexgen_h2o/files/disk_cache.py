@@ -27,8 +27,9 @@ from flexgen_h2o.errors import UserError
 from flexgen_h2o.files.source_files import HASH_THREADS, SourceFiles
 from flexgen_h2o.files.writing import open_atomic
 
-KINDS = ("converted", "weights", "hardware")
-"""Folders of the cache: converted models, quantized weights, measured rates of machines."""
+KINDS = ("converted", "weights", "hardware", "experts")
+"""Folders of the cache: converted models, quantized weights, measured rates of machines, counts of
+chosen experts."""
 
 _MAX_PLACES = 32  # of sources that a copy remembers
 _SOURCE, _USED = ".source", ".used"
@@ -195,7 +196,7 @@ def _read_source(folder: Path) -> dict[str, Any]:
         if (isinstance(about, dict) and {"model", "form", "digest", "places"} <= about.keys()
                 and all({"from", "files"} <= place.keys() for place in about["places"])):
             return about
-    return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml)?$", "", folder.name), "form": "",
+    return {"model": re.sub(r"-[0-9a-f]{16}(\.yaml|\.json)?$", "", folder.name), "form": "",
             "digest": "", "places": []}
 
 
@@ -245,7 +246,7 @@ def use(entry: Path) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """A copy, or measured rates, in the cache.
+    """A copy, measured rates, or counts of experts, in the cache.
 
     Attributes
     ----------

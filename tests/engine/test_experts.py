@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -30,7 +31,7 @@ from flexgen_h2o.config.layers import ExpertChoices
 from flexgen_h2o.config.limits import SHARED_PREFIX
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.config.sampling import SamplingParams
-from flexgen_h2o.engine import expert_slots
+from flexgen_h2o.engine import expert_counts, expert_slots
 from flexgen_h2o.errors import UserError
 from flexgen_h2o.models.shapes import PUBLISHED
 from flexgen_h2o.planning.cost import estimate
@@ -223,6 +224,31 @@ def test_slots_keep_experts_across_calls(tiny_model, wanted, tmp_path):
                        gpu_batch_size=1, offload_dir=tmp_path)
     assert alone == expected[:1]
     assert stats.expert_guesses > 0
+    assert 0 < stats.expert_guess_hits <= stats.expert_guesses
+
+
+def test_slots_are_filled_by_counts_of_earlier_runs(tiny_model, wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXGEN_H2O_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(expert_counts, "MIN_TOKENS", 1)
+    prompts, expected = wanted("qwen3_moe")
+
+    def run_once(**options):
+        with LLM(str(tiny_model("qwen3_moe").folder), dtype="float32", offload_dir=tmp_path,
+                 policy=Policy(experts=DISK, expert_slots=7), **options) as llm:
+            held = experts_in_slots(llm)
+            outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=-1)
+            assert [out.token_ids for out in outputs] == expected
+            return held, llm.stats
+
+    run_once(weight_cache=None)
+    cold, stats = run_once()
+    (file,) = (tmp_path / "cache").rglob("experts/*.json")
+    warm, _ = run_once()
+    assert warm == set(stats.expert_choices.ranked[:7]) != cold
+    assert sum(map(sum, json.loads(file.read_text()))) == 2 * sum(
+        map(sum, stats.expert_choices.counts))
+    file.write_text("[[1, 2")
+    assert run_once()[0] == cold, "a damaged file is ignored"
 
 
 def test_loaded_experts_are_one_group(tiny_model, tmp_path, monkeypatch):
