@@ -48,7 +48,9 @@ class RequestSession(Session):
     Attributes
     ----------
     stats : RunStats or None
-        Statistics of the latest block.
+        Statistics of the block of the latest `step`; None if it had nothing to compute.
+    generated_tokens : int
+        Tokens so far, also of unfinished and aborted requests.
     owner : object
         The LLM that opened it. An LLM without references is closed.
     """
@@ -75,6 +77,7 @@ class RequestSession(Session):
         self._aborted: set[int] = set()
         self._interrupted = False
         self.stats: RunStats | None = None
+        self.generated_tokens = 0
         self._run: Run | None = engine.begin_session(max_model_len, PREFILL_CHUNK, self._sampler)
         self._run.should_end = self._should_end
         self._deadline = 0.0
@@ -173,6 +176,7 @@ class RequestSession(Session):
         assert run is not None and isinstance(run.queue, OpenQueue)
         self._update(run)
         if not run.queue.left:
+            self.stats = None
             return {}
         run.restart(run.queue.preempt())
         run.stats = run.runner.new_stats()
@@ -214,6 +218,7 @@ class RequestSession(Session):
             self._on_token.pop(request.key, None)
 
     def _report(self, request: Request) -> None:
+        self.generated_tokens += 1
         on_token = self._on_token.get(request.key)
         if on_token is not None:
             on_token()

@@ -86,6 +86,20 @@ def test_tokens_do_not_depend_on_when_requests_come(tiny_model, tmp_path, cache)
         check()
 
 
+def test_tokens_are_counted_as_they_come(tiny_model):
+    with (LLM(str(tiny_model("llama").folder), dtype="float32") as llm,
+          llm.open_session(max_model_len=32, block_seconds=ONE_TOKEN) as session):
+        session.add([1, 2], max_new_tokens=3, eos_token_id=-1)
+        key = session.add([3], max_new_tokens=9, eos_token_id=-1)
+        session.step()
+        assert (session.generated_tokens, session.stats.num_prompts) == (2, 0)
+        session.abort(key)
+        drained(session)
+        assert session.generated_tokens == 4 and session.stats.generated_tokens == 3
+        session.step()
+        assert session.stats is None
+
+
 def test_higher_priority_goes_before_a_full_block(tiny_model):
     """The sequence that made room for it starts anew, and reports each token once."""
     folder = str(tiny_model("llama").folder)
