@@ -42,9 +42,9 @@ from flexgen_h2o.kernels.implementations import AutotuneTable
 from flexgen_h2o.metrics.run_stats import RunStats
 from flexgen_h2o.metrics.trace import Trace
 from flexgen_h2o.outputs import Output, Scored
-from flexgen_h2o.planning.memory_plan import MemoryCheck
-from flexgen_h2o.planning.planned_run import DraftModel
-from flexgen_h2o.request_session import RequestSession
+from flexgen_h2o.planning.memory_plan import MemoryCheck, MemoryPlan
+from flexgen_h2o.request_session import PREFILL_CHUNK, RequestSession
+from flexgen_h2o.storage.free_memory import MemoryLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,10 +181,7 @@ class LLM(Session):
             self.weight_options = prepared.source.form.options
             self._prompts, self._cache = prepared.prompts, prepared.cache
             self._memory = _memory_check(prepared)
-            draft = prepared.draft
-            runner = Runner(
-                prepared.source, prepared.device, prepared.args, prepared.rank,
-                draft=None if draft is None else Runner(draft.source, draft.device, draft.args))
+            runner = Runner(prepared.source, prepared.device, prepared.args, prepared.rank)
             if prepared.workload is not None:
                 self._control.check_all_fit(partial(
                     self._memory.check_fits, self.policy, self._cache, prepared.workload,
@@ -592,6 +589,14 @@ class LLM(Session):
         self._sessions.add(session)
         return session
 
+    def memory_plan(self, max_model_len: int) -> tuple[MemoryPlan, MemoryLimits]:
+        """Return the memory plan of `open_session`, and the memory that is free before it."""
+        runner = self._engine.runner
+        policy = runner.args.policy
+        policy = replace(policy, prefill_chunk=policy.prefill_chunk or PREFILL_CHUNK)
+        workload = Workload(max_model_len - 1, 1, policy.gpu_batch_size, policy.num_gpu_batches)
+        return self._memory.plan(policy, self._cache, workload, loaded_bytes=runner.loaded_bytes)
+
     @exclusive
     def probe(self, pairs: Sequence[tuple], attend: Callable[..., torch.Tensor]
               ) -> list[list[float]]:
@@ -648,7 +653,7 @@ def _close_unreferenced(engine: Engine, resources: contextlib.ExitStack, process
 
 def _memory_check(prepared: PreparedModel) -> MemoryCheck:
     """Return the memory check for runs of an LLM with these arguments."""
-    source, args, rank, draft = prepared.source, prepared.args, prepared.rank, prepared.draft
+    source, args, rank = prepared.source, prepared.args, prepared.rank
     return MemoryCheck(
         source.config, source.form.options,
         itemsize=source.dtype.itemsize,
@@ -657,6 +662,4 @@ def _memory_check(prepared: PreparedModel) -> MemoryCheck:
         max_bytes={"cpu": args.memory_limit, "gpu": args.device_memory_limit},
         device_bytes=prepared.device.free_bytes,
         stage=None if rank is None else rank.stage,
-        groups=1 if rank is None else rank.groups,
-        draft=None if draft is None else DraftModel(draft.source.config,
-                                                    draft.source.form.options))
+        groups=1 if rank is None else rank.groups)

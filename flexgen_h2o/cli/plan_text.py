@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from flexgen_h2o.cli.values import flag_name
-from flexgen_h2o.config.placement import PLACED, TIERS
+from flexgen_h2o.config.placement import PLACED, TIERS, Placement
 from flexgen_h2o.config.policy import Policy, format_percent
+from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.models.gguf.config import names_gguf
 from flexgen_h2o.planning.cost import Phase
 from flexgen_h2o.planning.hardware import Hardware
 from flexgen_h2o.planning.memory_plan import MemoryPlan
 from flexgen_h2o.planning.pipeline import rank_runs
-from flexgen_h2o.planning.planned_run import PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun, head_and_total_bytes, layer_slots
 from flexgen_h2o.planning.search import TIE_RATIO, Choice, tie_break_reason
 from flexgen_h2o.storage.free_memory import MemoryLimits
 
@@ -72,6 +73,40 @@ def plan_text(hardware: Hardware, choices: Sequence[Choice], limits: MemoryLimit
 def line(name: str, text: str) -> str:
     """Format a line of a plan."""
     return f"{name:<12} {text}"
+
+
+def plan_sentences(plan: MemoryPlan, limits: MemoryLimits) -> list[str]:
+    """Describe a memory plan and its policy in words."""
+    run = plan.run
+    policy, load, bits = run.policy, run.workload, run.weights.bits
+    _, weights = head_and_total_bytes(run)
+    weights += run.num_experts * run.expert_bytes
+    slots, length = max(layer_slots(run.cache, run.model, load)), load.prompt_len + load.gen_len
+    kept = ("each token attends to those that its query weighs most" if run.cache.recalls
+            else f"at most {slots:,} tokens of a sequence are kept" if slots < length - 1
+            else "no token is evicted")
+    form = (f"in {bits} bits" if bits != 16 else "as the file quantizes them"
+            if run.weights.quantizes else f"in {8 * run.itemsize} bits")
+    return [
+        f"Weights: {format_bytes(weights)[0]}, matrices {form}, "
+        f"{_placed(policy.weights, run.has_gpu)}.",
+        *([] if policy.experts is None else
+          [f"Experts: {_placed(policy.experts, run.has_gpu)}."]),
+        f"KV cache: {_placed(policy.cache, run.has_gpu)}; {kept}.",
+        f"Blocks: up to {run.sequences} sequences of at most {length:,} tokens, computed "
+        f"{load.gpu_batch_size} at a time.",
+        f"Memory: {plan.summary(limits)}.",
+        f"Flags: {policy_flags(run)}",
+    ]
+
+
+def _placed(placement: Placement, has_gpu: bool) -> str:
+    """Describe where a kind of data is."""
+    gpu, cpu, disk = placement.gpu, placement.cpu, placement.disk
+    shares = ([(gpu, "in GPU memory"), (cpu, "in host memory")] if has_gpu
+              else [(gpu + cpu, "in memory")])
+    return ", ".join(place if share == 100 else f"{share:g} % {place}"
+                     for share, place in [*shares, (disk, "on disk")] if share)
 
 
 def _ranks(run: PlannedRun, bounds: Sequence[int], limits: MemoryLimits) -> list[tuple[str, str]]:

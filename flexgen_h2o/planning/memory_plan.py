@@ -21,7 +21,7 @@ from flexgen_h2o.files import terminal
 from flexgen_h2o.metrics.report import format_bytes
 from flexgen_h2o.metrics.trace import GB
 from flexgen_h2o.planning.memory_rows import WEIGHT_ROWS, MemoryRow, plan_rows
-from flexgen_h2o.planning.planned_run import DraftModel, PlannedRun
+from flexgen_h2o.planning.planned_run import PlannedRun
 from flexgen_h2o.storage.free_memory import MemoryLimits, free_heap_bytes, free_memory
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class MemoryPlan:
     def total(self, tier: str) -> int:
         """Return the bytes of all rows on a tier."""
         return sum(getattr(row, tier) for row in self.rows)
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes on each tier, with weights that are read from the checkpoint."""
+        whole = MemoryPlan(replace(self.run, writes_weights=True))
+        return {tier: whole.total(tier) for tier in TIERS if tier != "gpu" or self.run.has_gpu}
 
     def shortfalls(self, limits: MemoryLimits) -> tuple[str, ...]:
         """Return the tiers that need more than is free."""
@@ -151,7 +156,6 @@ def memory_plan(
     weights: WeightOptions = _PLAIN_WEIGHTS,
     stage: Stage | None = None,
     groups: int = 1,
-    draft: DraftModel | None = None,
 ) -> MemoryPlan:
     """Make the memory plan of a run.
 
@@ -175,11 +179,8 @@ def memory_plan(
         The pipeline stage that is planned.
     groups : int
         Groups of a block's batches in the pipeline.
-    draft : DraftModel, optional
-        The policy's draft model.
     """
-    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights,
-                     draft=draft)
+    run = PlannedRun(model, policy, workload, itemsize, has_gpu, writes_weights, cache, weights)
     return MemoryPlan(run if stage is None else run.of_stage(stage, groups))
 
 
@@ -215,14 +216,14 @@ class MemoryCheck:
         Upper bounds of the bytes that count as free, for the tiers `cpu` and `gpu`.
     device_bytes : callable () -> int or None
         Returns the free bytes of a separate device; None where compute memory is host memory.
-    stage, groups, draft : Stage or None, int, DraftModel or None
+    stage, groups : Stage or None, int
         See `memory_plan`.
     """
 
     def __init__(self, model: ModelConfig, weights: WeightOptions, *, itemsize: int,
                  writes_weights: bool, offload_dir: str, max_bytes: Mapping[str, int | None],
                  device_bytes: Callable[[], int | None], stage: Stage | None = None,
-                 groups: int = 1, draft: DraftModel | None = None):
+                 groups: int = 1):
         self._model = model
         self._weights = weights
         self._itemsize = itemsize
@@ -230,7 +231,7 @@ class MemoryCheck:
         self._offload_dir = offload_dir
         self._max_bytes = max_bytes
         self._device_bytes = device_bytes
-        self._stage, self._groups, self._draft = stage, groups, draft
+        self._stage, self._groups = stage, groups
 
     def check_fits(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
                    loaded_bytes: int | None, show: bool = False) -> None:
@@ -248,7 +249,7 @@ class MemoryCheck:
         UserError
             A tier has too little memory.
         """
-        plan, limits = self._planned(policy, cache, workload, loaded_bytes)
+        plan, limits = self.plan(policy, cache, workload, loaded_bytes=loaded_bytes)
         if show:
             terminal.print_stdout(plan.table(limits))
         plan.check(limits)
@@ -261,21 +262,21 @@ class MemoryCheck:
         """
         size = workload.gpu_batch_size
         while size > 1:
-            plan, limits = self._planned(policy, cache, replace(workload, gpu_batch_size=size),
-                                         loaded_bytes)
+            plan, limits = self.plan(policy, cache, replace(workload, gpu_batch_size=size),
+                                     loaded_bytes=loaded_bytes)
             if not plan.shortfalls(limits):
                 break
             size = 1 << ((size - 1).bit_length() - 1)  # the next power of two below
         return size
 
-    def _planned(self, policy: Policy, cache: CacheOptions, workload: Workload,
-                 loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
-        """Return the memory plan of a run and the free memory."""
+    def plan(self, policy: Policy, cache: CacheOptions, workload: Workload, *,
+             loaded_bytes: int | None) -> tuple[MemoryPlan, MemoryLimits]:
+        """Return the memory plan of a run and the free memory; parameters as in `check_fits`."""
         device_free = self._device_bytes()
         plan = memory_plan(self._model, policy, workload, itemsize=self._itemsize,
                            has_gpu=device_free is not None, writes_weights=self._writes_weights,
                            cache=cache, weights=self._weights, stage=self._stage,
-                           groups=self._groups, draft=self._draft)
+                           groups=self._groups)
         limits = free_memory(self._offload_dir, device_free)
         if loaded_bytes is not None:
             limits = plan.before_loading(limits, free_heap=free_heap_bytes(loaded_bytes))
