@@ -20,10 +20,12 @@ from flexgen_h2o.requests.input import VALID, JobInput
 from flexgen_h2o.requests.request import URLS, BadRequest, read_object, request_id
 from flexgen_h2o.requests.results import ResultsFile, answer_line, failure_line
 from flexgen_h2o.requests.tokenizing import FailedRequest, RequestTokenizer, TokenizedRequest
+from flexgen_h2o.serving.metrics import Rate
 from flexgen_h2o.serving.store import Batch, Counts, Store
 
 MAX_ERRORS = 100
 """Errors of a refused input that a batch shows."""
+_RATE_SECONDS = 60.0  # over which progress is measured
 _LINES = 1024  # result lines that are written together when a batch ends early
 
 
@@ -68,6 +70,8 @@ class BatchRun:
         self.id, self.created_at, self.expires_at = batch.id, batch.created_at, batch.expires_at
         self._store, self._batch, self._tokenizer, self._parser = store, batch, tokenizer, parser
         self.outstanding: dict[int, TokenizedRequest] = {}
+        self._tokens, self._answered_since = 0, 0
+        self._rates = Rate(_RATE_SECONDS), Rate(_RATE_SECONDS)
         self._lines: dict[ResultsFile, list[bytes]] = {}
         path = store.path(batch.input_file_id)
         with ExitStack() as files:
@@ -166,6 +170,7 @@ class BatchRun:
     def add_output(self, request: TokenizedRequest, choice: int, output: Output) -> None:
         """Keep the output of a choice. The last one of a request makes its result line."""
         request.outputs[choice] = output
+        self._tokens += len(output.token_ids)
         if request.finished:
             del self.outstanding[request.place]
             self._lines.setdefault(self._output, []).append(answer_line(
@@ -173,6 +178,14 @@ class BatchRun:
                 key=self._key(request.place), model=self._batch.model, created=int(time.time()),
                 parser=self._parser))
             self.counts.completed += 1
+            self._answered_since += 1
+
+    def progress(self) -> dict[str, float | None]:
+        """Return the tokens/s of finished sequences, and the seconds that are left at this rate."""
+        tokens, requests = (rate.sample(total) for rate, total in zip(
+            self._rates, (self._tokens, self._answered_since), strict=True))
+        left = self.counts.total - self.counts.completed - self.counts.failed
+        return {"tokens_per_second": tokens, "seconds_left": left / requests if requests else None}
 
     def fail(self, request: TokenizedRequest, error: BadRequest) -> None:
         """Give a request that cannot go on its result line."""

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from flexgen_h2o.metrics.run_stats import RunStats
+
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1800)
+_SAMPLE_SECONDS = 0.25
+
+
+class Rate:
+    """The rate of a growing total over the last `seconds`, from samples. Not thread-safe."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._samples: deque[tuple[float, float]] = deque([(time.monotonic(), 0)])
+
+    def sample(self, total: float) -> float:
+        """Take a sample, and return the rate per second."""
+        now = time.monotonic()
+        if now - self._samples[-1][0] > _SAMPLE_SECONDS:
+            self._samples.append((now, total))
+        while len(self._samples) > 1 and self._samples[1][0] < now - self._seconds:
+            self._samples.popleft()
+        began, before = self._samples[0]
+        return (total - before) / max(now - began, _SAMPLE_SECONDS)
 
 
 class Metrics:
@@ -23,8 +46,6 @@ class Metrics:
         Finished sequences, by the reason for their end.
     first_token_seconds, request_seconds : Histogram
         Of requests that a client waits for: time to their first token, and to their end.
-    block_seconds : Histogram
-        Time of a block.
     """
 
     def __init__(self, model: str):
@@ -50,16 +71,41 @@ class Metrics:
         self.request_seconds: Histogram = add(
             Histogram, "vllm:e2e_request_latency_seconds", "Time to the end of a request",
             **seconds)
-        self.block_seconds: Histogram = add(
+        self._block_seconds: Histogram = add(
             Histogram, "flexgen_h2o:block_seconds", "Time of a block", **seconds)
         self.batches: Gauge = add(
             Gauge, "flexgen_h2o:batches_in_progress", "Batches with lines left")
+        self._links = {unit: add(Counter, f"flexgen_h2o:link_{unit}", text, "link")
+                       for unit, text in (("bytes", "Bytes that were moved between tiers"),
+                                          ("seconds", "Time in which they were moved"))}
+        self._lookups = add(Counter, "flexgen_h2o:lookups",
+                            "Reads of data outside compute memory, by whether it was cached there",
+                            "cache", "result")
 
     def count(self, prompt_tokens: int, new_tokens: int, reason: str) -> None:
         """Count a finished sequence."""
         self.prompt_tokens.inc(prompt_tokens)
         self.generation_tokens.inc(new_tokens)
         self._requests.labels(model_name=self._model, finished_reason=reason).inc()
+
+    def count_block(self, stats: RunStats, seconds: float) -> None:
+        """Count what a block moved and found, and its time."""
+        self._block_seconds.observe(seconds)
+        for link, totals in stats.links.items():
+            for metric, total in zip(self._links.values(), totals, strict=True):
+                metric.labels(model_name=self._model, link=link).inc(total)
+        for cache, hits, misses in (("experts", stats.expert_hits, stats.expert_loads),
+                                    ("recall", stats.recall_hits, stats.recall_loads)):
+            for result, number in (("hit", hits), ("miss", misses)):
+                if number:
+                    self._lookups.labels(model_name=self._model, cache=cache,
+                                         result=result).inc(number)
+
+    def values(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a counter by those of some labels."""
+        return {tuple(sample.labels[label] for label in labels): sample.value
+                for metric in self._registry.collect() for sample in metric.samples
+                if sample.name == f"{name}_total"}
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

@@ -10,7 +10,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +23,7 @@ from flexgen_h2o.requests.request import BadRequest
 from flexgen_h2o.requests.results import failure_reason
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.batches import BatchRun, InvalidInput
-from flexgen_h2o.serving.metrics import Metrics
+from flexgen_h2o.serving.metrics import Metrics, Rate
 from flexgen_h2o.serving.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ _WINDOW_BLOCKS, _MIN_WINDOW = 8, 64
 _FEED_SECONDS = 0.25  # of tokenizing between two blocks
 _RETRY_SECONDS = 30.0  # until a batch goes on whose files could not be written
 _LONGEST_PAUSE = 60.0  # seconds until the engine is tried again after errors
-_RATE_SECONDS = 30.0  # over which tokens/s are counted
+_RATE_SECONDS = 10.0  # over which tokens/s are counted
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +116,7 @@ class Scheduler:
         self._wake = threading.Event()
         self._stopping = False
         self._failures, self._error = 0, ""
-        self._recent: deque[tuple[float, int]] = deque()
+        self._tokens = Rate(_RATE_SECONDS)
         self._thread = threading.Thread(target=self._work, name="engine")
 
     def start(self) -> None:
@@ -157,20 +156,20 @@ class Scheduler:
         """Return what the server does, as plain values.
 
         `state` is ok, stopping or error; `error` is the reason. `running`, `waiting` and `live` are
-        sequences. `tokens_per_second` is of the last half minute.
+        sequences. `tokens_per_second` is of the last ten seconds. `batches` has the progress of
+        running ones, by id.
         """
         with self._lock:
             live, sequences = self._live, len(self._owners)
+            tokens_per_second = self._tokens.sample(self._session.generated_tokens)
+            batches = {run.id: run.progress() for run in [*self._runs]}
         alive = self._thread.is_alive()
-        now = time.monotonic()
-        tokens = sum(count for when, count in [*self._recent] if when > now - _RATE_SECONDS)
         return {
             "state": ("stopping" if self._stopping else "ok" if alive and not self._error
                       else "error"),
             "error": self._error, "live": live, "running": min(sequences, self._block),
             "waiting": max(0, sequences - self._block), "block_sequences": self._block,
-            "tokens_per_second": tokens / _RATE_SECONDS,
-            "batches": [run.id for run in [*self._runs]],
+            "tokens_per_second": tokens_per_second, "batches": batches,
         }
 
     # Live requests.
@@ -366,7 +365,8 @@ class Scheduler:
             return
         finally:
             self.metrics.running.set(0)
-        self.metrics.block_seconds.observe(time.monotonic() - began)
+        if self._session.stats is not None:
+            self.metrics.count_block(self._session.stats, time.monotonic() - began)
         with self._lock:
             finished = [(self._pop(key), output) for key, output in outputs.items()]
         for owner, output in finished:
@@ -374,18 +374,11 @@ class Scheduler:
                 owner.sink.add_output(owner.request, owner.choice, output)
                 self.metrics.count(len(output.prompt_token_ids), len(output.token_ids),
                                    output.finish_reason)
-        self._count_rate(sum(len(output.token_ids) for output in outputs.values()))
         for run in [*self._runs]:
             try:
                 run.flush()
             except UserError as error:
                 self._suspend(run, error)
-
-    def _count_rate(self, tokens: int) -> None:
-        now = time.monotonic()
-        self._recent.append((now, tokens))
-        while self._recent[0][0] < now - _RATE_SECONDS:
-            self._recent.popleft()
 
     def _fail(self, error: PromptError) -> None:
         """Fail a request that cannot go on. The others of its block begin again."""
@@ -421,7 +414,7 @@ class Scheduler:
         while not self._stopping and time.monotonic() < until:
             time.sleep(0.05)
         if not self._stopping:
-            self._session = self._open_session()
+            self._session, self._tokens = self._open_session(), Rate(_RATE_SECONDS)
             for id in runs:
                 self.open_batch(id)
             self._error = ""
