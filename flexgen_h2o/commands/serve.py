@@ -23,6 +23,7 @@ from flexgen_h2o.cli.parser import (
     flag_fields,
     given_flags,
 )
+from flexgen_h2o.cli.plan_text import plan_sentences
 from flexgen_h2o.cli.request_flags import (
     UNSUPPORTED,
     RequestOptions,
@@ -144,6 +145,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
     """
     try:
         from flexgen_h2o.serving.api import Api
+        from flexgen_h2o.serving.dashboard import Dashboard
         from flexgen_h2o.serving.metrics import Metrics
         from flexgen_h2o.serving.scheduler import Scheduler
         from flexgen_h2o.serving.server import Server
@@ -158,6 +160,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
         if 1 + llm.clamped(1, max_len - 1) < max_len:
             raise UserError(f"--max-model-len {max_len} is more than the model's positions: give "
                             f"at most {1 + llm.clamped(1, max_len - 1)}")
+        plan, limits = llm.memory_plan(max_len)
         encoder = BoundedEncoder(llm, max_len)
         with RequestTokenizer(encoder, defaults, options.template) as tokenizer:
             scheduler = Scheduler(
@@ -165,7 +168,11 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
                 block_seconds=options.max_block_seconds, max_queue=options.max_queue)
             api = Api(store, scheduler, tokenizer, defaults, model=options.name,
                       max_model_len=max_len, max_file=options.max_file_size)
-            app = api.app(key=options.key, host=options.host, origins=options.cors_origin or ())
+            dashboard = Dashboard(
+                store, scheduler, model=options.name, plan=plan_sentences(plan, limits),
+                memory=plan.held())
+            app = api.app(key=options.key, host=options.host, origins=options.cors_origin or (),
+                          pages=dashboard.routes())
             try:
                 tokenizer.start()
                 scheduler.start()

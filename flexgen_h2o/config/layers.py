@@ -1,4 +1,4 @@
-"""Configuration of decoder layers: attention variant, mixture of experts. Torch-free."""
+"""Configuration of decoder layers: the form of attention and the mixture of experts. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexgen_h2o.errors import UserError
 
 
 @dataclass(frozen=True)
-class AttentionVariant:
+class AttentionForm:
     """The attention variant of a layer: scale, soft cap, window and sinks.
 
     A logit is ``q . k * scale``; a soft cap makes it ``softcap * tanh(logit / softcap)``.
@@ -53,11 +53,11 @@ class AttentionVariant:
         check_bool("sinks", self.sinks)
 
     def scale_for(self, head_dim: int) -> float:
-        """Return the factor of q . k for heads of this width."""
+        """The factor on q . k in heads of this width."""
         return head_dim ** -0.5 if self.scale is None else self.scale
 
 
-DEFAULT_VARIANT = AttentionVariant()
+DEFAULT_FORM = AttentionForm()
 
 MAX_EXPERT_LOADS = 16
 """Upper limit of the experts that are being loaded: enough to keep a disk busy. Each takes a slot
@@ -99,8 +99,7 @@ class ExpertsConfig:
     gate_slope: float = 1.0
     gate_limit: float = 0.0
 
-    def slots(self, tokens: int, streamed: int, requested: int | None = None,
-              pooled: float = 0.0) -> int:
+    def slots(self, tokens: int, streamed: int, requested: int | None = None) -> int:
         """Return the number of expert slots in compute memory.
 
         Parameters
@@ -111,12 +110,9 @@ class ExpertsConfig:
             Experts that are not in compute memory permanently: the upper limit.
         requested : int or None
             The number that the policy sets; None: the experts of two layers of a decode step.
-        pooled : float
-            Share of the experts that have slots besides (`storage.placement.pool_experts`).
         """
         touched = min(self.count, self.per_token * tokens)
-        return min(streamed, (2 * touched if requested is None else requested)
-                   + int(pooled * streamed + 1e-6))
+        return min(streamed, 2 * touched if requested is None else requested)
 
     def resident_slots(self, tokens: float, streamed: float, slots: int) -> float:
         """Return the slots that keep their experts between two passes of `tokens` tokens.

@@ -63,8 +63,9 @@ class Api:
                                "owned_by": "flexgen_h2o", "max_model_len": max_model_len}
                         for name in [model, *sorted({*defaults.models} - {model})]}
 
-    def app(self, *, key: str | None, host: str, origins: Sequence[str]) -> Starlette:
-        """Return the ASGI application. The parameters are those of `Guard`."""
+    def app(self, *, key: str | None, host: str, origins: Sequence[str],
+            pages: Sequence[Route] = ()) -> Starlette:
+        """Return the ASGI application, with the routes `pages`; other parameters as in `Guard`."""
         def route(path: str, method: str, endpoint: Callable[[Request], Awaitable[Response]]
                   ) -> Route:
             return Route(path, endpoint, methods=[method])
@@ -84,6 +85,7 @@ class Api:
             route("/v1/models/{id:path}", "GET", self._get_model),
             route("/health", "GET", self._health),
             route("/metrics", "GET", self._metrics),
+            *pages,
         ]
         cors = [Middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["*"],
                            allow_headers=["*"])] if origins else []

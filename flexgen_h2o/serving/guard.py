@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ MAX_DEPTH = 100
 MAX_HEADERS = 1 << 16
 """Bytes of all headers."""
 _FORM = 1 << 16  # bytes of a form beside its file
-_PUBLIC = ("/health",)  # paths that need no key
+_PUBLIC = re.compile("/|/health|/static/.*")  # paths that need no key
 
 
 class JSON(Response):
@@ -106,7 +107,8 @@ class Guard:
             raise ApiError(431, f"the headers have more than {MAX_HEADERS >> 10} KiB")
         if self._key is not None:
             given = headers.get("authorization", "").encode()
-            if connection.url.path not in _PUBLIC and not hmac.compare_digest(given, self._key):
+            if not (_PUBLIC.fullmatch(connection.url.path)
+                    or hmac.compare_digest(given, self._key)):
                 raise ApiError(401, "the API key is missing or wrong: send the server's --api-key "
                                "as \"Authorization: Bearer KEY\"", code="invalid_api_key",
                                headers={"WWW-Authenticate": "Bearer"})

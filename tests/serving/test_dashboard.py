@@ -1,0 +1,152 @@
+"""The page's files, their headers, and the events of the status."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+
+import httpx
+import pytest
+from helpers.fake_llm import run_stats
+from helpers.servers import DEADLINE, flags, request, serving
+
+from flexgen_h2o.serving import metrics
+from flexgen_h2o.serving.metrics import Metrics, Rate
+
+
+def events(response):
+    """Yield the values of a stream of events."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def status_until(served, is_reached) -> dict:
+    """Return the status of a page once it has a property."""
+    status: dict = {}
+    with served.http.stream("GET", "/events") as response:
+        for changes in events(response):
+            status |= changes
+            if is_reached(status):
+                return status
+    raise AssertionError(f"the events ended with {status}")
+
+
+def test_page_and_files_come_with_a_strict_policy(served):
+    page = served.http.get("/")
+    links = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert len(links) > 3 and not re.search(r"<script(?! src)|<style| style=| on\w+=", page.text)
+    for path in ["", *(link for link in links if link != "data:,")]:
+        headers = served.http.get(f"/{path}").raise_for_status().headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "require-trusted-types-for 'script'" in policy
+        assert not re.search(r"unsafe|\*|http", policy)
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_files_of_the_page_name_no_other_host(served):
+    for name in ("", "static/page.js", "static/page.css", "static/uPlot.min.css"):
+        assert "//" not in re.sub(r"(^|\s)//.*", "", served.http.get(f"/{name}").text)
+
+
+def test_unchanged_files_are_not_sent_again(served):
+    first = served.http.get("/static/page.js")
+    again = served.http.get("/static/page.js", headers={"If-None-Match": first.headers["etag"]})
+    other = served.http.get("/static/page.js", headers={"If-None-Match": '"other"'})
+    assert (again.status_code, again.content, other.content) == (304, b"", first.content)
+    assert first.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize("name", ["none.js", "..%2fdashboard.py", "uplot%2fLICENSE", ""])
+def test_only_files_of_the_page_are_served(served, name):
+    assert served.http.get(f"/static/{name}").status_code == 404
+
+
+def test_events_begin_with_everything_then_have_changes(served):
+    with served.http.stream("GET", "/events") as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        changes = events(response)
+        first = next(changes)
+        assert first["model"] == "tiny" and first["state"] == "ok" and len(first["plan"]) > 3
+        file_id = served.upload([request("a", prompt="w1")])
+        for change in changes:
+            assert "plan" not in change and "model" not in change
+            if "files" in change:
+                break
+        assert change["files"][0] == served.openai.files.retrieve(file_id).to_dict()
+
+
+def test_events_show_a_batch_to_its_end(served):
+    batch = served.batch([request(str(number), prompt="w1 w2", max_tokens=4)
+                          for number in range(9)])
+    status = status_until(served, lambda status: any(
+        each["id"] == batch.id and each["status"] == "completed" for each in status["batches"]))
+    shown = next(each for each in status["batches"] if each["id"] == batch.id)
+    assert shown["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+    assert status["generation_tokens"] >= 9
+
+
+def test_events_show_what_tiers_hold_and_move(words, tmp_path):
+    argv = flags(words, tmp_path, "--percent", "0", "0", "100", "0")
+    with serving(argv) as served:
+        served.wait(served.batch([request("a", prompt="w1", max_tokens=4)]).id)
+        status = status_until(served, lambda status: status["generation_tokens"])
+        tiers = {tier["name"]: tier for tier in status["tiers"]}
+        assert tiers["disk"]["read_bytes"] > tiers["disk"]["holds_bytes"] > 0
+        assert tiers["memory"]["written_bytes"] == tiers["disk"]["read_bytes"]
+        assert tiers["disk"]["written_bytes"] == 0
+
+
+def test_events_end_with_the_server(words, tmp_path):
+    ended = threading.Event()
+
+    def follow(url: str) -> None:
+        with httpx.stream("GET", f"{url}/events", timeout=DEADLINE) as response:
+            for _ in events(response):
+                began.set()
+        ended.set()
+
+    began = threading.Event()
+    with serving(flags(words, tmp_path)) as served:
+        thread = threading.Thread(target=follow, args=(served.url,))
+        thread.start()
+        assert began.wait(DEADLINE)
+    thread.join(DEADLINE)
+    assert ended.is_set()
+
+
+def test_page_is_public_but_not_what_it_shows(words, tmp_path):
+    with serving(flags(words, tmp_path, "--api-key", "secret")) as served:
+        assert served.http.get("/").status_code == 200
+        assert served.http.get("/static/page.js").status_code == 200
+        for path in ("/events", "/static", "/v1/files"):
+            assert served.http.get(path).status_code == 401
+        with served.http.stream("GET", "/events", headers={"Authorization": "Bearer secret"}) as it:
+            assert next(events(it))["model"] == "tiny"
+
+
+def test_rate_is_of_the_last_seconds(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
+    rate = Rate(10)
+    now = 105.0
+    assert rate.sample(50) == 10
+    now = 110.0
+    assert rate.sample(50) == 5
+    for _ in range(20):
+        now += 1
+        last = rate.sample(50)
+    assert last == 0
+
+
+def test_blocks_add_to_counters_of_links_and_caches():
+    counted = Metrics("m")
+    for _ in range(2):
+        counted.count_block(run_stats(links={"disk->cpu": (1000, 0.5)}, expert_hits=3,
+                                      expert_loads=1), 1.0)
+    assert counted.values("flexgen_h2o:link_bytes", "link") == {("disk->cpu",): 2000}
+    assert counted.values("flexgen_h2o:link_seconds", "link") == {("disk->cpu",): 1}
+    assert counted.values("flexgen_h2o:lookups", "cache", "result") == {
+        ("experts", "hit"): 6, ("experts", "miss"): 2}
