@@ -39,6 +39,21 @@ struct PrefetchedWords {
     const uint8_t *words, *later, *sooner;
     CacheLevel to;
 
+    // Prefetch LINES lines from line `first` on, with one branch for all of them.
+    template <int LINES, bool AGAIN>
+    INLINE void prefetch_lines(int64_t first) const {
+        const auto lines = [&](CacheLevel level) ALWAYS_INLINE {
+#pragma GCC unroll 8
+            for (int64_t n = first; n < first + LINES; n++) {
+                prefetch(later + 4 * MATRIX_TILE * n, level);
+                if (AGAIN) prefetch(sooner + 4 * MATRIX_TILE * n, level);
+            }
+        };
+        if (to == L2) lines(L2);
+        else if (to == L1) lines(L1);
+        else if (to == NON_TEMPORAL) lines(NON_TEMPORAL);
+    }
+
     template <bool AGAIN>
     INLINE Words read(int64_t n) const {
         prefetch(later + 4 * MATRIX_TILE * n, to);
