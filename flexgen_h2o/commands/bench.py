@@ -143,17 +143,12 @@ def roofline(llm: LLM, config: RunConfig, dtype: str) -> Choice | str:
     from flexgen_h2o.storage.tiers import open_device
 
     device = open_device(config.device)
-    measured = calibrate.measured_dtype(device)
-    if dtype != str(measured).removeprefix("torch."):
-        return f"not known in {dtype}: rates are measured in {measured}"
-    try:
-        hardware = calibrate.load_calibration(device, config.offload_dir)
-    except (OSError, UserError) as error:
-        return f"not known: {error}"
-    if hardware is None:
-        return "not known: flexgen-h2o plan, with the same --offload-dir, measures this machine"
+    hardware = calibrate.measured_hardware(device, config.offload_dir, dtype)
+    if isinstance(hardware, str):
+        return hardware
     run = PlannedRun(
-        llm.model_config, llm.policy, workload(config, ()), measured.itemsize, device.separate,
+        llm.model_config, llm.policy, workload(config, ()),
+        calibrate.measured_dtype(device).itemsize, device.separate,
         False, config.cache(), llm.weight_options)
     return roofline(hardware, run, config.num_prompts)
 

@@ -115,6 +115,20 @@ def load_calibration(device: Device, offload_dir: str | os.PathLike) -> Hardware
             else None)
 
 
+def measured_hardware(device: Device, offload_dir: str | os.PathLike, dtype: str
+                      ) -> Hardware | str:
+    """Return the cached figures of this machine, or why there are none for a run in `dtype`."""
+    measured = str(measured_dtype(device)).removeprefix("torch.")
+    if dtype != measured:
+        return f"not known in {dtype}: rates are measured in {measured}"
+    try:
+        hardware = load_calibration(device, offload_dir)
+    except (OSError, UserError) as error:
+        return f"not known: {error}"
+    return hardware or ("not known: flexgen-h2o plan, with the same --offload-dir, measures this "
+                        "machine")
+
+
 def measured_dtype(device: Device) -> torch.dtype:
     """Return the dtype in which a device is measured: the engine's default."""
     return torch.float16 if device.torch.type == "cuda" else torch.bfloat16

@@ -95,7 +95,7 @@ def test_median_of_repeats_and_missing_roofline(monkeypatch):
 
     config = parser.parse_args(["--device", "cpu"])
     assert bench.roofline(None, config, "float32") == (
-        "not known in float32: rates are measured in torch.bfloat16")
+        "not known in float32: rates are measured in bfloat16")
     monkeypatch.setattr(calibrate, "load_calibration", damaged)
     assert bench.roofline(None, config, "bfloat16") == "not known: x.yaml is damaged"
 
