@@ -221,6 +221,11 @@ class LLM(Session):
         return self.model_config.vocab_size
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of what is not quantized."""
+        return self._engine.runner.source.dtype
+
+    @property
     def device(self) -> torch.device:
         """The device that computes: the CPU, or one GPU."""
         return self._engine.runner.device

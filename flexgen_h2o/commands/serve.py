@@ -37,6 +37,8 @@ from flexgen_h2o.files.terminal import print_stdout
 from flexgen_h2o.requests.tokenizing import BoundedEncoder, RequestTokenizer
 
 if TYPE_CHECKING:
+    from flexgen_h2o.llm import LLM
+    from flexgen_h2o.planning.hardware import Hardware
     from flexgen_h2o.serving.server import Server
 
 KEY_VARIABLE = "FLEXGEN_H2O_API_KEY"
@@ -147,6 +149,7 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
         from flexgen_h2o.serving.api import Api
         from flexgen_h2o.serving.dashboard import Dashboard
         from flexgen_h2o.serving.metrics import Metrics
+        from flexgen_h2o.serving.roofline import DecodeRoofline
         from flexgen_h2o.serving.scheduler import Scheduler
         from flexgen_h2o.serving.server import Server
         from flexgen_h2o.serving.store import Store
@@ -161,16 +164,19 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
             raise UserError(f"--max-model-len {max_len} is more than the model's positions: give "
                             f"at most {1 + llm.clamped(1, max_len - 1)}")
         plan, limits = llm.memory_plan(max_len)
+        sentences, hardware = plan_sentences(plan, limits), _hardware(options.run, llm)
+        if isinstance(hardware, str):
+            sentences.append(f"Roofline: {hardware}.")
         encoder = BoundedEncoder(llm, max_len)
         with RequestTokenizer(encoder, defaults, options.template) as tokenizer:
             scheduler = Scheduler(
                 llm, store, tokenizer, Metrics(options.name), max_model_len=max_len,
-                block_seconds=options.max_block_seconds, max_queue=options.max_queue)
+                block_seconds=options.max_block_seconds, max_queue=options.max_queue,
+                roofline=None if isinstance(hardware, str) else DecodeRoofline(hardware, plan.run))
             api = Api(store, scheduler, tokenizer, defaults, model=options.name,
                       max_model_len=max_len, max_file=options.max_file_size)
-            dashboard = Dashboard(
-                store, scheduler, model=options.name, plan=plan_sentences(plan, limits),
-                memory=plan.held())
+            dashboard = Dashboard(store, scheduler, model=options.name, plan=sentences,
+                                  memory=plan.held())
             app = api.app(key=options.key, host=options.host, origins=options.cors_origin or (),
                           pages=dashboard.routes())
             try:
@@ -182,6 +188,15 @@ def open_server(options: ServeOptions) -> Iterator[Server]:
                 raise
             finally:
                 scheduler.close()
+
+
+def _hardware(config: RunConfig, llm: LLM) -> Hardware | str:
+    """Return the measured figures of this machine, or why they are not known."""
+    from flexgen_h2o.planning.calibrate import measured_hardware  # imports torch
+    from flexgen_h2o.storage.tiers import open_device
+
+    return measured_hardware(open_device(config.device), config.offload_dir,
+                             str(llm.dtype).removeprefix("torch."))
 
 
 def _bind(options: ServeOptions) -> socket.socket:

@@ -128,14 +128,12 @@ class Dashboard:
             return int(sum(total for (link,), total in links.items()
                            if link.split("->")[end] == tier))
 
-        lookups = values("flexgen_h2o:lookups", "cache", "result")
-        hit_rates = {f"{cache} hit rate": _rounded(hits / (hits + lookups.get((cache, "miss"), 0)))
-                     for (cache, result), hits in lookups.items() if result == "hit"}
         return {
             "tiers": [{"name": _NAMES[tier], "holds_bytes": held, "read_bytes": moved(0, tier),
                        "written_bytes": moved(1, tier)} for tier, held in self._memory.items()],
-            "rates": hit_rates, **{name: int(sum(values(f"vllm:{name}").values()))
-                                   for name in ("prompt_tokens", "generation_tokens")}}
+            "rates": self._scheduler.metrics.shares(),
+            **{name: int(sum(values(f"vllm:{name}").values()))
+               for name in ("prompt_tokens", "generation_tokens")}}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -78,6 +78,10 @@ class Metrics:
         self._links = {unit: add(Counter, f"flexgen_h2o:link_{unit}", text, "link")
                        for unit, text in (("bytes", "Bytes that were moved between tiers"),
                                           ("seconds", "Time in which they were moved"))}
+        self._decode: Counter = add(Counter, "flexgen_h2o:decode_seconds",
+                                    "Time of decode steps whose roofline is known")
+        self._roofline: Counter = add(Counter, "flexgen_h2o:decode_roofline_seconds",
+                                      "The least possible time of these steps")
         self._lookups = add(Counter, "flexgen_h2o:lookups",
                             "Reads of data outside compute memory, by whether it was cached there",
                             "cache", "result")
@@ -88,9 +92,15 @@ class Metrics:
         self.generation_tokens.inc(new_tokens)
         self._requests.labels(model_name=self._model, finished_reason=reason).inc()
 
-    def count_block(self, stats: RunStats, seconds: float) -> None:
-        """Count what a block moved and found, and its time."""
+    def count_block(self, stats: RunStats, seconds: float, least: float | None = None) -> None:
+        """Count what a block moved and found, and its time.
+
+        `least` is the least possible time of its decode steps, if it is known.
+        """
         self._block_seconds.observe(seconds)
+        if least is not None:
+            self._decode.inc(stats.decode_seconds)
+            self._roofline.inc(least)
         for link, totals in stats.links.items():
             for metric, total in zip(self._links.values(), totals, strict=True):
                 metric.labels(model_name=self._model, link=link).inc(total)
@@ -106,6 +116,15 @@ class Metrics:
         return {tuple(sample.labels[label] for label in labels): sample.value
                 for metric in self._registry.collect() for sample in metric.samples
                 if sample.name == f"{name}_total"}
+
+    def shares(self) -> dict[str, float]:
+        """Return hit rates, and the decode steps' share of their roofline, as far as known."""
+        found = self.values("flexgen_h2o:lookups", "cache", "result")
+        shares = {f"Hit rate, {cache}": number / (number + found.get((cache, "miss"), 0))
+                  for (cache, result), number in found.items() if result == "hit"}
+        decode, least = (sum(self.values(f"flexgen_h2o:{name}").values())
+                         for name in ("decode_seconds", "decode_roofline_seconds"))
+        return shares | ({"Decode, share of roofline": least / decode} if decode else {})
 
     def text(self) -> bytes:
         """Return the metrics in Prometheus' text format."""

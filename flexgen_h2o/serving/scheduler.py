@@ -24,6 +24,7 @@ from flexgen_h2o.requests.results import failure_reason
 from flexgen_h2o.requests.tokenizing import RequestTokenizer, TokenizedRequest
 from flexgen_h2o.serving.batches import BatchRun, InvalidInput
 from flexgen_h2o.serving.metrics import Metrics, Rate
+from flexgen_h2o.serving.roofline import DecodeRoofline
 from flexgen_h2o.serving.store import Batch, Store
 
 if TYPE_CHECKING:
@@ -93,14 +94,16 @@ class Scheduler:
         Maximum time of a block.
     max_queue : int
         Maximum number of sequences of live requests.
+    roofline : DecodeRoofline, optional
     """
 
     def __init__(self, llm: LLM, store: Store, tokenizer: RequestTokenizer, metrics: Metrics, *,
-                 max_model_len: int, block_seconds: float, max_queue: int):
+                 max_model_len: int, block_seconds: float, max_queue: int,
+                 roofline: DecodeRoofline | None = None):
         self._llm, self._store, self._tokenizer, self.metrics = llm, store, tokenizer, metrics
         self._open_session: Callable[[], Any] = partial(
             llm.open_session, max_model_len=max_model_len, block_seconds=block_seconds)
-        self._max_queue = max_queue
+        self._max_queue, self._roofline = max_queue, roofline
         self._block = llm.policy.gpu_batch_size * llm.policy.num_gpu_batches
         self._window = max(_MIN_WINDOW, _WINDOW_BLOCKS * self._block)
         self.parser = None if llm.tokenizer is None else ReasoningParser(llm.tokenizer)
@@ -365,8 +368,10 @@ class Scheduler:
             return
         finally:
             self.metrics.running.set(0)
-        if self._session.stats is not None:
-            self.metrics.count_block(self._session.stats, time.monotonic() - began)
+        stats = self._session.stats
+        if stats is not None:
+            least = None if self._roofline is None else self._roofline.seconds(stats)
+            self.metrics.count_block(stats, time.monotonic() - began, least)
         with self._lock:
             finished = [(self._pop(key), output) for key, output in outputs.items()]
         for owner, output in finished:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import re
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
 from helpers.fake_llm import run_stats
+from helpers.planning_cases import CPU, planned
 from helpers.servers import DEADLINE, flags, request, serving
 
+from flexgen_h2o.config.policy import Workload
+from flexgen_h2o.planning.search import roofline as least
 from flexgen_h2o.serving import metrics
 from flexgen_h2o.serving.metrics import Metrics, Rate
+from flexgen_h2o.serving.roofline import DecodeRoofline
 
 
 def events(response):
@@ -139,6 +144,32 @@ def test_rate_is_of_the_last_seconds(monkeypatch):
         now += 1
         last = rate.sample(50)
     assert last == 0
+
+
+def test_share_of_the_roofline_is_of_blocks_with_one():
+    counted = Metrics("m")
+    assert counted.shares() == {}
+    counted.count_block(run_stats(decode_seconds=9.0), 9.0)
+    counted.count_block(run_stats(decode_seconds=4.0), 5.0, 2.0)
+    counted.count_block(run_stats(decode_seconds=4.0), 5.0, 3.0)
+    assert counted.shares() == {"Decode, share of roofline": 5 / 8}
+
+
+def test_roofline_is_that_of_the_rows_and_lengths():
+    run = planned(gpu=False, batch=(4, 2), lengths=(99, 1))
+    roofline = DecodeRoofline(CPU, run)
+    steps = [1.0, 1.0, 1.0]
+    begun = run_stats(num_prompts=0, prompt_tokens=0, generated_tokens=0, step_seconds=steps,
+                      decode_slots=24)
+    assert roofline.seconds(begun) is None  # no length is known
+    ended = replace(begun, num_prompts=8, prompt_tokens=8 * 50, generated_tokens=8 * 10)
+    expected = least(CPU, replace(run, workload=Workload(50, 10, 4, 2))).estimate.step.seconds
+    assert roofline.seconds(ended) == pytest.approx(3 * expected)
+    few = roofline.seconds(replace(begun, decode_slots=12, idle_slots=6))
+    assert few == pytest.approx(3 * least(
+        CPU, replace(run, workload=Workload(50, 10, 2, 1))).estimate.step.seconds)
+    assert few < 3 * expected
+    assert roofline.seconds(run_stats(step_seconds=[])) is None  # prefill alone
 
 
 def test_blocks_add_to_counters_of_links_and_caches():
