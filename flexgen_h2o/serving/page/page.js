@@ -5,7 +5,6 @@ const HEAD_BYTES = 1 << 20; // of a file that is read for its first lines
 const LONGEST_WAIT = 15000; // ms until the next try to connect
 const NOTICE_TIME = 8000; // ms
 const HISTORY = 600; // seconds of the chart
-const ACTIVE = ["validating", "in_progress", "finalizing", "cancelling"];
 
 const find = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -147,11 +146,15 @@ async function showErrors(batch, list) {
   if (rest > 0) texts.push(`and ${count.format(rest)} more, in the file of errors`);
   setItems(list, texts);
   list.hidden = false;
-  list.tabIndex = -1;
-  list.focus();
+  giveFocus(list);
 }
 
 // What is shown.
+
+function giveFocus(element) {
+  element.tabIndex = -1;
+  element.focus();
+}
 
 function setItems(list, texts) {
   list.replaceChildren(...texts.map((text) => {
@@ -176,7 +179,10 @@ function setRecords(name, records, create, show) {
     show(row, record);
     if (list.children[place] !== row) list.insertBefore(row, list.children[place] ?? null);
   });
-  for (const row of rows.values()) row.remove();
+  for (const row of rows.values()) {
+    if (row.contains(document.activeElement)) giveFocus(list);
+    row.remove();
+  }
   find(`no-${name}`).hidden = records.length > 0;
 }
 
@@ -193,6 +199,7 @@ const bytes = (value) => {
   const place = value < 1000 ? 0 : Math.min(4, Math.floor(Math.log10(value) / 3));
   return `${number.format(value / 1000 ** place)} ${["bytes", "KB", "MB", "GB", "TB"][place]}`;
 };
+const time = (value) => new Date(1000 * value).toLocaleTimeString();
 const date = (value) => new Date(1000 * value).toLocaleString();
 const percent = (value) => `${number.format(100 * value)} %`;
 
@@ -240,7 +247,6 @@ function showBatch(row, batch) {
   setText(row, "name", batchName(batch));
   setText(row, "status", state);
   setText(row, "detail", `${batch.id}, ${date(batch.created_at)}`);
-  const active = ACTIVE.includes(batch.status);
   const bar = row.querySelector("progress");
   bar.hidden = !total;
   bar.value = total ? (completed + failed) / total : 0;
@@ -248,14 +254,14 @@ function showBatch(row, batch) {
   setText(row, "figures", [
     total && `${count.format(completed)} of ${count.format(total)} requests`,
     failed && `${count.format(failed)} failed`,
-    active && batch.tokens_per_second != null
-      && `${number.format(batch.tokens_per_second)} tokens/s`,
-    active && batch.seconds_left != null && `about ${duration(batch.seconds_left)} left`,
+    batch.tokens_per_second != null && `${number.format(batch.tokens_per_second)} tokens/s`,
+    batch.seconds_left != null && `about ${duration(batch.seconds_left)} left`,
   ].filter(Boolean).join(", "));
   for (const [name, isShown] of Object.entries({
     cancel: ["validating", "in_progress"].includes(batch.status), results: batch.output_file_id,
     show: batch.error_file_id, errors: batch.error_file_id,
   })) row.querySelector(`.${name}`).hidden = !isShown;
+  if (document.activeElement.hidden && row.contains(document.activeElement)) giveFocus(row);
   const errors = batch.errors?.data ?? [];
   const list = row.querySelector(".messages");
   if (errors.length && list.hidden) {
@@ -266,30 +272,24 @@ function showBatch(row, batch) {
 }
 
 function showMachine() {
-  const figures = {
-    "Tokens/s": status.tokens_per_second, "Running sequences": status.running,
-    "Waiting sequences": status.waiting, "Generated tokens": status.generation_tokens,
-    "Prompt tokens": status.prompt_tokens,
-  };
-  const format = (value) => (Number.isInteger(value) ? count : number).format(value);
-  const shown = [
-    ...Object.entries(figures).filter(([, value]) => value != null)
-      .map(([name, value]) => [name, format(value)]),
-    ...Object.entries(status.rates ?? {}).map(([name, value]) => [name, percent(value)]),
-  ];
-  find("figures").replaceChildren(...shown.map(([name, value]) => {
+  const figures = Object.entries({
+    "Tokens/s": number.format(status.tokens_per_second),
+    "Running sequences": count.format(status.running),
+    "Waiting sequences": count.format(status.waiting),
+    "Generated tokens": count.format(status.generation_tokens),
+    "Prompt tokens": count.format(status.prompt_tokens),
+  }).concat(Object.entries(status.rates).map(([name, value]) => [name, percent(value)]));
+  find("figures").replaceChildren(...figures.map(([name, value]) => {
     const [group, term, detail] = ["div", "dt", "dd"].map((tag) => document.createElement(tag));
     term.textContent = name;
     detail.textContent = value;
     group.append(term, detail);
     return group;
   }));
-  const tiers = status.tiers ?? [];
-  find("tiers").hidden = !tiers.length;
-  find("tiers").tBodies[0].replaceChildren(...tiers.map((tier) => {
+  find("tiers").tBodies[0].replaceChildren(...status.tiers.map((tier) => {
     const row = document.createElement("tr");
-    const cells = ["holds", "read", "written"].map((name) => tier[`${name}_bytes`]);
-    for (const text of [tier.name, ...cells.map((cell) => (cell == null ? "–" : bytes(cell)))]) {
+    const sizes = [tier.holds_bytes, tier.read_bytes, tier.written_bytes].map(bytes);
+    for (const text of [tier.name, ...sizes]) {
       const cell = document.createElement(row.children.length ? "td" : "th");
       cell.textContent = text;
       row.append(cell);
@@ -324,7 +324,7 @@ function drawChart() {
     width: find("chart").clientWidth, height: 160, legend: { show: false },
     cursor: { show: false },
     series: [{}, { stroke: color("accent"), width: 2, points: { show: false } }],
-    axes: [{ ...axis }, { ...axis, size: 60 }],
+    axes: [{ ...axis, space: 90, values: (_, times) => times.map(time) }, { ...axis, size: 60 }],
     scales: { y: { range: (_, low, high) => [0, 1.1 * (high || 1)] } },
   }, history, find("chart"));
 }
