@@ -22,7 +22,7 @@ from flexgen_h2o.serving.store import INPUT, Batch, File, Store, StoreError
 INTERVAL = 0.5
 """Seconds between two looks at the status."""
 SHOWN = 100
-"""Files, and batches, that the page shows: the newest ones."""
+"""Files, and batches beside those that run, that the page shows: the newest ones."""
 
 _HEARTBEAT = 15.0  # seconds of silence after which a comment shows whether the client is there
 _INDEX, _STATIC = "index.html", ("page.css", "page.js", "uplot/uPlot.iife.min.js",
@@ -111,6 +111,8 @@ class Dashboard:
         try:
             inputs, _ = self._store.page(File, limit=SHOWN, purpose=INPUT)
             batches, _ = self._store.page(Batch, limit=SHOWN)
+            older = active.keys() - {batch.id for batch in batches}
+            batches += filter(None, (self._store.get(Batch, id) for id in sorted(older)))
         except StoreError as error:
             return status | {"state": "error", "error": str(error)}
         return status | {

@@ -15,7 +15,7 @@ from helpers.servers import DEADLINE, flags, request, serving
 
 from flexgen_h2o.config.policy import Workload
 from flexgen_h2o.planning.search import roofline as least
-from flexgen_h2o.serving import metrics
+from flexgen_h2o.serving import dashboard, metrics
 from flexgen_h2o.serving.metrics import Metrics, Rate
 from flexgen_h2o.serving.roofline import DecodeRoofline
 
@@ -91,6 +91,17 @@ def test_events_show_a_batch_to_its_end(served):
     shown = next(each for each in status["batches"] if each["id"] == batch.id)
     assert shown["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
     assert status["generation_tokens"] >= 9
+
+
+def test_old_batches_that_run_are_shown(served, monkeypatch):
+    monkeypatch.setattr(dashboard, "SHOWN", 1)
+    old = served.batch([request(str(number), prompt="w1", max_tokens=100, min_tokens=100)
+                        for number in range(2000)])
+    served.wait(old.id, "in_progress")
+    new = served.batch([request("a", prompt="w1")])
+    status = status_until(served, lambda status: len(status["batches"]) == 2)
+    served.openai.batches.cancel(old.id)
+    assert [batch["id"] for batch in status["batches"]] == [new.id, old.id]
 
 
 def test_events_show_what_tiers_hold_and_move(words, tmp_path):
